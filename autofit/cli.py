@@ -1,0 +1,487 @@
+"""The command line: argv in, tables out. The only module that prints or exits.
+
+Heavy imports happen inside the commands, so that `autofit --help` answers at once.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from autofit import __version__
+from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from autofit.probing.warm import WarmServer
+    from autofit.recipe import Recipe, TrainerName
+    from autofit.tuning.frontier import Trial
+    from autofit.tuning.search import Plan, Progress, Search
+
+DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
+    try:
+        options = _parser().parse_args(argv)
+        return int(options.command(options))
+    except AutofitError as error:
+        _say(f"autofit: {error}")
+        return WRONG_USAGE
+    except KeyboardInterrupt:
+        _say("autofit: interrupted; run the same command again to go on")
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG_USAGE
+    except OSError as error:
+        _say(f"autofit: {_os_error(error)}")
+        return WRONG_USAGE
+
+
+def _os_error(error: OSError) -> str:
+    from autofit.files import cannot_write
+
+    return cannot_write(Path(str(error.filename or ".")), error)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line instead of the usage text on an error, and the nearest option for a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [s for a in self._actions for s in a.option_strings]
+        given = message.rsplit(" ", 1)[-1]
+        hint = nearest(given, known) if message.startswith("unrecognized") else ""
+        raise ConfigError(f"{message}{hint}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="autofit",
+        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch, and run it.",
+    )
+    parser.add_argument("--version", action="version", version=f"autofit {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    search = _command(commands, "search", _search, "find the Pareto front and the fastest config that fits")
+    search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl grpo --config` takes")
+    search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
+    search.add_argument("--target-vram", metavar="SIZE", help="40GB (40e9 bytes) or 40GiB; default: the whole card")
+    search.add_argument("--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)")
+    search.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where probes run")
+    search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
+                        help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
+    search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
+    search.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    search.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)")
+    search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12)")
+    search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
+    search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
+    search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
+    search.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that one probe may take")
+    search.add_argument("--parallel", type=int, metavar="N", help="probes at once (default: one a card; 1 on cpu)")
+    search.add_argument("--seed", type=int, default=0, help="seed of the proposals")
+    search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
+    search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
+    search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    promote = _command(commands, "promote", _promote, "write a trial's YAML and launch its full run")
+    promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
+    promote.add_argument("--study", help="name of the study (default: the one used last)")
+    promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
+    promote.add_argument("--write-only", action="store_true", help="write the YAML and do not launch the run")
+    promote.add_argument("--restart", action="store_true", help="throw the run's checkpoints away and begin anew")
+    promote.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    ui = _command(commands, "ui", _ui, "serve MLflow on loopback and print the compare page of the front")
+    ui.add_argument("--study", help="name of the study (default: the one used last)")
+    ui.add_argument("--port", type=int, help="port on 127.0.0.1 (default: a free one)")
+
+    sync = _command(commands, "sync", _sync, "bring MLflow in line with a study, or rebuild it")
+    sync.add_argument("--study", help="name of the study (default: the one used last)")
+    sync.add_argument("--rebuild", action="store_true", help="delete the study's trial runs first")
+
+    report = _command(commands, "report", _report, "show a study's result again")
+    report.add_argument("study", nargs="?", help="name of the study (default: the one used last)")
+    report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    doctor = _command(commands, "doctor", _doctor, "check a recipe and show what follows from it")
+    doctor.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
+    doctor.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
+    return parser
+
+
+def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, run: object, text: str) -> _Parser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--dir", type=Path, default=Path("autofit-studies"), help="folder of the studies")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be 1 or more; got {value}")
+    return value
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+def _search(options: argparse.Namespace) -> int:
+    from autofit.tuning.search import Search, open_study
+    from autofit.tuning.study import exclusive
+
+    _check_search(options)
+    _terminate_like_interrupt()
+    folder: Path = options.dir
+    server = _warm(folder)
+    try:
+        plan = _plan(options, server)
+        for name, text in plan.recipe.describe():
+            _say(f"{name:>16}: {text}")
+        with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
+            study = open_study(plan)
+            _say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
+                 f"{plan.space.allow} or above")  # fmt: skip
+            search = Search(plan, study, warm_socket=server.socket_path)
+            with _display(search, plan):
+                try:
+                    stopped = search.run()
+                except KeyboardInterrupt:
+                    _ignore_interrupts()
+                    search.interrupt()
+                    stopped = "interrupted"
+        return _show_result(options, folder, plan.name, stopped)
+    finally:
+        server.close()
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    if options.demo and options.recipe is not None:
+        raise ConfigError(f"give a recipe or --demo, not both; got {options.recipe} and --demo")
+    if not options.demo and options.recipe is None:
+        raise ConfigError("a search needs a recipe: give the path of a YAML file, or --demo")
+    for name in ("trials", "plateau", "measured_steps", "parallel", "world_size"):
+        _at_least_one("--" + name.replace("_", "-"), getattr(options, name))
+    if options.world_size > 1:
+        raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
+    if options.trainer != "grpo":
+        _trainer(options.trainer)
+        raise ConfigError(f"search runs grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
+
+
+def _warm(folder: Path) -> "WarmServer":
+    from autofit.probing.warm import WarmServer
+
+    try:
+        return WarmServer(folder)
+    except FileExistsError as error:
+        raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
+
+
+def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
+    from autofit.hardware import choose_device, choose_target, gpus
+    from autofit.probing.prepare import worst_case_path
+    from autofit.space import Space, load_space
+    from autofit.tuning.search import Plan
+
+    device = choose_device("cpu" if options.demo and options.device == "auto" else options.device)
+    target = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
+    headroom = parse_bytes(options.headroom) if options.headroom else 0 if device == "cpu" else target // 50
+    if headroom >= target:
+        raise ConfigError(f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}")
+    knobs = load_space(options.space, trainer=options.trainer)
+    path = _demo_recipe(options.dir) if options.demo else options.recipe
+    scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
+    recipe = _prepared(path, options, device, scratch, server)
+    space = Space.of(recipe, knobs, allow=options.allow, device=device)
+    _check_target(recipe, target - headroom, options.allow)
+    budget = parse_seconds(options.time_budget) if options.time_budget else None
+    open_ended = budget is not None or options.plateau is not None
+    plan = Plan(
+        recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
+        study_name=options.study, max_trials=options.trials or (None if open_ended else 12), budget_s=budget,
+        plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
+        measured_steps=options.measured_steps, deadline_s=parse_seconds(options.deadline), seed=options.seed,
+    )  # fmt: skip
+    plan.probes_folder.mkdir(parents=True, exist_ok=True)
+    os.replace(worst_case_path(scratch), worst_case_path(plan.probes_folder))
+    _remove(scratch)
+    return plan
+
+
+def _prepared(
+    path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer"
+) -> "Recipe":
+    from autofit.probing.prepare import prepare
+
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        recipe = prepare(
+            path, trainer=_trainer(options.trainer), device=device, folder=scratch, server=server,
+            world_size=options.world_size,
+        )  # fmt: skip
+    except AutofitError:
+        _remove(scratch)
+        raise
+    return recipe
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+
+
+def _trainer(name: str) -> "TrainerName":
+    from autofit.recipe import TRAINERS
+
+    if name not in TRAINERS:
+        raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {name!r}{nearest(name, TRAINERS)}")
+    return name
+
+
+def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
+    """Refuse a target that not even the weights fit into, quantised to 4 bits where the user allows that."""
+    weights, parameters = recipe.weights_bytes, recipe.model_parameters
+    if weights is None or parameters is None:
+        return
+    least = min(weights, int(parameters * 0.53)) if allow == "recipe" and recipe.uses_lora else weights
+    if least > limit_bytes:
+        raise ConfigError(
+            f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "
+            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it, or change dtype or model"
+        )
+
+
+def _demo_recipe(folder: Path) -> Path:
+    from autofit.demo import prepare_smollm2
+
+    cache = Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
+    return prepare_smollm2(cache, progress=_say)
+
+
+@contextlib.contextmanager
+def _mirror(options: argparse.Namespace, study: str) -> Iterator[None]:
+    """MLflow's mirror in a process of its own; a slow or absent MLflow costs the search at most 20 s at its end."""
+    import subprocess
+
+    if options.no_mlflow:
+        yield
+        return
+    log_path: Path = options.dir / "mlflow.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autofit.tracking", str(options.dir), study],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _say(f"MLflow is behind (see {log_path}); `autofit sync` brings it up to date")
+
+
+def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
+    from autofit.tables import front_table, to_json
+    from autofit.tuning.frontier import why, winner
+    from autofit.tuning.study import load_study, trials_of
+
+    study = load_study(folder, name)
+    trials, attrs = trials_of(study), study.user_attrs
+    target = cast("int | None", attrs.get("target_bytes"))
+    sentence = why(trials, attrs["resolved"], target)
+    screened = int(attrs.get("screened", 0))
+    if not options.json:
+        from rich.console import Console
+
+        width = None if sys.stdout.isatty() else 150
+        Console(width=width).print(front_table(trials, attrs["resolved"], target))
+        print(f"{sentence}.")
+        print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
+        if winner(trials) is not None:
+            where = "" if folder == Path("autofit-studies") else f" --dir {folder}"
+            print(f"Next: autofit promote best{where}   then: autofit ui{where}")
+    else:
+        content = to_json(
+            trials, study=name, target_bytes=target, screened=screened, stopped=stopped, sentence=sentence
+        )
+        print(json.dumps(content))
+    if stopped == "interrupted":
+        return INTERRUPTED
+    return DONE if winner(trials) is not None else NOTHING_FITS
+
+
+@contextlib.contextmanager
+def _display(search: "Search", plan: "Plan") -> Iterator[None]:
+    """A live line on a terminal, plain lines elsewhere; both on stderr."""
+    from rich.console import Console
+
+    from autofit.tables import trial_line
+
+    console = Console(stderr=True)
+    resolved = plan.recipe.resolved
+
+    def told(trial: "Trial") -> None:
+        (console.print if console.is_terminal else _say)(trial_line(trial, resolved))
+
+    search.on_told = told
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("starting") as status:
+        search.on_progress = lambda progress: status.update(_progress_text(progress, plan))
+        yield
+
+
+def _progress_text(progress: "Progress", plan: "Plan") -> str:
+    from autofit.tuning.frontier import describe_changes
+
+    done = sum(t.result is not None for t in progress.trials)
+    now = ", ".join(f"trial {t.number}: {describe_changes(t.changes, plan.recipe.resolved)}" for t in progress.probing)
+    best = "none yet"
+    if progress.best is not None and progress.best.step_s is not None:
+        best = f"trial {progress.best.number} at {format_seconds(progress.best.step_s)} a step"
+    left = "" if progress.left_s is None else f", about {format_seconds(progress.left_s)} left"
+    return f"{done} done, probing {now or '...'} | best {best} | {format_seconds(progress.elapsed_s)}{left}"
+
+
+def _terminate_like_interrupt() -> None:
+    """SIGTERM ends a search the way Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _say("stopping the probe at work; its trial waits for the next run")
+
+
+# -- the other commands -----------------------------------------------------------------------------------------------
+
+
+def _report(options: argparse.Namespace) -> int:
+    from autofit.tuning.study import load_study
+
+    return _show_result(options, options.dir, load_study(options.dir, options.study).study_name, "")
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from autofit.files import write_atomically
+    from autofit.promotion import follow, launch, model_path, plan_promotion, stop
+    from autofit.tuning.study import exclusive
+
+    _terminate_like_interrupt()
+    promotion = plan_promotion(options.dir, study_name=options.study, trial=options.trial)
+    if options.out is not None:
+        write_atomically(options.out, promotion.yaml_path.read_text(encoding="utf-8"))
+    _say(f"wrote {options.out or promotion.yaml_path}")
+    if options.write_only:
+        return DONE
+    with exclusive(options.dir / "locks", promotion.folder.name):
+        how = launch(promotion, study_folder=options.dir, restart=options.restart)
+        _say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
+        try:
+            final = follow(promotion, lambda line: _say(_step_line(line)))
+        except KeyboardInterrupt:
+            _say("saving a checkpoint after the step at work; run the same command again to resume")
+            stop(promotion)
+            return INTERRUPTED
+    if options.json:
+        print(json.dumps({"study": promotion.study, "trial": promotion.trial.number, **final}))
+        return DONE
+    print(f"{final['steps']} steps done, final loss {_number(final['final_loss'])}")
+    if final["first_reward"] is not None:
+        window = final["reward_window_steps"]
+        print(f"mean reward {_number(final['first_reward'])} over the first {window} step(s), "
+              f"{_number(final['last_reward'])} over the last {window}")  # fmt: skip
+    print(f"the model is in {model_path(final)}; its run is in MLflow: autofit ui")
+    return DONE
+
+
+def _step_line(line: dict[str, object]) -> str:
+    shown = {
+        "reward": "reward", "kl": "kl", "loss": "loss", "completions/mean_length": "length",
+        "completions/clipped_ratio": "clipped", "completions_per_s": "completions/s",
+    }  # fmt: skip
+    parts = [f"{name} {_number(line[key])}" for key, name in shown.items() if key in line]
+    return f"step {line['step']}/{line['max_steps']}: {', '.join(parts)}"
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def _ui(options: argparse.Namespace) -> int:
+    from autofit.tracking import sync
+    from autofit.ui import compare_path, server
+
+    _terminate_like_interrupt()
+    if options.port is not None and not 0 < options.port < 65536:
+        raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
+    sync(options.dir, options.study)
+    path = compare_path(options.dir, options.study)
+    try:
+        with server(options.dir, port=options.port) as address:
+            print(f"MLflow: {address}")
+            print(f"compare the front: {address}{path}", flush=True)
+            _say("Ctrl-C stops it")
+            while True:
+                signal.pause()
+    except KeyboardInterrupt:
+        return DONE
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from autofit.tracking import sync, tracking_uri
+
+    count = sync(options.dir, options.study, rebuild=options.rebuild)
+    print(f"{count} finished trials are in MLflow ({tracking_uri(options.dir)})")
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from autofit.hardware import choose_device
+    from autofit.probing.warm import WarmServer
+
+    _at_least_one("--world-size", options.world_size)
+    _trainer(options.trainer)
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:
+        server = WarmServer(Path(temporary))
+        try:
+            device = choose_device(options.device)
+            recipe = _prepared(options.recipe, options, device, Path(temporary) / "inspection", server)
+        finally:
+            server.close()
+    recipe.check()
+    for name, text in recipe.describe():
+        print(f"{name:>16}: {text}")
+    return DONE

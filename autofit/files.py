@@ -1,0 +1,49 @@
+"""Files put in place whole or not at all."""
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import EnvironmentFault
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old file or the whole new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(path, error)) from error
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """One line: why `path` could not be written and what to change."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left to write {path}; free some space or choose another folder with --dir"
+    return f"cannot write {path}: {error.strerror or error}; choose another folder with --dir"
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """`content` as JSON, put in place with `os.replace`."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """The JSON object in `path`, or None when there is no such file."""
+    try:
+        return cast(dict[str, object], json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None

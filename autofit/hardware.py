@@ -1,0 +1,67 @@
+"""What this machine has, asked without torch: GPUs through NVML, host memory through the operating system."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from autofit.errors import ConfigError
+from autofit.units import format_bytes
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A card as the driver describes it."""
+
+    name: str
+    capacity_bytes: int
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The CUDA cards that the driver lists; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(
+            Gpu(name=str(pynvml.nvmlDeviceGetName(h)), capacity_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
+            for h in handles
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def host_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def choose_device(asked: str) -> Device:
+    """`cpu` or `cuda`; `auto` takes a card where there is one. Raises ConfigError for a card that is not there."""
+    if asked == "cpu":
+        return "cpu"
+    found = gpus()
+    if asked == "cuda" and not found:
+        raise ConfigError("--device cuda needs a CUDA card, and the driver lists none; use --device cpu")
+    return "cuda" if found else "cpu"
+
+
+def choose_target(asked_bytes: int | None, device: Device) -> int:
+    """The target in bytes: what was asked for, or the whole card. Raises ConfigError for more than there is."""
+    capacity = min(g.capacity_bytes for g in gpus()) if device == "cuda" else host_memory_bytes()
+    what = "card" if device == "cuda" else "machine"
+    if asked_bytes is None:
+        if device == "cpu":
+            raise ConfigError("on the CPU a search needs a target: give --target-vram, for example --target-vram 3GB")
+        return capacity
+    if asked_bytes > capacity:
+        raise ConfigError(
+            f"--target-vram must be within the {what}'s memory of {format_bytes(capacity)}; got "
+            f"{format_bytes(asked_bytes)}: a probe on {device} is a real run"
+        )
+    return asked_bytes

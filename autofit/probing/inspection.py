@@ -1,0 +1,151 @@
+"""What a recipe means, found out once before any probe: TRL's parse, the longest prompt, the size of the model.
+
+Runs in the warm server's child or in a process of its own, because it imports torch and may import the user's code.
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from autofit.errors import ConfigError
+from autofit.files import read_json, write_json
+from autofit.probing.trl_config import TrlConfig, parse, plain
+
+_DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def run(request_path: str) -> int:
+    """Inspect the recipe of the request at `request_path`; answer in `answer` beside it. 0 either way."""
+    request = read_json(Path(request_path))
+    assert request is not None
+    try:
+        answer = inspect(
+            str(request["trainer"]), dict(request["values"]), str(request["device"]), Path(str(request["worst_case"]))  # type: ignore[call-overload]
+        )
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    write_json(Path(str(request["answer"])), answer)
+    return 0
+
+
+def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Path) -> dict[str, object]:
+    """The resolved recipe as JSON; writes the row with the longest prompt to `worst_case`. Raises ConfigError."""
+    values = with_local_file(values)
+    go_offline_without_a_hub()
+    config = parse(trainer, values, overrides=device_overrides(device))
+    answer: dict[str, object] = {"values": plain(values), "resolved": config.resolved}
+    if trainer != "grpo":
+        return answer
+    plug_in = importlib.import_module(f"trainers.{trainer}")
+    answer |= _model_size(config)
+    plug_in.reward_functions(config)
+    rows = plug_in.prompts(config)
+    index, tokens = longest_prompt(rows, config)
+    row = {k: v for k, v in rows[index].items() if v is not None}
+    write_json(worst_case, {"row": plain(row), "prompt_tokens": tokens})
+    return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows)}
+
+
+def device_overrides(device: str) -> dict[str, object]:
+    """What a recipe written for a GPU needs to run on this device."""
+    return {"use_cpu": True} if device == "cpu" else {}
+
+
+def with_local_file(values: dict[str, object]) -> dict[str, object]:
+    """`dataset_name: data.jsonl` said the way TRL's parser takes a file: `datasets: [{path: json, data_files: ...}]`."""
+    name = values.get("dataset_name")
+    if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
+        return values
+    if not Path(name).is_file():
+        raise ConfigError(f"dataset_name {name!r} looks like a file, and there is no such file in {Path.cwd()}")
+    rest = {key: value for key, value in values.items() if key != "dataset_name"}
+    return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
+
+
+def go_offline_without_a_hub() -> None:
+    """Tell the hub's client to stay offline when the hub cannot be reached; it would retry for 23 s a file."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    url = urlparse(constants.ENDPOINT)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 443), timeout=3):
+            return
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        import datasets.config
+
+        datasets.config.HF_HUB_OFFLINE = True
+
+
+def _model_size(config: TrlConfig) -> dict[str, object]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = config.model.model_name_or_path
+    if not name:
+        raise ConfigError("a recipe needs a model: give model_name_or_path")
+    trust = bool(config.training.trust_remote_code)
+    try:
+        found = AutoConfig.from_pretrained(name, revision=config.model.model_revision, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model_name_or_path must be a folder with a config.json or a name that the model hub has; got {name!r}: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(found, trust_remote_code=trust)
+    except Exception as error:
+        raise ConfigError(f"{name!r} is no causal language model that transformers can build: {error}") from error
+    parameters = sum(p.numel() for p in model.parameters())
+    dtype = importlib.import_module("trainers.grpo")._dtype(config.model.dtype, found)
+    quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
+    return {"model_parameters": parameters, "weights_bytes": int(parameters * quantised)}
+
+
+def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:
+    """(row, tokens) of the longest prompt as TRL tokenizes it, chat template included.
+
+    Tokenizes from the longest text down and stops when no shorter one can win: no token is shorter than a byte.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.model.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model.model_revision, trust_remote_code=bool(config.training.trust_remote_code)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{name!r} has no tokenizer that transformers can load: {str(error)[:200]}") from error
+    if len(rows) == 0:
+        raise ConfigError("the train split of the dataset is empty; GRPO needs at least one prompt")
+    texts = [_rendered(prompt, tokenizer, config) for prompt in rows["prompt"]]
+    sizes = [len(text.encode()) for text, _ in texts]
+    best, best_tokens = 0, -1
+    for index in sorted(range(len(texts)), key=sizes.__getitem__, reverse=True):
+        if sizes[index] + 8 < best_tokens:  # 8: special tokens that a tokenizer adds around a text
+            break
+        text, special = texts[index]
+        tokens = len(tokenizer(text, add_special_tokens=special)["input_ids"])
+        if tokens > best_tokens:
+            best, best_tokens = index, tokens
+    return best, best_tokens
+
+
+def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, bool]:
+    """The text of a prompt, and whether the tokenizer adds its special tokens to it (a chat template has its own)."""
+    if isinstance(prompt, str):
+        return prompt, True
+    if not isinstance(prompt, list) or not all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        raise ConfigError(f"a prompt must be text or a list of messages with role and content; got {str(prompt)[:80]!r}")
+    kwargs = config.training.chat_template_kwargs or {}
+    if tokenizer.chat_template is None:
+        raise ConfigError("the prompts are messages, and the model's tokenizer has no chat template; use plain text")
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **kwargs), False

@@ -1,0 +1,99 @@
+"""What submitit runs: one probe, in a child process, and an answer whatever happens to it. Never raises."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from autofit.errors import EnvironmentFault
+from autofit.files import read_json, write_json
+from autofit.probing.keeper import Ending, keep
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.slots import slot, slot_names
+from autofit.probing.warm import call
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+
+def run_probe(request_path: str) -> None:
+    """Probe as the request says, on a free slot; afterwards there is an answer beside the request."""
+    began = time.perf_counter()
+    request = ProbeRequest.read(Path(request_path))
+    process = psutil.Process()
+    write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    with slot(slot_names(request.device, 1), abandoned=lambda: cancelled(request)) as name:
+        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name)
+    if read_json(request.answer_path) is None and not ending.abandoned:
+        write_json(request.answer_path, classified(ending, request).to_json())
+    content = read_json(request.answer_path)
+    if content is not None:
+        write_json(request.answer_path, content | {"wall_s": time.perf_counter() - began})
+
+
+def cancel(folder: Path) -> None:
+    """Ask the job of the probe in `folder` to kill it and end without an answer."""
+    (folder / "cancel").touch()
+
+
+def cancelled(request: ProbeRequest) -> bool:
+    return (request.folder / "cancel").exists()
+
+
+def _keep(request: ProbeRequest, slot_name: str) -> Ending:
+    env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "TOKENIZERS_PARALLELISM": "false"}
+    if slot_name.startswith("cuda-"):
+        env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
+    if request.warm_socket is not None:
+        message = {
+            "entry": "autofit.probing.worker:run", "argument": str(request.request_path), "cwd": str(request.cwd),
+            "log": str(request.log_path), "env": env, "deadline_s": request.deadline_s,
+            "cancel": str(request.folder / "cancel"),
+        }  # fmt: skip
+        try:
+            return call(request.warm_socket, message)
+        except EnvironmentFault as fault:
+            if "does not answer" not in str(fault):  # the child was taken: it may have run, so it is not run again
+                return Ending(exit_code=-signal.SIGKILL)
+    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(request))
+
+
+def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
+    with request.log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autofit.probing.worker", str(request.request_path)],
+            cwd=request.cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    process.returncode = 0  # the keeper waits for it, not this object
+    return process.pid
+
+
+def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
+    """The result of a probe that ended without an answer of its own."""
+    phase_path = request.phase_path
+    phase = phase_path.read_text() if phase_path.exists() else "load"
+    status, oom_phase = ProbeStatus.FAILED, None
+    if ending.deadline_passed:
+        status, what = ProbeStatus.LOST, f"the deadline of {request.deadline_s:.0f} s passed"
+    elif ending.kernel_oom and request.device == "cpu":
+        status, what, oom_phase = ProbeStatus.OOM, "the kernel's out-of-memory killer ended the probe", phase
+    elif ending.kernel_oom:
+        status, what = ProbeStatus.LOST, "the kernel's out-of-memory killer ended the probe: host memory, not the card"
+    elif ending.exit_code == -signal.SIGKILL:
+        status, what = ProbeStatus.LOST, "the probe was killed (SIGKILL)"
+    elif -ending.exit_code in _CRASHES:
+        what = f"the probe crashed ({signal.Signals(-ending.exit_code).name})"
+    elif ending.exit_code < 0:
+        status, what = ProbeStatus.LOST, f"the probe was killed ({signal.Signals(-ending.exit_code).name})"
+    else:
+        what = f"the probe exited with code {ending.exit_code} before it answered"
+    return ProbeResult(
+        status=status,
+        device=request.device,
+        reason=f"{what} during {phase}; see {request.log_path}",
+        oom_phase=oom_phase,
+        limit_bytes=request.limit_bytes,
+    )

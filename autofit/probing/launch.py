@@ -1,0 +1,98 @@
+"""Starts the jobs of probes through submitit, and finds them again. Nothing else assumes one machine."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import submitit
+
+from autofit.files import read_json, write_json
+from autofit.probing.job import cancel, run_probe
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+
+
+
+class Launcher:
+    """submitit's LocalExecutor: one job a probe."""
+
+    def submit(self, request: ProbeRequest) -> None:
+        """Write the request and start its job."""
+        write_json(request.request_path, request.to_json())
+        start_job(request.folder, run_probe, str(request.request_path), timeout_s=request.deadline_s + 3600)
+
+    def result(self, folder: Path) -> ProbeResult | None:
+        """The answer in `folder`; a LOST one when its job has ended without; None while it runs."""
+        answer = ProbeResult.read(folder / "answer.json")
+        if answer is not None and (answer.wall_s is not None or not is_alive(folder)):
+            return answer
+        if is_alive(folder):
+            return None
+        answer = ProbeResult.read(folder / "answer.json")  # put in place between the two looks
+        if answer is not None:
+            return answer
+        device = str((read_json(folder / "request.json") or {}).get("device", ""))
+        return ProbeResult(status=ProbeStatus.LOST, device=device, reason="the job ended without an answer")
+
+    def cancel(self, folder: Path) -> None:
+        """Stop the probe in `folder` and wait until its job is gone."""
+        cancel(folder)
+        deadline = time.monotonic() + 10
+        while is_alive(folder) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def start_job(folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float) -> None:
+    """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; notes it in `folder`."""
+    executor = submitit.LocalExecutor(folder=folder / "job")
+    # submitit counts a preemption within 10 minutes of the limit as a timeout, so the limit is well above the deadline.
+    executor.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
+    with _ignoring_interrupts():
+        job = executor.submit(function, argument)
+    create_time = _create_time(int(job.job_id))
+    write_json(folder / "job.json", {"job_id": job.job_id, "create_time": create_time, "submitted": time.time()})
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the job noted in `folder` runs, also when another process submitted it."""
+    for name in ("started.json", "job.json"):
+        note = read_json(folder / name)
+        if note is None:
+            continue
+        pid = int(str(note.get("pid", note.get("job_id"))))
+        created = _create_time(pid)
+        if created is not None and note["create_time"] is not None:
+            return abs(created - float(str(note["create_time"]))) < 1
+        if name == "started.json":
+            return False
+    request = folder / "request.json"  # submitted a moment ago by a process that died before it could note the job
+    return (
+        request.exists()
+        and not (folder / "job.json").exists()
+        and not (folder / "started.json").exists()
+        and time.time() - request.stat().st_mtime < 3
+    )
+
+
+def _create_time(pid: int) -> float | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Children started within ignore Ctrl-C: a search decides by itself what becomes of its jobs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)

@@ -1,0 +1,209 @@
+"""Peak memory by phase: the CPU allocator's bytes, or what the driver of a CUDA card reports. Imports torch.
+
+On `cpu` every storage is followed from the operator that made it to its release. That equals the peak of
+`torch.profiler(profile_memory=True)` but for the 8-byte boxes that torch makes for Python numbers, which no operator
+returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own events come too late to stop at a limit.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autofit.probing.result import PhasePeak
+from autofit.units import format_bytes
+
+
+class Memory(Protocol):
+    """A device's account of its bytes."""
+
+    device_name: str
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def leave(self, phase: str) -> PhasePeak:
+        """The peaks since the last call, which belong to `phase`."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class _StorageTracker(TorchDispatchMode):
+    """Follows live storages of one device type; raises torch.OutOfMemoryError above `limit_bytes`."""
+
+    def __init__(self, device_type: str, limit_bytes: int | None) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._limit_bytes = limit_bytes
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self._see(out)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key in self._live or size_bytes == 0:
+            return
+        self._live[key] = weakref.ref(storage, lambda _, key=key, size=size_bytes: self._release(key, size))
+        self.current_bytes += size_bytes
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes = self.current_bytes
+            if self._limit_bytes is not None and self.current_bytes > self._limit_bytes:
+                raise torch.OutOfMemoryError(
+                    f"tried to allocate {format_bytes(size_bytes)}: {format_bytes(self.current_bytes)} allocated, "
+                    f"the limit is {format_bytes(self._limit_bytes)}"
+                )
+
+    def see_rng_states(self) -> Callable[[], torch.Tensor]:
+        """A `torch.get_rng_state` whose result is seen: checkpointing keeps one of 5056 B a layer, made by no operator."""
+        original = torch.get_rng_state
+
+        def get_rng_state() -> torch.Tensor:
+            state = original()
+            self._see(state)
+            return state
+
+        torch.get_rng_state = get_rng_state
+        return original
+
+    def _release(self, key: int, size_bytes: int) -> None:
+        self._live.pop(key, None)
+        self.current_bytes -= size_bytes
+
+
+class CpuMemory:
+    """The CPU allocator: what is allocated is what is reserved and used, so the three peaks are one number."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.device_name = _cpu_name()
+        self._tracker = _StorageTracker("cpu", limit_bytes)
+        self._original_rng: Callable[[], torch.Tensor] | None = None
+
+    def start(self) -> None:
+        self._tracker.__enter__()
+        self._original_rng = self._tracker.see_rng_states()
+
+    def stop(self) -> None:
+        """Stop following: the steps after this run at full speed."""
+        if self._original_rng is not None:
+            torch.get_rng_state, self._original_rng = self._original_rng, None
+            self._tracker.__exit__(None, None, None)
+
+    def leave(self, phase: str) -> PhasePeak:
+        tracker = self._tracker
+        peak_bytes, tracker.peak_bytes = tracker.peak_bytes, tracker.current_bytes
+        return PhasePeak(
+            name=phase,
+            peak_allocated_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes,
+            device_used_bytes=peak_bytes,
+        )
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaMemory:
+    """A CUDA card: torch's allocator, and NVML for everything that is on the card besides it.
+
+    The target is emulated on a larger card by a hard cap on the allocator: target minus what the card holds outside it
+    (context, library handles, other processes), measured after a first matmul.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        properties = torch.cuda.get_device_properties(0)
+        self.device_name = properties.name
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
+        warm = torch.ones(64, 64, device="cuda")
+        (warm @ warm).sum().item()
+        if limit_bytes is not None:
+            allowed = limit_bytes - self._outside_bytes()
+            fraction = allowed / properties.total_memory
+            if fraction <= 0:
+                raise torch.OutOfMemoryError(
+                    f"the card already holds {format_bytes(self._outside_bytes())} outside the allocator, "
+                    f"and the limit is {format_bytes(limit_bytes)}"
+                )
+            torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+
+    def _outside_bytes(self) -> int:
+        """Bytes on the card that torch's allocator does not hold."""
+        torch.cuda.synchronize()
+        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, version=self._nvml.nvmlMemory_v2).used)
+        return max(0, used - torch.cuda.memory_reserved())
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def stop(self) -> None:
+        pass
+
+    def leave(self, phase: str) -> PhasePeak:
+        reserved = torch.cuda.max_memory_reserved()
+        peak = PhasePeak(
+            name=phase,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=reserved,
+            device_used_bytes=reserved + self._outside_bytes(),
+        )
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def memory_of(device: str, limit_bytes: int | None) -> Memory:
+    """The account of `device` ("cpu" or "cuda") with a hard limit in bytes."""
+    return CudaMemory(limit_bytes) if device == "cuda" else CpuMemory(limit_bytes)
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether `error` is an allocation that was refused, on either device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def merged(peaks: Iterable[PhasePeak]) -> tuple[PhasePeak, ...]:
+    """One entry a phase, in order of first appearance, with the largest of each peak."""
+    by_name: dict[str, PhasePeak] = {}
+    for peak in peaks:
+        old = by_name.get(peak.name, peak)
+        by_name[peak.name] = PhasePeak(
+            name=peak.name,
+            peak_allocated_bytes=max(old.peak_allocated_bytes, peak.peak_allocated_bytes),
+            peak_reserved_bytes=max(old.peak_reserved_bytes, peak.peak_reserved_bytes),
+            device_used_bytes=max(old.device_used_bytes, peak.device_used_bytes),
+        )
+    return tuple(by_name.values())
+
+
+def _cpu_name() -> str:
+    import platform
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0]} x {len(names)}" if names else platform.processor() or "cpu"

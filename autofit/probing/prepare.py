@@ -1,0 +1,54 @@
+"""From a YAML file to a Recipe: TRL's parser, the dataset and the model's config, asked of the warm server."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import read_json, write_json
+from autofit.probing.warm import WarmServer
+from autofit.recipe import Recipe, TrainerName, read_yaml_mapping
+
+_INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
+
+
+def worst_case_path(folder: Path) -> Path:
+    """Where the row with the longest prompt is kept."""
+    return folder / "worst_case.json"
+
+
+def prepare(
+    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: WarmServer, world_size: int = 1
+) -> Recipe:
+    """The recipe in `path`; leaves the worst-case row in `folder`. Raises ConfigError for what TRL would not take."""
+    values = read_yaml_mapping(path, what="recipe")
+    answer_path = folder / "inspection.json"
+    answer_path.unlink(missing_ok=True)
+    request = {
+        "trainer": trainer, "values": values, "device": device,
+        "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
+    }  # fmt: skip
+    write_json(folder / "inspect.json", request)
+    log = folder / "inspection.log"
+    ending = server.call(
+        {
+            "entry": "autofit.probing.inspection:run", "argument": str(folder / "inspect.json"),
+            "cwd": str(Path.cwd()), "log": str(log), "env": {}, "deadline_s": _INSPECTION_S,
+        }  # fmt: skip
+    )
+    answer = read_json(answer_path)
+    if answer is None:
+        raise EnvironmentFault(f"reading the recipe {path} ended with exit code {ending.exit_code}; see {log}")
+    if "error" in answer:
+        raise ConfigError(f"the recipe {path}: {answer['error']}")
+    return Recipe(
+        trainer=trainer,
+        values=cast(Mapping[str, object], answer["values"]),
+        resolved=cast(Mapping[str, object], answer["resolved"]),
+        name=path.stem,
+        world_size=world_size,
+        longest_prompt_tokens=cast(int | None, answer.get("longest_prompt_tokens")),
+        num_prompts=cast(int | None, answer.get("num_prompts")),
+        model_parameters=cast(int | None, answer.get("model_parameters")),
+        weights_bytes=cast(int | None, answer.get("weights_bytes")),
+    )

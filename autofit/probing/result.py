@@ -1,0 +1,134 @@
+"""What a probe is asked and what it answers: plain values that travel as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+from autofit.files import read_json
+
+
+class ProbeStatus(StrEnum):
+    FIT = "fit"  # ran to the end under the target
+    OOM = "oom"  # needed more than the target: a measurement, not an error
+    FAILED = "failed"  # raised, crashed or exited
+    LOST = "lost"  # killed before it could answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """One probe: `values` is the complete recipe YAML of the candidate."""
+
+    folder: Path
+    trainer: str
+    values: Mapping[str, object]
+    device: str
+    limit_bytes: int | None
+    worst_case: Path
+    measured_steps: int = 2
+    deadline_s: float = 900.0
+    cwd: Path = field(default_factory=Path.cwd)
+    warm_socket: str | None = None
+
+    @property
+    def request_path(self) -> Path:
+        return self.folder / "request.json"
+
+    @property
+    def answer_path(self) -> Path:
+        return self.folder / "answer.json"
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "probe.log"
+
+    @property
+    def phase_path(self) -> Path:
+        """Holds the name of the phase that the probe is in, for when it dies without a word."""
+        return self.folder / "phase"
+
+    def to_json(self) -> dict[str, object]:
+        paths = {"folder": str(self.folder), "worst_case": str(self.worst_case), "cwd": str(self.cwd)}
+        return {**asdict(self), **paths}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "ProbeRequest":
+        paths = {key: Path(str(content[key])) for key in ("folder", "worst_case", "cwd")}
+        return cls(**{**content, **paths})  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, path: Path) -> "ProbeRequest":
+        content = read_json(path)
+        assert content is not None, path
+        return cls.from_json(content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The most that was held during one phase (load, rollout, scoring, update, optimizer, save, resume)."""
+
+    name: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """What the device said. None is "not measured"; times have one entry per measured optimizer step."""
+
+    status: ProbeStatus
+    device: str
+    reason: str = ""
+    oom_phase: str | None = None
+    device_used_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    limit_bytes: int | None = None
+    phases: tuple[PhasePeak, ...] = ()
+    step_s: tuple[float, ...] = ()
+    rollout_s: tuple[float, ...] = ()
+    update_s: tuple[float, ...] = ()
+    completions_per_step: int | None = None
+    tokens_per_step: int | None = None
+    device_name: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    process_s: float | None = None  # from the start of the probe's process to its answer
+    wall_s: float | None = None  # from the launch of the job to its end, as the job saw it
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Seconds per optimizer step: the median over the measured steps."""
+        return median(self.step_s) if self.step_s else None
+
+    @property
+    def completions_per_s(self) -> float | None:
+        step_s = self.median_step_s
+        return None if step_s is None or self.completions_per_step is None else self.completions_per_step / step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt and completion tokens trained on per second."""
+        step_s = self.median_step_s
+        return None if step_s is None or self.tokens_per_step is None else self.tokens_per_step / step_s
+
+    def to_json(self) -> dict[str, object]:
+        derived = {"completions_per_s": self.completions_per_s, "tokens_per_s": self.tokens_per_s}
+        return {**asdict(self), **derived}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "ProbeResult":
+        fields = {k: v for k, v in content.items() if k in cls.__slots__}
+        fields["status"] = ProbeStatus(str(fields["status"]))
+        fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
+        for name in ("step_s", "rollout_s", "update_s"):
+            fields[name] = tuple(cast(list[float], fields.get(name, [])))
+        return cls(**fields)  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, path: Path) -> "ProbeResult | None":
+        """The answer in `path`, or None while there is none."""
+        content = read_json(path)
+        return None if content is None else cls.from_json(content)

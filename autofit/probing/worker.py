@@ -1,0 +1,243 @@
+"""The probe: a few worst-case optimizer steps of the real trainer on one device. Does not know who started it.
+
+Order: load, one step (the warm-up), save; then, as after an interruption, load, resume, one step, and the measured
+steps. All but the measured steps are followed allocation by allocation; the measured ones run at full speed.
+"""
+
+import gc
+import importlib
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from autofit.files import read_json, write_json
+from autofit.probing.memory import Memory, is_oom, memory_of, merged
+from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.trl_config import TrlConfig, parse
+
+# What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
+_QUIET = {
+    "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
+    "log_completions": False, "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
+    "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
+}  # fmt: skip
+
+
+class Recorder:
+    """Which phase the probe is in, the peak of each, and the seconds of each in the measured steps."""
+
+    def __init__(self, memory: Memory, phase_path: Path) -> None:
+        self._memory = memory
+        self._phase_path = phase_path
+        self._entered = time.perf_counter()
+        self.phase = "load"
+        self.peaks: list[PhasePeak] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        phase_path.write_text(self.phase)
+
+    def enter(self, phase: str) -> str:
+        """Switch to `phase`; the phase that was left."""
+        self._memory.synchronize()
+        now, left = time.perf_counter(), self.phase
+        self.peaks.append(self._memory.leave(left))
+        self.seconds[left] += now - self._entered
+        self._entered, self.phase = now, phase
+        if phase != left:
+            self._phase_path.write_text(phase)
+        return left
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        outer = self.enter(phase)
+        yield  # no finally: after an error the phase is where it happened
+        self.enter(outer)
+
+    def wrap(self, target: object, method: str, phase: str) -> None:
+        """Make `target.method` run within `phase`."""
+        original: Callable[..., Any] = getattr(target, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.within(phase):
+                return original(*args, **kwargs)
+
+        setattr(target, method, timed)
+
+
+def run(request_path: str) -> int:
+    """Probe as the request at `request_path` says; answer in JSON beside it. 0 when there is an answer."""
+    started = time.perf_counter()
+    request = ProbeRequest.read(Path(request_path))
+    recorder: list[Recorder] = []
+    try:
+        memory = memory_of(request.device, request.limit_bytes)
+        recorder.append(Recorder(memory, request.phase_path))
+        result = _probe(request, memory, recorder[0])
+    except Exception as error:
+        result = _failure(request, error, recorder)
+    except SystemExit as error:
+        code = error.code if error.code is not None else 0
+        phase = recorder[0].phase if recorder else "load"
+        result = ProbeResult(
+            status=ProbeStatus.FAILED, device=request.device, reason=f"sys.exit({code!r}) was called during {phase}"
+        )
+    content = result.to_json() | {"process_s": time.perf_counter() - started}
+    write_json(request.answer_path, content)
+    return 0
+
+
+def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder]) -> ProbeResult:
+    import traceback
+
+    traceback.print_exception(error)  # into the probe's log
+    phase = recorders[0].phase if recorders else "load"
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    if not is_oom(error):
+        return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=f"{text} (during {phase})")
+    peaks = recorders[0].peaks if recorders else []
+    if recorders:
+        error.__traceback__ = None
+        recorders[0].enter(phase)
+    top = _tops(merged(peaks))
+    return ProbeResult(
+        status=ProbeStatus.OOM, device=request.device, reason=text, oom_phase=phase, limit_bytes=request.limit_bytes,
+        phases=merged(peaks), versions=_versions(), **top,
+    )  # fmt: skip
+
+
+def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
+    worst_case = read_json(request.worst_case)
+    assert worst_case is not None, request.worst_case
+    plug_in = importlib.import_module(f"trainers.{request.trainer}")
+    checkpoints = request.folder / "checkpoints"
+    memory.start()
+    try:
+        config = _config(request, checkpoints, steps=1)
+        with recorder.within("load"):
+            trainer = plug_in.build(config, worst_case=worst_case)
+        _follow(trainer, recorder, plug_in.PHASES)
+        trainer.add_callback(_SaveNow())
+        trainer.train()
+        trainer = None
+        gc.collect()
+        recorder.enter("resume")
+        config = _config(request, checkpoints, steps=2 + request.measured_steps)
+        trainer = plug_in.build(config, worst_case=worst_case)
+        _follow(trainer, recorder, plug_in.PHASES)
+        steps = _StepClock(recorder, memory, measure_after=2)
+        trainer.add_callback(steps)
+        trainer.train(resume_from_checkpoint=str(checkpoints / "checkpoint-1"))
+        recorder.enter("end")
+    finally:
+        memory.stop()
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    peaks = merged(p for p in recorder.peaks)
+    tokens = int(str(worst_case["prompt_tokens"]))
+    used = max(p.device_used_bytes for p in peaks)
+    over = request.limit_bytes is not None and used > request.limit_bytes
+    return ProbeResult(
+        status=ProbeStatus.OOM if over else ProbeStatus.FIT,
+        reason="the device held more than the target" if over else "",
+        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
+        device=request.device,
+        limit_bytes=request.limit_bytes,
+        phases=tuple(p for p in peaks if p.name != "end"),
+        step_s=tuple(steps.step_s),
+        rollout_s=tuple(steps.rollout_s),
+        update_s=tuple(steps.update_s),
+        completions_per_step=plug_in.samples_per_step(config),
+        tokens_per_step=plug_in.tokens_per_step(config, tokens),
+        device_name=memory.device_name,
+        versions=_versions(),
+        **_tops(peaks),
+    )
+
+
+def _config(request: ProbeRequest, checkpoints: Path, *, steps: int) -> TrlConfig:
+    device = {"use_cpu": True} if request.device == "cpu" else {}
+    overrides = {**_QUIET, **device, "max_steps": steps, "output_dir": str(checkpoints)}
+    return parse(request.trainer, request.values, overrides=overrides)
+
+
+def _follow(trainer: Any, recorder: Recorder, phases: dict[str, str]) -> None:
+    from transformers import TrainerCallback
+
+    for method, phase in phases.items():
+        recorder.wrap(trainer, method, phase)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            recorder.enter("update")
+
+        def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+            recorder.enter("optimizer")
+
+        def on_optimizer_step(self, *_: object, **__: object) -> None:
+            recorder.enter("update")
+
+    trainer.add_callback(Steps())
+
+
+def _SaveNow() -> Any:
+    from transformers import TrainerCallback
+
+    class SaveNow(TrainerCallback):  # type: ignore[misc]
+        """Save a checkpoint at the end of every step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            control.should_save = True
+
+    return SaveNow()
+
+
+def _StepClock(recorder: Recorder, memory: Memory, *, measure_after: int) -> Any:
+    from transformers import TrainerCallback
+
+    class StepClock(TrainerCallback):  # type: ignore[misc]
+        """Seconds of each optimizer step after number `measure_after`, at which the memory account is closed."""
+
+        def __init__(self) -> None:
+            self.step_s: list[float] = []
+            self.rollout_s: list[float] = []
+            self.update_s: list[float] = []
+            self._began: float | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            if state.global_step >= measure_after:
+                recorder.enter("update")
+                memory.stop()
+                recorder.seconds.clear()
+                self._began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            if self._began is None:
+                return
+            recorder.enter("update")
+            self.step_s.append(time.perf_counter() - self._began)
+            self.rollout_s.append(recorder.seconds["rollout"] + recorder.seconds["scoring"])
+            self.update_s.append(recorder.seconds["update"] + recorder.seconds["optimizer"])
+
+    return StepClock()
+
+
+def _tops(peaks: tuple[PhasePeak, ...]) -> dict[str, Any]:
+    """The largest of each peak over all phases."""
+    names = ("device_used_bytes", "peak_reserved_bytes", "peak_allocated_bytes")
+    return {name: max((getattr(p, name) for p in peaks), default=None) for name in names}
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    packages = ("torch", "transformers", "trl", "peft", "accelerate")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+if __name__ == "__main__":
+    os._exit(run(sys.argv[1]))

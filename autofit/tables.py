@@ -1,0 +1,99 @@
+"""What a search found, as a table for people and one JSON object for programs."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from autofit.probing.result import ProbeStatus
+from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, winner
+from autofit.units import format_bytes, format_seconds
+
+
+def front_table(trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None) -> Table:
+    """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
+    best, base = winner(trials), baseline(trials)
+    rows = pareto_front(trials)
+    if base is not None and base.result is not None and base not in rows:
+        rows.append(base)
+    table = Table(title="Pareto front (step time, device-used)", title_justify="left")
+    for name in ("trial", "tier", "changes"):
+        table.add_column(name, overflow="fold")
+    for name in ("device-used", "of target", "step", "completions/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial in rows:
+        mark = " *" if trial is best else ""
+        table.add_row(
+            f"{trial.number}{mark}",
+            trial.tier,
+            describe_changes(trial.changes, original),
+            _or_dash(trial.device_used_bytes, format_bytes, at_least=trial.status is ProbeStatus.OOM),
+            _share(trial, target_bytes),
+            _or_dash(trial.step_s, format_seconds),
+            _or_dash(trial.completions_per_s, lambda v: f"{v:.2f}"),
+            _or_dash(trial.speedup(base), lambda v: f"{v:.2f}x"),
+        )
+    return table
+
+
+def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
+    """One line for a finished trial."""
+    result = trial.result
+    assert result is not None
+    head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}: "
+    used = _or_dash(result.device_used_bytes, format_bytes)
+    if result.status is ProbeStatus.FIT:
+        assert result.median_step_s is not None
+        return f"{head}fit, {used}, {format_seconds(result.median_step_s)} a step, {result.completions_per_s:.2f} completions/s"
+    if result.status is ProbeStatus.OOM:
+        return f"{head}oom (pruned) during {result.oom_phase}, at least {used}"
+    return f"{head}{result.status}: {result.reason}"
+
+
+def counts(trials: Sequence[Trial], screened: int) -> dict[str, int]:
+    """{asked, fit, oom, failed, lost, screened}."""
+    by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
+    return {"asked": len(trials), **by_status, "screened": screened}
+
+
+def to_json(
+    trials: Sequence[Trial], *, study: str, target_bytes: int | None, screened: int, stopped: str, sentence: str
+) -> dict[str, object]:
+    """The object that `--json` prints."""
+    base = baseline(trials)
+    best = winner(trials)
+    return {
+        "study": study,
+        "target_bytes": target_bytes,
+        "fidelity": "measured",
+        "winner": None if best is None else trial_json(best, base),
+        "front": [trial_json(t, base) for t in pareto_front(trials)],
+        "baseline": None if base is None else trial_json(base, base),
+        "counts": counts(trials, screened),
+        "stopped": stopped,
+        "why": sentence,
+    }
+
+
+def trial_json(trial: Trial, base: Trial | None) -> dict[str, object]:
+    """One trial of `--json`; what was not measured is null."""
+    return {
+        "trial": trial.number,
+        "tier": trial.tier,
+        "status": None if trial.status is None else str(trial.status),
+        "changes": dict(trial.changes),
+        "device_used_bytes": trial.device_used_bytes,
+        "step_s": trial.step_s,
+        "completions_per_s": trial.completions_per_s,
+        "speedup": trial.speedup(base),
+    }
+
+
+def _share(trial: Trial, target_bytes: int | None) -> str:
+    if trial.device_used_bytes is None or not target_bytes:
+        return "-"
+    return f"{trial.device_used_bytes / target_bytes:.0%}"
+
+
+def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:
+    assert callable(text)
+    return "-" if value is None else ("> " if at_least else "") + str(text(value))

@@ -1,0 +1,232 @@
+"""MLflow's mirror of a study: one top-level run a trial, made from Optuna at any time and any number of times.
+
+Optuna is the truth. `python -m autofit.tracking DIR STUDY` follows a search in a process of its own, so that MLflow
+being slow or down touches nothing else.
+"""
+
+import json
+import os
+import select
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import mlflow
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from autofit.errors import EnvironmentFault
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, why, winner
+from autofit.tuning.study import exclusive, load_study, trials_of
+from autofit.units import format_bytes
+
+STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
+_FOLLOW_S = 2.0
+_RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
+               ProbeStatus.LOST: "KILLED"}  # fmt: skip
+
+
+def tracking_uri(folder: Path) -> str:
+    """MLFLOW_TRACKING_URI, or the SQLite file beside the studies (never Optuna's own: both use alembic)."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+
+
+def client(folder: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri(folder))
+
+
+def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
+    """The study's experiment, made if need be; its artifacts lie beside the studies unless a server keeps them."""
+    found = api.get_experiment_by_name(study_name)
+    if found is not None:
+        if found.lifecycle_stage == "deleted":
+            api.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+    local = tracking_uri(folder).startswith("sqlite:")
+    location = (folder / "mlartifacts" / study_name).resolve().as_uri() if local else None
+    try:
+        return str(api.create_experiment(study_name, artifact_location=location, tags={STUDY: study_name}))
+    except MlflowException:
+        found = api.get_experiment_by_name(study_name)  # made by another process a moment ago
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) -> int:
+    """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored."""
+    study = load_study(folder, study_name)
+    api = client(folder)
+    with exclusive(folder / "locks", f"mlflow-{study.study_name}"):
+        experiment = experiment_id(api, folder, study.study_name)
+        runs = _runs(api, experiment)
+        if rebuild:
+            for run in runs.values():
+                api.delete_run(run.info.run_id)
+            runs = {}
+        frozen = study.get_trials(deepcopy=False)
+        trials = trials_of(study)
+        finished = [t for t in trials if t.result is not None]
+        for trial in finished:
+            run = runs.get(str(trial.number))
+            if run is None or run.info.status == "RUNNING":
+                _mirror(api, experiment, study, trial, run, frozen[trial.number].datetime_complete)
+        _summary(api, experiment, study, trials, runs.get("summary"))
+    return len(finished)
+
+
+def trial_run_id(api: MlflowClient, folder: Path, study_name: str, number: int) -> str | None:
+    """The run that mirrors trial `number`, or None while there is none."""
+    run = _runs(api, experiment_id(api, folder, study_name)).get(str(number))
+    return None if run is None else str(run.info.run_id)
+
+
+def _runs(api: MlflowClient, experiment: str) -> dict[str, Run]:
+    """{trial number: its run}, and the study's own under "summary"."""
+    found: dict[str, Run] = {}
+    token = None
+    while True:
+        page = api.search_runs(
+            [experiment], filter_string=f"tags.`{KIND}` != 'promoted'", run_view_type=ViewType.ACTIVE_ONLY,
+            max_results=1000, page_token=token,
+        )  # fmt: skip
+        for run in page:
+            tags = run.data.tags
+            found[tags[TRIAL] if TRIAL in tags else "summary"] = run
+        token = page.token
+        if not token:
+            return found
+
+
+def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None, ended: datetime | None) -> None:
+    result = trial.result
+    assert result is not None
+    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
+    resolved = cast(dict[str, object], study.user_attrs.get("resolved", {}))
+    tags = {
+        STUDY: study.study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial",
+        "autofit.tier": trial.tier, "autofit.device": result.device,
+        "autofit.changes": describe_changes(trial.changes, resolved),
+        "autofit.shown_as": "pruned" if result.status is ProbeStatus.OOM else str(result.status),
+        "mlflow.note.content": result.reason or describe_changes(trial.changes, resolved),
+    }  # fmt: skip
+    if run is None:
+        start_ms = at_ms - int(1000 * (result.wall_s or 0))
+        run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=f"trial-{trial.number:04d}")
+    params = [Param(key, str(value)[:6000]) for key, value in _params(trial, resolved).items()]
+    metrics = [Metric(key, value, at_ms, 0) for key, value in _metrics(result).items()]
+    for start in range(0, max(1, len(params)), 90):
+        api.log_batch(run.info.run_id, params=params[start : start + 90])
+    api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in tags.items()])
+    api.set_terminated(run.info.run_id, status=_RUN_STATUS[result.status], end_time=at_ms)
+
+
+def _params(trial: Trial, resolved: dict[str, object]) -> dict[str, object]:
+    """Every knob's value, the derived ones included, so that parallel coordinates show what differs."""
+    names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
+    always = ("gradient_accumulation_steps", "steps_per_generation", "per_device_train_batch_size")
+    base = {key: resolved.get(key) for key in always if key in resolved}
+    return {**base, **names, "tier": trial.tier}
+
+
+def _metrics(result: ProbeResult) -> dict[str, float]:
+    found: dict[str, float | int | None] = {
+        "step_s": result.median_step_s, "completions_per_s": result.completions_per_s,
+        "tokens_per_s": result.tokens_per_s, "device_used_bytes": result.device_used_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes, "peak_allocated_bytes": result.peak_allocated_bytes,
+        "process_s": result.process_s, "wall_s": result.wall_s,
+        "rollout_s": _mean(result.rollout_s), "update_s": _mean(result.update_s),
+    }  # fmt: skip
+    found |= {f"peak_allocated_bytes.{p.name}": p.peak_allocated_bytes for p in result.phases}
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# -- the study's own run ----------------------------------------------------------------------------------------------
+
+
+def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Run | None) -> None:
+    """The study's run: its summary as text and JSON, and the plot of its front, as artifacts."""
+    attrs = study.user_attrs
+    finished = [t for t in trials if t.result is not None]
+    if not finished:
+        return
+    if run is None:
+        run = api.create_run(experiment, tags={STUDY: study.study_name, KIND: "study"}, run_name="summary")
+    run_id = run.info.run_id
+    if run.data.tags.get("autofit.trials") == str(len(finished)) and run.info.status == "FINISHED":
+        return
+    target = cast(int | None, attrs.get("target_bytes"))
+    sentence = why(trials, attrs.get("resolved", {}), target)
+    best = winner(trials)
+    note = f"**{sentence}**\n\n{len(finished)} trials on {attrs.get('device')}"
+    note += f", target {format_bytes(target)}" if target else ""
+    api.set_tag(run_id, "mlflow.note.content", note)
+    api.set_tag(run_id, "autofit.winner", "" if best is None else str(best.number))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "summary.md").write_text(note + "\n")
+        content = {"study": study.study_name, "why": sentence, "winner": None if best is None else best.number,
+                   "front": [t.number for t in pareto_front(trials)]}  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+        plot_front(trials, target, folder / "front.png")
+        for path in sorted(folder.iterdir()):
+            api.log_artifact(run_id, str(path))
+    api.set_tag(run_id, "autofit.trials", str(len(finished)))
+    api.set_terminated(run_id)
+
+
+def plot_front(trials: Sequence[Trial], target_bytes: int | None, path: Path) -> None:
+    """A PNG of device-used against step time: fits, OOMs at their lower bound, the front, the target."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    fits = [t for t in trials if t.fits and t.step_s is not None]
+    ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
+    axes.scatter([t.step_s for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
+    right = max([t.step_s or 0 for t in fits], default=1.0)
+    axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
+    front = pareto_front(trials)
+    axes.step([t.step_s for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
+    for trial in fits:
+        name = "baseline" if trial is baseline(trials) else str(trial.number)
+        axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))
+    if target_bytes:
+        axes.axhline(target_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="target")
+    axes.set(xlabel="step time (s)", ylabel="device-used (GB)")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _gb(trial: Trial) -> float:
+    return (trial.device_used_bytes or 0) / 1e9
+
+
+# -- the follower -----------------------------------------------------------------------------------------------------
+
+
+def follow(folder: Path, study_name: str) -> None:
+    """Mirror the study every 2 s until standard input closes, then once more."""
+    mlflow.set_tracking_uri(tracking_uri(folder))
+    ended = False
+    while not ended:
+        ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
+        try:
+            sync(folder, study_name)
+        except (MlflowException, EnvironmentFault, OSError) as error:
+            print(f"MLflow: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]), sys.argv[2])

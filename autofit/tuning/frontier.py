@@ -1,0 +1,126 @@
+"""Trials as plain values, and the rules that rank them: the Pareto front, the winner, and why."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space import TIERS, Tier
+from autofit.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One candidate of a study and, once probed, what the device said. `changes` is empty for the baseline."""
+
+    number: int
+    tier: Tier
+    changes: Mapping[str, object]
+    params: Mapping[str, object]
+    result: ProbeResult | None = None
+
+    @property
+    def status(self) -> ProbeStatus | None:
+        return None if self.result is None else self.result.status
+
+    @property
+    def fits(self) -> bool:
+        return self.status is ProbeStatus.FIT
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.result is None else self.result.median_step_s
+
+    @property
+    def device_used_bytes(self) -> int | None:
+        return None if self.result is None else self.result.device_used_bytes
+
+    @property
+    def completions_per_s(self) -> float | None:
+        return None if self.result is None else self.result.completions_per_s
+
+    def speedup(self, baseline: "Trial | None") -> float | None:
+        """Completions per second against the baseline's, or None where either was not measured."""
+        ours = self.completions_per_s
+        theirs = baseline.completions_per_s if baseline is not None else None
+        return ours / theirs if ours is not None and theirs is not None else None
+
+
+def measured(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials that fit and have a step time."""
+    return [t for t in trials if t.fits and t.step_s is not None and t.device_used_bytes is not None]
+
+
+def _cost(trial: Trial) -> tuple[float, int]:
+    assert trial.step_s is not None and trial.device_used_bytes is not None
+    return trial.step_s, trial.device_used_bytes
+
+
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
+    """The fitting trials that no other beats in both step time and device-used bytes, fastest first."""
+    front: list[Trial] = []
+    for trial in sorted(measured(trials), key=_cost):
+        if not front or _cost(trial)[1] < _cost(front[-1])[1]:
+            front.append(trial)
+    return front
+
+
+def winner(trials: Iterable[Trial]) -> Trial | None:
+    """Among what fits: the highest tier kept, then the fastest, then the least memory (DESIGN.md)."""
+    return min(measured(trials), key=lambda t: (TIERS.index(t.tier), *_cost(t), t.number), default=None)
+
+
+def baseline(trials: Iterable[Trial]) -> Trial | None:
+    """Trial 0, the recipe as it is."""
+    return next((t for t in trials if t.number == 0), None)
+
+
+def describe_changes(changes: Mapping[str, object], original: Mapping[str, object]) -> str:
+    """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`."""
+    parts = []
+    for key, value in changes.items():
+        if key == "env" and isinstance(value, Mapping):
+            parts += [f"{name}={setting}" for name, setting in value.items()]
+        else:
+            parts.append(f"{key} {original.get(key)} -> {value}")
+    return ", ".join(parts) or "the recipe as it is"
+
+
+def why(trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None) -> str:
+    """One sentence: why the winner won, or what to relax when nothing fits."""
+    best = winner(trials)
+    if best is None:
+        return _what_to_relax(trials, target_bytes)
+    fitting = measured(trials)
+    rivals = [t for t in fitting if t.tier == best.tier]
+    used = format_bytes(best.device_used_bytes or 0)
+    of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    speed = best.speedup(baseline(trials))
+    against = f", {speed:.2f}x the baseline's completions/s" if speed is not None and best.number else ""
+    faster = [t for t in fitting if t.tier != best.tier and _cost(t) < _cost(best)]
+    note = f"; {len(faster)} faster ones change more than the {best.tier} tier" if faster else ""
+    change = describe_changes(best.changes, original)
+    return (
+        f"trial {best.number} wins: the fastest of the {len(rivals)} that fit and keep the {best.tier} tier{against}, "
+        f"at {used}{of}, with {change}{note}"
+    )
+
+
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
+    ooms = [t for t in trials if t.status is ProbeStatus.OOM]
+    broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
+    if not ooms and broken:
+        assert broken[0].result is not None
+        return f"no probe ran to its end; trial {broken[0].number}: {broken[0].result.reason}"
+    if not ooms:
+        return "no trial was probed yet; run the same command again to go on"
+    used = [t for t in ooms if t.device_used_bytes is not None]
+    if not used:
+        return f"nothing fits: all {len(ooms)} probes ran out of memory; raise --target-vram"
+    least = min(used, key=lambda t: t.device_used_bytes or 0)
+    phase = least.result.oom_phase if least.result else None
+    target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    return (
+        f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) held at least "
+        f"{format_bytes(least.device_used_bytes or 0)} when it stopped during {phase}; allow a lower tier "
+        f"(--allow approximate, then recipe) or raise --target-vram"
+    )

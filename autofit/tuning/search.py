@@ -1,0 +1,284 @@
+"""The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from autofit.errors import ConfigError
+from autofit.probing.launch import Launcher
+from autofit.probing.prepare import worst_case_path
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe import Recipe, merge
+from autofit.space import Space
+from autofit.tuning.frontier import Trial, winner
+from autofit.tuning.sampler import CandidateSampler
+from autofit.tuning.study import database_errors, database_path, open_storage, requeue, tell, to_trial, trials_of
+from autofit.units import format_bytes
+
+_POLL_S = 0.03
+_ATTEMPTS = 2  # a probe that was killed is tried once more
+_GAIN = 0.01  # a winner less than this share faster is no improvement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a search was asked to do. Everything that a probe's result depends on is in `fingerprint`."""
+
+    recipe: Recipe
+    space: Space
+    folder: Path
+    device: str
+    target_bytes: int | None
+    headroom_bytes: int = 0
+    study_name: str | None = None
+    max_trials: int | None = 12
+    budget_s: float | None = None
+    plateau_trials: int | None = None
+    parallel: int = 1
+    measured_steps: int = 2
+    deadline_s: float = 900.0
+    seed: int = 0
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The target less the headroom: what a probe may hold."""
+        return None if self.target_bytes is None else self.target_bytes - self.headroom_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        recipe, space = self.recipe, self.space
+        knobs = [[k.name, list(map(str, c))] for k, c in zip(space.knobs, space.choices, strict=True)]
+        parts = [
+            recipe.trainer, recipe.values, recipe.world_size, knobs, space.allow, self.device, self.limit_bytes,
+            self.measured_steps, recipe.longest_prompt_tokens,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        target = "" if self.target_bytes is None else f"-{format_bytes(self.target_bytes).replace(' ', '')}"
+        return self.study_name or f"{self.recipe.name}{target}-{self.device}-{self.fingerprint[:6]}"
+
+    @property
+    def probes_folder(self) -> Path:
+        return self.folder / "probes" / self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a search is: shown while it runs."""
+
+    trials: tuple[Trial, ...]
+    probing: tuple[Trial, ...]
+    best: Trial | None
+    elapsed_s: float
+    left_s: float | None
+
+
+def open_study(plan: Plan) -> optuna.Study:
+    """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
+    storage = open_storage(plan.folder, create=True)
+    with database_errors(database_path(plan.folder)):
+        study = optuna.create_study(
+            study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"],
+            sampler=CandidateSampler(plan.space, seed=plan.seed),
+        )  # fmt: skip
+        known = study.user_attrs.get("fingerprint")
+        if known is not None and known != plan.fingerprint:
+            raise ConfigError(
+                f"the study {plan.name!r} was made for another recipe, target, device or space; "
+                f"leave --study out or give it another name"
+            )
+        attributes = {
+            "fingerprint": plan.fingerprint, "used": datetime.now(UTC).isoformat(), "device": plan.device,
+            "target_bytes": plan.target_bytes, "headroom_bytes": plan.headroom_bytes, "values": dict(plan.recipe.values),
+            "trainer": plan.recipe.trainer, "cwd": os.getcwd(), "recipe_name": plan.recipe.name,
+            "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
+            "allow": plan.space.allow,
+        }  # fmt: skip
+        for key, value in attributes.items():
+            if study.user_attrs.get(key) != value:
+                study.set_user_attr(key, value)
+    return study
+
+
+class Search:
+    """Drives one study. `run` returns why it stopped; it may be interrupted or killed anywhere and run again."""
+
+    def __init__(
+        self, plan: Plan, study: optuna.Study, *, warm_socket: str | None, launcher: Launcher | None = None
+    ) -> None:
+        self.plan = plan
+        self.study = study
+        self._warm_socket = warm_socket
+        self._launcher = launcher or Launcher()
+        self.on_progress: Callable[[Progress], None] = lambda _: None
+        self.on_told: Callable[[Trial], None] = lambda _: None
+        sampler = study.sampler
+        assert isinstance(sampler, CandidateSampler)
+        self._sampler = sampler
+        self._live: dict[int, Path] = {}  # trial number -> the folder of its attempt
+        self._began = time.monotonic()
+
+    def run(self) -> str:
+        """Probe until the trials, the time, the plateau or the space is used up; the reason, in words."""
+        with database_errors(database_path(self.plan.folder)):
+            self._reconcile()
+            while True:
+                reason = self._enough()
+                while reason is None and len(self._live) < self.plan.parallel:
+                    self._ask()
+                    reason = self._enough()
+                if not self._live:
+                    assert reason is not None
+                    self.study.set_user_attr("screened", self._sampler.screened(self._frozen()))
+                    return reason
+                self._wait_for_one()
+
+    def interrupt(self) -> None:
+        """Stop the probes at work; their trials wait in the queue for the next run."""
+        with database_errors(database_path(self.plan.folder)):
+            for number, folder in self._live.items():
+                self._launcher.cancel(folder)
+                result = self._launcher.result(folder)
+                if result is not None and result.status is not ProbeStatus.LOST:  # answered just before
+                    tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
+            for frozen in self._frozen():
+                if frozen.state is TrialState.RUNNING:
+                    requeue(self.study, frozen)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def _frozen(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
+
+    def _enough(self) -> str | None:
+        """Why no further trial may be asked for, or None."""
+        plan, frozen = self.plan, self._frozen()
+        waiting = sum(t.state is TrialState.WAITING for t in frozen)
+        if plan.budget_s is not None and time.monotonic() - self._began > plan.budget_s:
+            return f"the time budget of {plan.budget_s:.0f} s is spent"
+        if waiting:
+            return None
+        if plan.max_trials is not None and len(frozen) >= plan.max_trials:
+            return f"{len(frozen)} of {plan.max_trials} trials are done"
+        if plan.plateau_trials is not None and _since_improvement(trials_of(self.study)) >= plan.plateau_trials:
+            return f"the last {plan.plateau_trials} trials did not improve on the winner"
+        if frozen and not self._sampler.remaining(frozen):
+            return "every candidate is tried or ruled out"
+        return None
+
+    def _ask(self) -> None:
+        trial = self.study.ask(self._sampler.distributions())
+        space = self.plan.space
+        candidate = space.candidate(trial.params)
+        changes = space.changes(candidate)
+        trial.set_user_attr("tier", space.tier(candidate))
+        trial.set_user_attr("changes", changes)
+        trial.set_user_attr("yaml_changes", space.yaml_changes(candidate))
+        self._submit(trial.number, merge(self.plan.recipe.values, space.yaml_changes(candidate)))
+
+    def _submit(self, number: int, values: dict[str, object]) -> None:
+        plan = self.plan
+        folder = _attempt_folder(plan.probes_folder, number, len(_attempts(plan.probes_folder, number)) + 1)
+        request = ProbeRequest(
+            folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
+            limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
+            measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, warm_socket=self._warm_socket,
+        )  # fmt: skip
+        folder.mkdir(parents=True)
+        self._launcher.submit(request)
+        self._live[number] = folder
+
+    # -- telling ----------------------------------------------------------------------------------------------------
+
+    def _wait_for_one(self) -> None:
+        while True:
+            for number, folder in list(self._live.items()):
+                if self._conclude(number, folder):
+                    return
+            self.on_progress(self._progress())
+            time.sleep(_POLL_S)
+
+    def _conclude(self, number: int, folder: Path) -> bool:
+        """Tell the result of trial `number` if there is one; True when its place is free."""
+        result = self._launcher.result(folder)
+        if result is None:
+            return False
+        del self._live[number]
+        killed = result.status is ProbeStatus.LOST and "deadline" not in result.reason
+        if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
+            requeue(self.study, self._frozen()[number])
+            return True
+        tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
+        shutil.rmtree(folder / "job", ignore_errors=True)
+        self.on_told(to_trial(self._frozen()[number]))
+        return True
+
+    def _reconcile(self) -> None:
+        """Find the probes of trials that an earlier run left RUNNING: still at work, answered, or gone."""
+        for frozen in self._frozen():
+            if frozen.state is not TrialState.RUNNING:
+                continue
+            attempts = _attempts(self.plan.probes_folder, frozen.number)
+            result = self._launcher.result(attempts[-1]) if attempts else None
+            if attempts and result is None:
+                self._live[frozen.number] = attempts[-1]
+            elif result is not None and (result.wall_s is not None or result.status is not ProbeStatus.LOST):
+                self._live[frozen.number] = attempts[-1]
+                self._conclude(frozen.number, attempts[-1])
+            else:
+                requeue(self.study, frozen)
+
+    def _progress(self) -> Progress:
+        trials = tuple(trials_of(self.study))
+        elapsed_s = time.monotonic() - self._began
+        done = [t for t in trials if t.result is not None]
+        walls = [t.result.wall_s for t in done if t.result is not None and t.result.wall_s is not None]
+        left_s = None
+        if walls and self.plan.max_trials is not None:
+            left_s = sum(walls) / len(walls) * max(0, self.plan.max_trials - len(done)) / self.plan.parallel
+        if self.plan.budget_s is not None:
+            left_s = min(left_s or self.plan.budget_s, max(0.0, self.plan.budget_s - elapsed_s))
+        return Progress(
+            trials=trials,
+            probing=tuple(t for t in trials if t.number in self._live),
+            best=winner(trials),
+            elapsed_s=elapsed_s,
+            left_s=left_s,
+        )
+
+
+def _since_improvement(trials: list[Trial]) -> int:
+    """Finished trials since the winner last got better by more than 1 % or kept a higher tier; 0 before any fits."""
+    best: Trial | None = None
+    since = 0
+    for count in range(1, len(trials) + 1):
+        if trials[count - 1].result is None:
+            continue
+        since += 1
+        new = winner(trials[:count])
+        if new is None or new is best:
+            continue
+        better = best is None or new.tier != best.tier or (new.step_s or 0) < (1 - _GAIN) * (best.step_s or 0)
+        best, since = (new, 0) if better else (best, since)
+    return since if best is not None else 0
+
+
+def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:
+    return probes / f"trial-{number:04d}-{attempt}"
+
+
+def _attempts(probes: Path, number: int) -> list[Path]:
+    """The folders of the attempts at trial `number`, oldest first."""
+    folders = probes.glob(f"trial-{number:04d}-*")
+    return sorted(folders, key=lambda f: int(f.name.rsplit("-", 1)[1]))

@@ -1,0 +1,158 @@
+"""The study in Optuna: the only record of a search. Everything else is rebuilt from it."""
+
+import contextlib
+import fcntl
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import optuna
+import sqlalchemy.exc
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space import Tier
+from autofit.tuning.frontier import Trial
+
+logging.getLogger("alembic").setLevel(logging.WARNING)
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def database_path(folder: Path) -> Path:
+    return folder / "studies.db"
+
+
+def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
+    """The SQLite database of the studies in `folder`. Raises EnvironmentFault when it cannot be used."""
+    path = database_path(folder)
+    if not create and not path.exists():
+        raise ConfigError(f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder")
+    with database_errors(path):
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+        return RDBStorage(f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}})
+
+
+@contextlib.contextmanager
+def database_errors(path: Path) -> Iterator[None]:
+    """Turn what the database raises into one clear EnvironmentFault."""
+    try:
+        yield
+    except sqlalchemy.exc.DBAPIError as error:
+        raise EnvironmentFault(f"{path} cannot be used as a database: {error.orig}; {_advice(str(error.orig))}") from error
+    except optuna.exceptions.StorageInternalError as error:
+        raise EnvironmentFault(f"{path} cannot be used as a database: {error}; {_advice(str(error))}") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}; choose another folder with --dir") from error
+    except RuntimeError as error:
+        if "version" not in str(error):
+            raise
+        raise EnvironmentFault(f"{path} was written by another version of Optuna: {error}") from error
+
+
+def _advice(reason: str) -> str:
+    if "full" in reason:
+        return "free some space and run the same command again: nothing told so far is lost"
+    if "readonly" in reason or "unable to open" in reason:
+        return "make the file writable or choose another folder with --dir"
+    return "move it away, or choose another folder with --dir"
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path, name: str) -> Iterator[None]:
+    """Hold the study `name`: one search drives it at a time. The lock ends with the process, however it ends."""
+    path = folder / f"{name}.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}; choose another folder with --dir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another autofit process is at work on {name}; wait for it, or give this one another name with --study"
+            ) from error
+        yield
+
+
+def study_names(storage: RDBStorage) -> list[str]:
+    """All studies, the one used last at the end."""
+    with database_errors(Path(storage.engine.url.database or "")):
+        summaries = optuna.get_all_study_summaries(storage)
+    starts = {s.study_name: (str(s.user_attrs.get("used", "")), str(s.datetime_start or "")) for s in summaries}
+    return sorted(starts, key=lambda name: starts[name])
+
+
+def load_study(folder: Path, name: str | None) -> optuna.Study:
+    """The study `name` in `folder`, or the one used last. Raises ConfigError when there is none."""
+    storage = open_storage(folder)
+    names = study_names(storage)
+    if not names:
+        raise ConfigError(f"there are no studies in {folder}; run `autofit search` first")
+    if name is not None and name not in names:
+        raise ConfigError(f"there is no study {name!r} in {folder}{nearest(name, names)}; there are: {', '.join(names)}")
+    with database_errors(database_path(folder)):
+        return optuna.load_study(study_name=name or names[-1], storage=storage)
+
+
+def to_trial(frozen: FrozenTrial) -> Trial:
+    """The plain value of Optuna's trial."""
+    attrs = frozen.user_attrs
+    result = attrs.get("result")
+    return Trial(
+        number=frozen.number,
+        tier=cast(Tier, attrs.get("tier", "neutral")),
+        changes=attrs.get("changes", {}),
+        params=frozen.params,
+        result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
+    )
+
+
+def trials_of(study: optuna.Study) -> list[Trial]:
+    """All trials of `study` in order, as plain values."""
+    return [to_trial(t) for t in study.get_trials(deepcopy=False)]
+
+
+def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:
+    """Tell Optuna the result of trial `number`; `target_bytes` is the target less the headroom.
+
+    An OOM is told as a complete but infeasible trial, graded by the bytes over the target: samplers forget a failure.
+    """
+    frozen = study.get_trials(deepcopy=False)[number]
+    trial = optuna.trial.Trial(study, frozen._trial_id)
+    trial.set_user_attr("result", result.to_json())
+    trial.set_user_attr("status", str(result.status))
+    if result.status in (ProbeStatus.FAILED, ProbeStatus.LOST):
+        study.tell(number, state=TrialState.FAIL)
+        return
+    used = result.device_used_bytes
+    if result.status is ProbeStatus.FIT:
+        assert used is not None and result.median_step_s is not None
+        trial.set_constraint("bytes_over_target", float(used - target_bytes) if target_bytes is not None else 0.0)
+        study.tell(number, [result.median_step_s, float(used)])
+        return
+    trial.set_user_attr("shown_as", "pruned")
+    limit = target_bytes if target_bytes is not None else result.limit_bytes or 0
+    held = max(used or 0, limit + 1)
+    trial.set_constraint("bytes_over_target", float(held - limit))
+    study.tell(number, [_slowest_step_s(study), float(held)])
+
+
+def _slowest_step_s(study: optuna.Study) -> float:
+    """The time imputed to a trial that never got to a step: the slowest one measured."""
+    values = [t.values[0] for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.values]
+    return max(values, default=1.0)
+
+
+def requeue(study: optuna.Study, frozen: FrozenTrial) -> None:
+    """Put a RUNNING trial whose probe is gone back in the queue: the same trial is probed again."""
+    study._storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)
+
+
+def attributes(study: optuna.Study) -> Mapping[str, object]:
+    return cast(Mapping[str, object], study.user_attrs)

@@ -1,0 +1,1 @@
+"""Search spaces: one YAML file each, readable by anyone who knows TRL's options."""
