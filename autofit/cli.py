@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="autofit",
-        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch, and run it.",
+        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch.",
     )
     parser.add_argument("--version", action="version", version=f"autofit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -80,13 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl grpo --config` takes")
     search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
     search.add_argument("--target-vram", metavar="SIZE", help="40GB (40e9 bytes) or 40GiB; default: the whole card")
-    search.add_argument("--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)")
+    search.add_argument(
+        "--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)"
+    )
     search.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where probes run")
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
     search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
     search.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
-    search.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)")
+    search.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
+    )
     search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12)")
     search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
     search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
@@ -204,7 +208,9 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     target = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
     headroom = parse_bytes(options.headroom) if options.headroom else 0 if device == "cpu" else target // 50
     if headroom >= target:
-        raise ConfigError(f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}")
+        raise ConfigError(
+            f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
+        )
     knobs = load_space(options.space, trainer=options.trainer)
     path = _demo_recipe(options.dir) if options.demo else options.recipe
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
@@ -225,9 +231,7 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     return plan
 
 
-def _prepared(
-    path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer"
-) -> "Recipe":
+def _prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
     from autofit.probing.prepare import prepare
 
     scratch.mkdir(parents=True, exist_ok=True)
@@ -267,7 +271,7 @@ def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
     if least > limit_bytes:
         raise ConfigError(
             f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "
-            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it, or change dtype or model"
+            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it or change dtype"
         )
 
 

@@ -79,7 +79,11 @@ def _choose(trials: list[Trial], asked: str) -> Trial:
         )
     chosen = trials[numbers.index(asked)]
     if not chosen.fits:
-        state = "is not finished" if chosen.status is None else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
+        state = (
+            "is not finished"
+            if chosen.status is None
+            else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
+        )
         raise ConfigError(f"only a trial that fits can be promoted, and trial {chosen.number} {state}")
     return chosen
 

@@ -19,14 +19,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[object, object]:
     loader.flatten_mapping(node)
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     twice = sorted({str(key) for key in keys if keys.count(key) > 1})
     if twice:
         raise ConfigError(f"each key may stand once; given twice: {', '.join(twice)}; remove one of them")
-    return {
-        key: loader.construct_object(value, deep=True)  # type: ignore[no-untyped-call]
-        for key, (_, value) in zip(keys, node.value, strict=True)
-    }
+    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -140,8 +137,9 @@ class Recipe:
                 f"{self.world_size}) must be a multiple of num_generations={self.num_generations}, or a group is "
                 f"split over optimizer steps; change gradient_accumulation_steps or num_generations"
             )
-        whole, part = max(self.generation_batch_size, self.effective_batch_size), min(
-            self.generation_batch_size, self.effective_batch_size
+        whole, part = (
+            max(self.generation_batch_size, self.effective_batch_size),
+            min(self.generation_batch_size, self.effective_batch_size),
         )
         if whole % part:
             raise ConfigError(

@@ -126,7 +126,9 @@ class Space:
         if self._generation_fixed and generated != recipe.generation_batch_size:
             return f"generation batch = {recipe.generation_batch_size} completions, as the recipe has it"
         if not self._generation_fixed and recipe.effective_batch_size % generated:
-            return "a generation batch is a whole part of the optimizer step (steps_per_generation divides accumulation)"
+            return (
+                "a generation batch is a whole part of the optimizer step (steps_per_generation divides accumulation)"
+            )
         if generated % groups:
             return "a generation batch holds whole groups (num_generations divides it)"
         if recipe.effective_batch_size % groups:
@@ -234,9 +236,7 @@ class Space:
         other_micro, _, other_chunk, _ = self.split(other)
         if micro < other_micro or micro * chunk < other_micro * other_chunk:
             return False
-        for knob, choices, value, against in zip(
-            self.knobs, self.choices, candidate.values, other.values, strict=True
-        ):
+        for knob, choices, value, against in zip(self.knobs, self.choices, candidate.values, other.values, strict=True):
             if knob.name in (SPLIT, CHUNK) or value == against:
                 continue
             if not knob.memory_ascending or choices.index(value) < choices.index(against):
@@ -252,7 +252,9 @@ def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
     if wrong:
         raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
     if content.get("trainer") != trainer:
-        raise ConfigError(f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}")
+        raise ConfigError(
+            f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
+        )
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
         raise ConfigError(f"the search space {path} must have a mapping `knobs` with at least one knob")
@@ -368,6 +370,8 @@ def _is_number(text: str) -> bool:
 
 def _scaled(value: object, new: Value, old: object) -> object:
     """`value` in the ratio new/old; an integer stays one where the ratio allows it."""
-    assert isinstance(value, int | float) and isinstance(new, int | float) and isinstance(old, int | float)
+    assert isinstance(value, int | float)
+    assert isinstance(new, int | float)
+    assert isinstance(old, int | float)
     scaled = value * new / old
     return round(scaled) if isinstance(value, int) and math.isclose(scaled, round(scaled)) else scaled

@@ -43,7 +43,8 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
     used = _or_dash(result.device_used_bytes, format_bytes)
     if result.status is ProbeStatus.FIT:
         assert result.median_step_s is not None
-        return f"{head}fit, {used}, {format_seconds(result.median_step_s)} a step, {result.completions_per_s:.2f} completions/s"
+        step = format_seconds(result.median_step_s)
+        return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} completions/s"
     if result.status is ProbeStatus.OOM:
         return f"{head}oom (pruned) during {result.oom_phase}, at least {used}"
     return f"{head}{result.status}: {result.reason}"

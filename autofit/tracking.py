@@ -75,9 +75,9 @@ def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) 
         trials = trials_of(study)
         finished = [t for t in trials if t.result is not None]
         for trial in finished:
-            run = runs.get(str(trial.number))
-            if run is None or run.info.status == "RUNNING":
-                _mirror(api, experiment, study, trial, run, frozen[trial.number].datetime_complete)
+            known = runs.get(str(trial.number))
+            if known is None or known.info.status == "RUNNING":
+                _mirror(api, experiment, study, trial, known, frozen[trial.number].datetime_complete)
         _summary(api, experiment, study, trials, runs.get("summary"))
     return len(finished)
 
@@ -99,7 +99,7 @@ def _runs(api: MlflowClient, experiment: str) -> dict[str, Run]:
         )  # fmt: skip
         for run in page:
             tags = run.data.tags
-            found[tags[TRIAL] if TRIAL in tags else "summary"] = run
+            found[tags.get(TRIAL, "summary")] = run
         token = page.token
         if not token:
             return found
@@ -194,11 +194,11 @@ def plot_front(trials: Sequence[Trial], target_bytes: int | None, path: Path) ->
     axes = figure.subplots()
     fits = [t for t in trials if t.fits and t.step_s is not None]
     ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
-    axes.scatter([t.step_s for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
+    axes.scatter([t.step_s or 0 for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
     right = max([t.step_s or 0 for t in fits], default=1.0)
     axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
     front = pareto_front(trials)
-    axes.step([t.step_s for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
+    axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
     for trial in fits:
         name = "baseline" if trial is baseline(trials) else str(trial.number)
         axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))

@@ -89,5 +89,3 @@ def _in_use(port: int) -> bool:
         except OSError:
             return True
     return False
-
-

@@ -20,7 +20,6 @@ from autofit.probing.trl_config import TrlConfig
 
 # Method of the trainer -> the phase that runs while it does; everything else in a step is `update`.
 PHASES = {"_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save"}
-# The number of samples that one step trains on, by the key of TRL's config that a probe must not shorten.
 _NEVER = 2**31 - 1  # a token id that no tokenizer has: generation never ends early, and nothing else changes
 
 
@@ -85,9 +84,7 @@ def train_split(config: TrlConfig) -> Any:
         if mixture.datasets:
             splits = get_dataset(mixture)
         else:
-            splits = load_dataset(
-                script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
-            )
+            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"the dataset {_dataset_name(config)} cannot be loaded: {_short(error)}") from error
     except Exception as error:  # datasets raises classes of its own for broken files
@@ -99,7 +96,7 @@ def train_split(config: TrlConfig) -> Any:
 
 
 def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
-    """Reward models (by name) and functions (TRL's own by name, anyone's by dotted path), as TRL's script finds them."""
+    """Reward models (by name) and functions (TRL's own, or anyone's by dotted path), found as TRL's script does."""
     own = {
         "accuracy_reward": accuracy_reward,
         "reasoning_accuracy_reward": reasoning_accuracy_reward,
@@ -197,7 +194,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
             device_map={"": 0} if on_card else None, **made,
         )  # fmt: skip
     model.config._name_or_path = model_id
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _architecture(config: Any) -> Any:
@@ -211,7 +208,9 @@ def _dtype(asked: Any, config: Any) -> torch.dtype:
     if asked in ("auto", None):
         found = getattr(config, "dtype", None)
         return found if isinstance(found, torch.dtype) else torch.float32
-    return getattr(torch, str(asked))  # type: ignore[no-any-return]
+    dtype = getattr(torch, str(asked))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _cpu_wanted() -> bool:

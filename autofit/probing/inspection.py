@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 from autofit.errors import ConfigError
@@ -22,10 +22,10 @@ def run(request_path: str) -> int:
     """Inspect the recipe of the request at `request_path`; answer in `answer` beside it. 0 either way."""
     request = read_json(Path(request_path))
     assert request is not None
+    values = cast(dict[str, object], request["values"])
+    worst_case = Path(str(request["worst_case"]))
     try:
-        answer = inspect(
-            str(request["trainer"]), dict(request["values"]), str(request["device"]), Path(str(request["worst_case"]))  # type: ignore[call-overload]
-        )
+        answer = inspect(str(request["trainer"]), values, str(request["device"]), worst_case)
     except ConfigError as error:
         answer = {"error": str(error)}
     write_json(Path(str(request["answer"])), answer)
@@ -56,7 +56,7 @@ def device_overrides(device: str) -> dict[str, object]:
 
 
 def with_local_file(values: dict[str, object]) -> dict[str, object]:
-    """`dataset_name: data.jsonl` said the way TRL's parser takes a file: `datasets: [{path: json, data_files: ...}]`."""
+    """`dataset_name: data.jsonl` said as TRL's parser takes a file: `datasets: [{path: json, data_files: ...}]`."""
     name = values.get("dataset_name")
     if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
         return values
@@ -144,7 +144,9 @@ def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, b
     if isinstance(prompt, str):
         return prompt, True
     if not isinstance(prompt, list) or not all(isinstance(m, Mapping) and "role" in m for m in prompt):
-        raise ConfigError(f"a prompt must be text or a list of messages with role and content; got {str(prompt)[:80]!r}")
+        raise ConfigError(
+            f"a prompt must be text or a list of messages with role and content; got {str(prompt)[:80]!r}"
+        )
     kwargs = config.training.chat_template_kwargs or {}
     if tokenizer.chat_template is None:
         raise ConfigError("the prompts are messages, and the model's tokenizer has no chat template; use plain text")

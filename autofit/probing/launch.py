@@ -15,7 +15,6 @@ from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 
-
 class Launcher:
     """submitit's LocalExecutor: one job a probe."""
 

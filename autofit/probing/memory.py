@@ -7,6 +7,7 @@ returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own ev
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ class _StorageTracker(TorchDispatchMode):
     """Follows live storages of one device type; raises torch.OutOfMemoryError above `limit_bytes`."""
 
     def __init__(self, device_type: str, limit_bytes: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._limit_bytes = limit_bytes
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -59,7 +60,7 @@ class _StorageTracker(TorchDispatchMode):
         key, size_bytes = storage._cdata, storage.nbytes()
         if key in self._live or size_bytes == 0:
             return
-        self._live[key] = weakref.ref(storage, lambda _, key=key, size=size_bytes: self._release(key, size))
+        self._live[key] = weakref.ref(storage, partial(self._release, key, size_bytes))
         self.current_bytes += size_bytes
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes = self.current_bytes
@@ -70,7 +71,7 @@ class _StorageTracker(TorchDispatchMode):
                 )
 
     def see_rng_states(self) -> Callable[[], torch.Tensor]:
-        """A `torch.get_rng_state` whose result is seen: checkpointing keeps one of 5056 B a layer, made by no operator."""
+        """Let `torch.get_rng_state` be seen: checkpointing keeps one state of 5056 B a layer, made by no operator."""
         original = torch.get_rng_state
 
         def get_rng_state() -> torch.Tensor:
@@ -81,7 +82,7 @@ class _StorageTracker(TorchDispatchMode):
         torch.get_rng_state = get_rng_state
         return original
 
-    def _release(self, key: int, size_bytes: int) -> None:
+    def _release(self, key: int, size_bytes: int, _: object) -> None:
         self._live.pop(key, None)
         self.current_bytes -= size_bytes
 
@@ -95,14 +96,14 @@ class CpuMemory:
         self._original_rng: Callable[[], torch.Tensor] | None = None
 
     def start(self) -> None:
-        self._tracker.__enter__()
+        self._tracker.__enter__()  # type: ignore[no-untyped-call]
         self._original_rng = self._tracker.see_rng_states()
 
     def stop(self) -> None:
         """Stop following: the steps after this run at full speed."""
         if self._original_rng is not None:
             torch.get_rng_state, self._original_rng = self._original_rng, None
-            self._tracker.__exit__(None, None, None)
+            self._tracker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def leave(self, phase: str) -> PhasePeak:
         tracker = self._tracker

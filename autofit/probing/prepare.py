@@ -32,9 +32,13 @@ def prepare(
     log = folder / "inspection.log"
     ending = server.call(
         {
-            "entry": "autofit.probing.inspection:run", "argument": str(folder / "inspect.json"),
-            "cwd": str(Path.cwd()), "log": str(log), "env": {}, "deadline_s": _INSPECTION_S,
-        }  # fmt: skip
+            "entry": "autofit.probing.inspection:run",
+            "argument": str(folder / "inspect.json"),
+            "cwd": str(Path.cwd()),
+            "log": str(log),
+            "env": {},
+            "deadline_s": _INSPECTION_S,
+        }
     )
     answer = read_json(answer_path)
     if answer is None:

@@ -50,7 +50,7 @@ def plain(value: object) -> object:
 
 
 def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
-    """`values` with `overrides` laid over them, through `trl.scripts.<trainer>`'s own parser; sets their `env` block."""
+    """`values` with `overrides` laid over them, through `trl.scripts.<trainer>`'s parser; sets their `env` block."""
     parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
     merged = merge(values, overrides)
     env = merged.pop("env", {})

@@ -4,7 +4,8 @@ The server never computes and holds no database, which is what makes its forks s
 started it ends; children that are at work then go on to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
-"cancel": a file that, once there, ends the child}; the reply is one JSON line with the Ending. Hanging up before the reply kills the child.
+"cancel"}; `cancel` names a file that, once there, ends the child. The reply is one JSON line with the Ending. Hanging up
+before the reply kills the child.
 """
 
 import gc
@@ -21,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from autofit.errors import EnvironmentFault
 from autofit.probing.keeper import Ending, die_with_parent, keep
@@ -149,7 +151,7 @@ def _run_call(message: Mapping[str, object]) -> None:
         die_with_parent()
         _redirect(str(message["log"]))
         os.chdir(str(message["cwd"]))
-        os.environ.update(message["env"])  # type: ignore[arg-type]
+        os.environ.update(cast(dict[str, str], message["env"]))
         module, function = str(message["entry"]).split(":")
         code = getattr(importlib.import_module(module), function)(message["argument"])
     except BaseException:

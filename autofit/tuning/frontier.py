@@ -51,7 +51,8 @@ def measured(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def _cost(trial: Trial) -> tuple[float, int]:
-    assert trial.step_s is not None and trial.device_used_bytes is not None
+    assert trial.step_s is not None
+    assert trial.device_used_bytes is not None
     return trial.step_s, trial.device_used_bytes
 
 

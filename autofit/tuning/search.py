@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autofit.errors import ConfigError
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import ProbeRequest, ProbeStatus
 from autofit.recipe import Recipe, merge
 from autofit.space import Space
 from autofit.tuning.frontier import Trial, winner
@@ -100,8 +100,8 @@ def open_study(plan: Plan) -> optuna.Study:
             )
         attributes = {
             "fingerprint": plan.fingerprint, "used": datetime.now(UTC).isoformat(), "device": plan.device,
-            "target_bytes": plan.target_bytes, "headroom_bytes": plan.headroom_bytes, "values": dict(plan.recipe.values),
-            "trainer": plan.recipe.trainer, "cwd": os.getcwd(), "recipe_name": plan.recipe.name,
+            "target_bytes": plan.target_bytes, "headroom_bytes": plan.headroom_bytes,
+            "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(), "recipe_name": plan.recipe.name,
             "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
             "allow": plan.space.allow,
         }  # fmt: skip

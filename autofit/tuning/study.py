@@ -13,6 +13,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space import Tier
 from autofit.tuning.frontier import Trial
@@ -42,11 +43,12 @@ def database_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlalchemy.exc.DBAPIError as error:
-        raise EnvironmentFault(f"{path} cannot be used as a database: {error.orig}; {_advice(str(error.orig))}") from error
+        reason = str(error.orig)
+        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
     except optuna.exceptions.StorageInternalError as error:
         raise EnvironmentFault(f"{path} cannot be used as a database: {error}; {_advice(str(error))}") from error
     except OSError as error:
-        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}; choose another folder with --dir") from error
+        raise EnvironmentFault(cannot_write(path, error)) from error
     except RuntimeError as error:
         if "version" not in str(error):
             raise
@@ -69,7 +71,7 @@ def exclusive(folder: Path, name: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}; choose another folder with --dir") from error
+        raise EnvironmentFault(cannot_write(path, error)) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +97,8 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
     if not names:
         raise ConfigError(f"there are no studies in {folder}; run `autofit search` first")
     if name is not None and name not in names:
-        raise ConfigError(f"there is no study {name!r} in {folder}{nearest(name, names)}; there are: {', '.join(names)}")
+        known = ", ".join(names)
+        raise ConfigError(f"there is no study {name!r} in {folder}{nearest(name, names)}; there are: {known}")
     with database_errors(database_path(folder)):
         return optuna.load_study(study_name=name or names[-1], storage=storage)
 
@@ -132,7 +135,8 @@ def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes:
         return
     used = result.device_used_bytes
     if result.status is ProbeStatus.FIT:
-        assert used is not None and result.median_step_s is not None
+        assert used is not None
+        assert result.median_step_s is not None
         trial.set_constraint("bytes_over_target", float(used - target_bytes) if target_bytes is not None else 0.0)
         study.tell(number, [result.median_step_s, float(used)])
         return
