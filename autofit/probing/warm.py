@@ -4,8 +4,8 @@ The server never computes and holds no database, which is what makes its forks s
 started it ends; children that are at work then go on to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
-"cancel"}; `cancel` names a file that, once there, ends the child. The reply is one JSON line with the Ending. Hanging up
-before the reply kills the child.
+"cancel"}; `cancel` names a file that, once there, ends the child. The reply is one JSON line with the Ending.
+Hanging up before the reply kills the child.
 """
 
 import gc

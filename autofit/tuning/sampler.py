@@ -25,7 +25,7 @@ class CandidateSampler(BaseSampler):
     def __init__(self, space: Space, *, seed: int) -> None:
         self._space = space
         self._allowed = space.allowed()
-        self._random = Random(seed)  # noqa: S311
+        self._random = Random(seed)
         self._inner = TPESampler(multivariate=True, constant_liar=True, n_startup_trials=_HALVING_TRIALS, seed=seed)
 
     def distributions(self) -> dict[str, BaseDistribution]:

@@ -101,7 +101,8 @@ def open_study(plan: Plan) -> optuna.Study:
         attributes = {
             "fingerprint": plan.fingerprint, "used": datetime.now(UTC).isoformat(), "device": plan.device,
             "target_bytes": plan.target_bytes, "headroom_bytes": plan.headroom_bytes,
-            "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(), "recipe_name": plan.recipe.name,
+            "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(),
+            "recipe_name": plan.recipe.name,
             "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
             "allow": plan.space.allow,
         }  # fmt: skip
