@@ -25,6 +25,7 @@ from autofit.tuning.study import database_errors, database_path, open_storage, r
 from autofit.units import format_bytes
 
 _POLL_S = 0.03
+_SHOW_S = 0.5
 _ATTEMPTS = 2  # a probe that was killed is tried once more
 _GAIN = 0.01  # a winner less than this share faster is no improvement
 
@@ -122,7 +123,7 @@ class Search:
         self.study = study
         self._warm_socket = warm_socket
         self._launcher = launcher or Launcher()
-        self.on_progress: Callable[[Progress], None] = lambda _: None
+        self.on_progress: Callable[[Progress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
         sampler = study.sampler
         assert isinstance(sampler, CandidateSampler)
@@ -203,11 +204,14 @@ class Search:
     # -- telling ----------------------------------------------------------------------------------------------------
 
     def _wait_for_one(self) -> None:
+        shown = 0.0
         while True:
             for number, folder in list(self._live.items()):
                 if self._conclude(number, folder):
                     return
-            self.on_progress(self._progress())
+            if self.on_progress is not None and time.monotonic() - shown > _SHOW_S:
+                self.on_progress(self._progress())
+                shown = time.monotonic()
             time.sleep(_POLL_S)
 
     def _conclude(self, number: int, folder: Path) -> bool:
