@@ -311,6 +311,7 @@ def _mirror(options: argparse.Namespace, study: str) -> Iterator[None]:
 def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
     from autofit.tables import front_table, to_json
     from autofit.tuning.frontier import why, winner
+    from autofit.tuning.search import BROKEN
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(folder, name)
@@ -335,6 +336,8 @@ def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: 
         print(json.dumps(content))
     if stopped == "interrupted":
         return INTERRUPTED
+    if stopped == BROKEN:
+        return WRONG_USAGE
     return DONE if winner(trials) is not None else NOTHING_FITS
 
 

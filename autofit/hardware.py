@@ -15,10 +15,32 @@ class Gpu:
     """A card as the driver describes it."""
 
     name: str
+    uuid: str
     capacity_bytes: int
 
 
+def visible_gpu_ids() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves of the machine's cards: indices or UUIDs, as it names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(str(i) for i in range(len(_all_gpus())))
+    return tuple(name.strip() for name in visible.split(",") if name.strip())
+
+
+def slot_names(device: Device, count: int) -> tuple[str, ...]:
+    """The slots that probes on `device` share: one a visible card, or `count` on the CPU."""
+    ids = visible_gpu_ids() if device == "cuda" else tuple(map(str, range(count)))
+    return tuple(f"{device}-{name}" for name in ids)
+
+
 def gpus() -> tuple[Gpu, ...]:
+    """The visible CUDA cards."""
+    found = _all_gpus()
+    ids = visible_gpu_ids()
+    return tuple(g for i, g in enumerate(found) if str(i) in ids or any(g.uuid.startswith(name) for name in ids))
+
+
+def _all_gpus() -> tuple[Gpu, ...]:
     """The CUDA cards that the driver lists; none where there is no driver."""
     import pynvml
 
@@ -29,7 +51,11 @@ def gpus() -> tuple[Gpu, ...]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return tuple(
-            Gpu(name=str(pynvml.nvmlDeviceGetName(h)), capacity_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
+            Gpu(
+                name=str(pynvml.nvmlDeviceGetName(h)),
+                uuid=str(pynvml.nvmlDeviceGetUUID(h)),
+                capacity_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total),
+            )
             for h in handles
         )
     finally:

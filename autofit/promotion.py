@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_atomically, write_json
+from autofit.hardware import Device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
 from autofit.recipe import merge, tuned_yaml
@@ -28,7 +28,7 @@ class Promotion:
     folder: Path
     study: str
     trial: Trial
-    device: str
+    device: Device
     trainer: str
     values: Mapping[str, object]
     yaml_path: Path
@@ -47,7 +47,7 @@ def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promo
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
-    device = str(attrs["device"])
+    device = cast(Device, attrs["device"])
     extra: dict[str, object] = {"use_cpu": True} if device == "cpu" else {}
     own = given.get("output_dir")
     extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
@@ -104,7 +104,7 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
-        "values": dict(promotion.values), "cwd": str(promotion.cwd), "python_path": sys.path[1:],
+        "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
     }  # fmt: skip
     write_json(folder / "request.json", request)
     resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))

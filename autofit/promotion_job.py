@@ -1,16 +1,16 @@
 """What submitit runs for a promoted trial: the training in a child process, on a slot of its own. Never raises."""
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import psutil
 
 from autofit.files import read_json, write_json
-from autofit.probing.keeper import keep
-from autofit.probing.slots import slot, slot_names
+from autofit.probing.keeper import computing_env, keep
+from autofit.probing.slots import slot
 
 
 def run_promoted(request_path: str) -> None:
@@ -20,10 +20,10 @@ def run_promoted(request_path: str) -> None:
     folder = Path(str(request["folder"]))
     process = psutil.Process()
     write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    with slot(slot_names(str(request["device"]), 1), abandoned=lambda: (folder / "stop").exists()) as name:
+    with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: (folder / "stop").exists()) as name:
         if name is None:
             return
-        env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        env = computing_env()
         if name.startswith("cuda-"):
             env["CUDA_VISIBLE_DEVICES"] = name.removeprefix("cuda-")
         keep(lambda: _start(request_path, folder, str(request["cwd"]), env), deadline_s=math.inf)

@@ -1,6 +1,5 @@
 """What submitit runs: one probe, in a child process, and an answer whatever happens to it. Never raises."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,9 @@ import psutil
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.probing.keeper import Ending, keep
+from autofit.probing.keeper import Ending, computing_env, keep
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.slots import slot, slot_names
+from autofit.probing.slots import slot
 from autofit.probing.warm import call
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -25,7 +24,7 @@ def run_probe(request_path: str) -> None:
     request = ProbeRequest.read(Path(request_path))
     process = psutil.Process()
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    with slot(slot_names(request.device, 1), abandoned=lambda: cancelled(request)) as name:
+    with slot(request.slots, abandoned=lambda: cancelled(request)) as name:
         ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name)
     if read_json(request.answer_path) is None and not ending.abandoned:
         write_json(request.answer_path, classified(ending, request).to_json())
@@ -44,7 +43,7 @@ def cancelled(request: ProbeRequest) -> bool:
 
 
 def _keep(request: ProbeRequest, slot_name: str) -> Ending:
-    env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "TOKENIZERS_PARALLELISM": "false"}
+    env: dict[str, str] = {}
     if slot_name.startswith("cuda-"):
         env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
     if request.warm_socket is not None:
@@ -65,7 +64,7 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
     with request.log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "autofit.probing.worker", str(request.request_path)],
-            cwd=request.cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd=request.cwd, env=computing_env(**env), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid

@@ -30,6 +30,16 @@ class Ending:
         return asdict(self)
 
 
+def computing_env(**more: str) -> dict[str, str]:
+    """The environment of a process that computes: this one's, with OpenMP threads that sleep while they wait.
+
+    Spinning threads on cores that others use as well made a step 4 to 14 times slower (experiments/LOG.md). Asking NVML
+    whether there is a card, not CUDA, keeps the warm server's forks safe.
+    """
+    ours = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**ours, **os.environ, **more}
+
+
 def keep(start: Callable[[], int], *, deadline_s: float, abandoned: Callable[[], bool] = lambda: False) -> Ending:
     """Run `start` (returns the pid of a child of this process) to its end, and kill what is left of it.
 

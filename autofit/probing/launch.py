@@ -16,12 +16,15 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 
 class Launcher:
-    """submitit's LocalExecutor: one job a probe."""
+    """submitit's LocalExecutor: one job a probe, which runs `function` on the path of its request."""
+
+    def __init__(self, function: Callable[[str], None] = run_probe) -> None:
+        self._function = function
 
     def submit(self, request: ProbeRequest) -> None:
         """Write the request and start its job."""
         write_json(request.request_path, request.to_json())
-        start_job(request.folder, run_probe, str(request.request_path), timeout_s=request.deadline_s + 3600)
+        start_job(request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + 3600)
 
     def result(self, folder: Path) -> ProbeResult | None:
         """The answer in `folder`; a LOST one when its job has ended without; None while it runs."""

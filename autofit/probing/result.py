@@ -31,6 +31,7 @@ class ProbeRequest:
     deadline_s: float = 900.0
     cwd: Path = field(default_factory=Path.cwd)
     warm_socket: str | None = None
+    slots: tuple[str, ...] = ("cpu-0",)
 
     @property
     def request_path(self) -> Path:
@@ -56,7 +57,8 @@ class ProbeRequest:
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "ProbeRequest":
         paths = {key: Path(str(content[key])) for key in ("folder", "worst_case", "cwd")}
-        return cls(**{**content, **paths})  # type: ignore[arg-type]
+        slots = tuple(cast(list[str], content["slots"]))
+        return cls(**{**content, **paths, "slots": slots})  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, path: Path) -> "ProbeRequest":

@@ -12,14 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def slot_names(device: str, count: int) -> tuple[str, ...]:
-    """The slots of a device kind: `cpu-0`, or one for each GPU that this process may see."""
-    if device == "cpu":
-        return tuple(f"cpu-{i}" for i in range(count))
-    visible = os.environ.get("AUTOFIT_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-    return tuple(f"cuda-{name}" for name in visible.split(",") if name) or tuple(f"cuda-{i}" for i in range(count))
-
-
 @contextmanager
 def slot(names: tuple[str, ...], *, abandoned: Callable[[], bool] = lambda: False) -> Iterator[str | None]:
     """Hold the first of the slots `names` that is free, waiting for one; None when `abandoned` while waiting."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import EnvironmentFault
-from autofit.probing.keeper import Ending, die_with_parent, keep
+from autofit.probing.keeper import Ending, computing_env, die_with_parent, keep
 
 _PRELOAD = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "trl", "trl.scripts.grpo",
@@ -45,7 +45,7 @@ class WarmServer:
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autofit.probing.warm", self.socket_path],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=computing_env(),
             )  # fmt: skip
 
     def call(self, message: Mapping[str, object]) -> Ending:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.files import read_json, write_json
+from autofit.probing.inspection import go_offline_without_a_hub
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.trl_config import TrlConfig, parse
@@ -75,6 +76,8 @@ def run(request_path: str) -> int:
     started = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
     recorder: list[Recorder] = []
+    if not Path(str(request.values.get("model_name_or_path"))).is_dir():
+        go_offline_without_a_hub()
     try:
         memory = memory_of(request.device, request.limit_bytes)
         recorder.append(Recorder(memory, request.phase_path))

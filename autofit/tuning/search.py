@@ -14,6 +14,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError
+from autofit.hardware import Device, slot_names
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeStatus
@@ -27,6 +28,8 @@ from autofit.units import format_bytes
 _POLL_S = 0.03
 _SHOW_S = 0.5
 _ATTEMPTS = 2  # a probe that was killed is tried once more
+_BROKEN_TRIALS = 2  # so many failures, and nothing else, end a search
+BROKEN = "no probe ran to its end"
 _GAIN = 0.01  # a winner less than this share faster is no improvement
 
 
@@ -37,7 +40,7 @@ class Plan:
     recipe: Recipe
     space: Space
     folder: Path
-    device: str
+    device: Device
     target_bytes: int | None
     headroom_bytes: int = 0
     study_name: str | None = None
@@ -171,6 +174,8 @@ class Search:
             return f"the time budget of {plan.budget_s:.0f} s is spent"
         if waiting:
             return None
+        if _all_broken(frozen):
+            return BROKEN
         if plan.max_trials is not None and len(frozen) >= plan.max_trials:
             return f"{len(frozen)} of {plan.max_trials} trials are done"
         if plan.plateau_trials is not None and _since_improvement(trials_of(self.study)) >= plan.plateau_trials:
@@ -196,6 +201,7 @@ class Search:
             folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
             limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
             measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, warm_socket=self._warm_socket,
+            slots=slot_names(plan.device, plan.parallel),
         )  # fmt: skip
         folder.mkdir(parents=True)
         self._launcher.submit(request)
@@ -261,6 +267,12 @@ class Search:
             elapsed_s=elapsed_s,
             left_s=left_s,
         )
+
+
+def _all_broken(frozen: list[FrozenTrial]) -> bool:
+    """Whether the first probes all failed: the recipe or the machine is at fault, not a candidate."""
+    finished = [t for t in frozen if t.state.is_finished()]
+    return len(finished) >= _BROKEN_TRIALS and all(t.state is TrialState.FAIL for t in finished)
 
 
 def _since_improvement(trials: list[Trial]) -> int:

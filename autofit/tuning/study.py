@@ -137,14 +137,20 @@ def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes:
     if result.status is ProbeStatus.FIT:
         assert used is not None
         assert result.median_step_s is not None
-        trial.set_constraint("bytes_over_target", float(used - target_bytes) if target_bytes is not None else 0.0)
+        _constrain(trial, frozen, used - target_bytes if target_bytes is not None else 0)
         study.tell(number, [result.median_step_s, float(used)])
         return
     trial.set_user_attr("shown_as", "pruned")
     limit = target_bytes if target_bytes is not None else result.limit_bytes or 0
     held = max(used or 0, limit + 1)
-    trial.set_constraint("bytes_over_target", float(held - limit))
+    _constrain(trial, frozen, held - limit)
     study.tell(number, [_slowest_step_s(study), float(held)])
+
+
+def _constrain(trial: optuna.trial.Trial, frozen: FrozenTrial, over_bytes: int) -> None:
+    """Grade the trial by its bytes over the target, once: it may have been told half-way by a run that was killed."""
+    if not frozen.constraints:
+        trial.set_constraint("bytes_over_target", float(over_bytes))
 
 
 def _slowest_step_s(study: optuna.Study) -> float:

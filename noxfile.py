@@ -1,0 +1,35 @@
+"""`nox` runs lint, types and tests; `nox -s gpu` needs a CUDA card."""
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+INSTALL = ("-c", "constraints.txt", "-e", ".[dev]")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install("-c", "constraints.txt", "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy, strict."""
+    session.install(*INSTALL)
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests that need no GPU."""
+    session.install(*INSTALL)
+    session.run("pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA card, in the environment at hand."""
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)

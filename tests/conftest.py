@@ -1,0 +1,32 @@
+"""Fixtures that cost seconds and are shared: the tiny model, and one warm server."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+
+from autofit.probing.warm import WarmServer
+
+# Jobs and drivers are processes of their own: they import the tests' helpers too.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GRPO recipe in a folder of its own, which is also the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tiny.write_recipe(tmp_path, tiny_model)
+
+
+@pytest.fixture(scope="session")
+def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmServer]:
+    server = WarmServer(tmp_path_factory.mktemp("warm"))
+    yield server
+    server.close()

@@ -1,0 +1,43 @@
+"""A probe with a law instead of a trainer: bytes grow with the micro-batch, time falls with it. Run as a real job."""
+
+import time
+from pathlib import Path
+
+import psutil
+
+from autofit.files import write_json
+from autofit.probing.job import cancelled
+from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+
+MB = 10**6
+
+
+def law(values: dict[str, object]) -> tuple[int, float]:
+    """(device-used bytes, step seconds) of a recipe's values."""
+    micro = int(str(values["per_device_train_batch_size"]))
+    kept = 4 if values.get("gradient_checkpointing", True) else 10
+    slow = 1.3 if values.get("gradient_checkpointing", True) else 1.0
+    eager = 1.2 if values.get("attn_implementation") == "eager" else 1.0
+    return int(100 * MB + eager * kept * MB * micro), slow * eager * (0.5 + 4.0 / micro)
+
+
+def result_of(request: ProbeRequest) -> ProbeResult:
+    used, step_s = law(dict(request.values))
+    oom = request.limit_bytes is not None and used > request.limit_bytes
+    return ProbeResult(
+        status=ProbeStatus.OOM if oom else ProbeStatus.FIT, device="cpu", limit_bytes=request.limit_bytes,
+        oom_phase="update" if oom else None, device_used_bytes=used, peak_allocated_bytes=used,
+        peak_reserved_bytes=used, phases=(PhasePeak(name="update", peak_allocated_bytes=used,
+        peak_reserved_bytes=used, device_used_bytes=used),), step_s=() if oom else (step_s,),
+        completions_per_step=16, tokens_per_step=1600, wall_s=0.1,
+    )  # fmt: skip
+
+
+def run(request_path: str) -> None:
+    """The job: says that it started, takes a moment, answers."""
+    request = ProbeRequest.read(Path(request_path))
+    process = psutil.Process()
+    write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    time.sleep(0.15)
+    if not cancelled(request):
+        write_json(request.answer_path, result_of(request).to_json())

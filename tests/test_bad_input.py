@@ -1,0 +1,159 @@
+"""Wrong input gets one clear error: what must hold, what was given, what to change; exit code 2; no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from autofit.errors import ConfigError
+from autofit.probing.prepare import prepare
+from autofit.probing.warm import WarmServer
+
+
+def change(path: Path, **changes: object) -> Path:
+    values = yaml.safe_load(path.read_text()) | changes
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 8}, "unknown key 'lora_rank'; the nearest valid one is 'lora_r'"),
+        ({"per_device_train_batch_size": "four"}, "per_device_train_batch_size must be a whole number; got the text"),
+        ({"per_device_train_batch_size": [4]}, r"per_device_train_batch_size must be a whole number; got \[4\]"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be 1 or more; got 0"),
+        ({"learning_rate": "fast"}, "learning_rate must be"),
+        ({"bf16": "maybe"}, "bf16 must be"),
+        ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
+        ({"num_generations": 1, "per_device_train_batch_size": 4}, "at least 2 generations"),
+        ({"loss_type": "dappo"}, "loss_type must be one of .* the nearest valid one is 'dapo'"),
+        ({"dtype": "float64"}, "dtype must be one of"),
+        ({"model_name_or_path": "no/such-model"}, "model_name_or_path must be a folder .* got 'no/such-model'"),
+        ({"model_name_or_path": None}, "needs a model"),
+        ({"dataset_name": "no/such-dataset"}, "the dataset no/such-dataset cannot be"),
+        ({"dataset_name": "gone.jsonl"}, "there is no such file"),
+        ({"dataset_name": None}, "needs a dataset"),
+        ({"dataset_train_split": "trian"}, "dataset_train_split 'trian' is not in the dataset; it has train"),
+        ({"reward_funcs": ["no_such_module.reward"]}, "must be importable .* No module named 'no_such_module'"),
+        ({"reward_funcs": ["tiny_rewards.share_of_t2"]}, "no function 'share_of_t2'; the nearest .*'share_of_t1'"),
+        ({"reward_funcs": ["acuracy_reward"]}, "the nearest valid one is 'accuracy_reward'"),
+        ({"reward_funcs": None}, "needs a reward"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+        ({"env": ["A=1"]}, "env"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16"),
+        ({"lora_r": -1}, "lora_r must be 1 or more"),
+    ],
+)
+def test_a_recipe_that_trl_would_not_take_is_one_line_with_the_key(
+    tiny_recipe: Path, warm_server: WarmServer, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        prepare(change(tiny_recipe, **changes), trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i",
+                server=warm_server)  # fmt: skip
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [('{"question": "t1"}\n', "needs a dataset with a column 'prompt'"), ("", "cannot be|empty"),
+     ("not json\n", "cannot be read|cannot be loaded"), ('{"prompt": 5}\n', "a prompt must be text"),
+     ('{"prompt": [{"role": "user", "content": "t1"}]}\n', "has no chat template")],
+)  # fmt: skip
+def test_a_dataset_that_grpo_cannot_use_says_why(
+    tiny_recipe: Path, warm_server: WarmServer, rows: str, message: str
+) -> None:
+    (tiny_recipe.parent / "data" / "train.jsonl").write_text(rows)
+    with pytest.raises(ConfigError, match=message):
+        prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+
+
+def test_a_jsonl_file_is_a_dataset_too_and_is_said_the_way_trl_takes_it(
+    tiny_recipe: Path, warm_server: WarmServer
+) -> None:
+    tiny.write_dataset(tiny_recipe.parent / "rows.jsonl", rows=9)
+    recipe = prepare(change(tiny_recipe, dataset_name="rows.jsonl"), trainer="grpo", device="cpu",
+                     folder=tiny_recipe.parent / "i", server=warm_server)  # fmt: skip
+    assert recipe.values["datasets"] == [{"path": "json", "data_files": "rows.jsonl"}]
+    assert recipe.num_prompts == 9
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward"])
+def test_the_other_trainers_recipes_parse(tiny_recipe: Path, warm_server: WarmServer, trainer: str) -> None:
+    values = {"model_name_or_path": "m", "dataset_name": "d", "per_device_train_batch_size": 2, "max_length": 64}
+    tiny_recipe.write_text(yaml.safe_dump(values))
+    recipe = prepare(tiny_recipe, trainer=trainer, device="cpu", folder=tiny_recipe.parent / "i",  # type: ignore[arg-type]
+                     server=warm_server)  # fmt: skip
+    assert recipe.effective_batch_size == 2
+    with pytest.raises(ConfigError, match="unknown key 'max_lenght'; the nearest valid one is 'max_length'"):
+        prepare(change(tiny_recipe, max_lenght=1), trainer=trainer, device="cpu",  # type: ignore[arg-type]
+                folder=tiny_recipe.parent / "i", server=warm_server)  # fmt: skip
+
+
+SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["search", "--target-vram", "3GB"], "needs a recipe"),
+        (["search", "run.yaml"], "needs a target"),
+        (["search", "run.yaml", "--demo", "--target-vram", "3GB"], "not both"),
+        (["search", "gone.yaml", "--target-vram", "3GB"], "gone.yaml does not exist"),
+        (["search", ".", "--target-vram", "3GB"], "is a folder"),
+        (["search", "list.yaml", "--target-vram", "3GB"], "must be a YAML mapping .* is a list"),
+        (["search", "broken.yaml", "--target-vram", "3GB"], "is not valid YAML: .*line 1"),
+        (["search", "twice.yaml", "--target-vram", "3GB"], "given twice: a"),
+        (["search", "empty.yaml", "--target-vram", "3GB"], "is empty"),
+        (["search", "binary.yaml", "--target-vram", "3GB"], "UTF-8"),
+        (["search", "run.yaml", "--target-vram", "3"], "looks like 40GB"),
+        (["search", "run.yaml", "--target-vram", "9000GB"], "must be within the machine's memory"),
+        (["search", "run.yaml", "--target-vram", "3GB", "--headroom", "4GB"], "--headroom must be below"),
+        ([*SEARCH, "--trials", "0"], "--trials must be 1 or more; got 0"),
+        ([*SEARCH, "--trials", "many"], "invalid int value"),
+        ([*SEARCH, "--trails", "3"], "nearest valid one is '--trials'|unrecognized arguments"),
+        ([*SEARCH, "--allow", "everything"], "invalid choice"),
+        ([*SEARCH, "--space", "gone.yaml"], "search space gone.yaml does not exist"),
+        ([*SEARCH, "--space", "grpoo"], "no search space 'grpoo'; the nearest valid one is 'grpo'"),
+        ([*SEARCH, "--trainer", "ppo"], "--trainer must be one of"),
+        ([*SEARCH, "--time-budget", "soon"], "a duration looks like"),
+        ([*SEARCH, "--world-size", "2"], "--world-size must be 1"),
+        ([*SEARCH, "--dir", "run.yaml"], "must be a folder|cannot write"),
+        (["search", "run.yaml", "--target-vram", "1GB", "--device", "cuda"], "needs a CUDA card"),
+        (["promote", "best"], "there are no studies in autofit-studies"),
+        (["promote"], "required: TRIAL"),
+        (["ui"], "there are no studies"),
+        (["sync", "--study", "x", "--dir", "gone"], "there are no studies in gone"),
+        (["report"], "there are no studies"),
+        (["serach"], "invalid choice: 'serach'"),
+        ([], "required: COMMAND"),
+        (["ui", "--port", "99999999"], "--port must be between"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    import re
+
+    for name, text in {"run.yaml": "a: 1", "list.yaml": "- 1", "broken.yaml": "a: [", "twice.yaml": "a: 1\na: 2",
+                       "empty.yaml": ""}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    done = subprocess.run([sys.executable, "-m", "autofit", *arguments], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_a_target_below_the_weights_is_refused_before_any_probe(tiny_recipe: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autofit", "search", str(tiny_recipe), "--target-vram", "50KB", "--device", "cpu"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "at least the model's weights" in done.stderr
+    assert "Traceback" not in done.stderr

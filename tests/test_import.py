@@ -1,0 +1,24 @@
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("code", ["import autofit", "from autofit.cli import main; main(['--help'])"])
+def test_neither_the_package_nor_its_help_loads_anything_heavy(code: str) -> None:
+    probe = f"""
+import sys
+try:
+    {code}
+except SystemExit:
+    pass
+heavy = {{"torch", "optuna", "mlflow", "submitit", "transformers", "trl", "numpy", "rich"}} & set(sys.modules)
+sys.exit(f"loaded {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_driver_of_a_search_loads_no_torch() -> None:
+    code = "import sys, autofit.tuning.search, autofit.promotion, autofit.tables; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

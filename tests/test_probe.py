@@ -1,0 +1,253 @@
+"""The probe on the CPU device: real TRL training of a tiny model, through the warm server and submitit."""
+
+import gc
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+
+from autofit.probing.job import cancel
+from autofit.probing.launch import Launcher, is_alive
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.warm import WarmServer
+from autofit.recipe import Recipe, merge
+
+PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_server: WarmServer) -> Recipe:
+    folder = tmp_path_factory.mktemp("recipe")
+    path = tiny.write_recipe(folder, tiny_model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = prepare(path, trainer="grpo", device="cpu", folder=folder, server=warm_server)
+    return replace(found, folder=folder)
+
+
+def probe(
+    recipe: Recipe, folder: Path, warm: WarmServer | None, changes: Mapping[str, object], *,
+    limit_bytes: int | None = None, deadline_s: float = 120,
+) -> ProbeResult:  # fmt: skip
+    request = ProbeRequest(
+        folder=folder, trainer="grpo", values=merge(recipe.values, changes), device="cpu", limit_bytes=limit_bytes,
+        worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
+        warm_socket=None if warm is None else warm.socket_path,
+    )  # fmt: skip
+    launcher = Launcher()
+    launcher.submit(request)
+    while (result := launcher.result(folder)) is None:
+        time.sleep(0.02)
+    return result
+
+
+def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
+    assert (recipe.effective_batch_size, recipe.prompts_per_step) == (8, 2)
+    assert (recipe.longest_prompt_tokens, recipe.max_completion_tokens) == (7, 8)
+    row = json.loads(worst_case_path(recipe.folder).read_text())["row"]
+    assert len(row["prompt"].split()) == 7
+
+
+def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, warm_server: WarmServer) -> None:
+    result = probe(recipe, tmp_path / "p", warm_server, {})
+    assert result.status is ProbeStatus.FIT, result.reason
+    assert {p.name for p in result.phases} == PHASES
+    assert result.device_used_bytes == max(p.device_used_bytes for p in result.phases)
+    assert len(result.step_s) == len(result.rollout_s) == len(result.update_s) == 2
+    for step_s, rollout_s, update_s in zip(result.step_s, result.rollout_s, result.update_s, strict=True):
+        assert 0 < rollout_s + update_s <= step_s * 1.001
+    assert result.completions_per_step == 8
+    assert result.tokens_per_step == 8 * (7 + 8)
+    assert {"torch", "transformers", "trl"} <= set(result.versions)
+    assert not (tmp_path / "p" / "checkpoints").exists()
+    assert ProbeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_the_same_candidate_needs_the_same_bytes_warm_and_cold(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+) -> None:
+    warm = probe(recipe, tmp_path / "warm", warm_server, {})
+    cold = probe(recipe, tmp_path / "cold", None, {})
+    assert (warm.phases, warm.peak_allocated_bytes) == (cold.phases, cold.peak_allocated_bytes)
+
+
+def test_completions_are_forced_to_full_length_however_early_the_model_would_stop(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+) -> None:
+    changes = {"generation_kwargs": {"suppress_tokens": [i for i in range(tiny.WORDS) if i != tiny.WORDS - 3]}}
+    result = probe(recipe, tmp_path / "p", warm_server, changes)
+    assert result.status is ProbeStatus.FIT, result.reason
+    assert "'completions/mean_length': '8'" in (tmp_path / "p" / "probe.log").read_text()
+
+
+def test_a_limit_makes_a_real_oom_with_its_phase_and_bytes(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+) -> None:
+    free = probe(recipe, tmp_path / "free", warm_server, {})
+    assert free.device_used_bytes is not None
+    exact = probe(recipe, tmp_path / "exact", warm_server, {}, limit_bytes=free.device_used_bytes)
+    below = probe(recipe, tmp_path / "below", warm_server, {}, limit_bytes=free.device_used_bytes - 1)
+    assert exact.status is ProbeStatus.FIT
+    assert below.status is ProbeStatus.OOM
+    assert below.oom_phase == max(free.phases, key=lambda p: p.device_used_bytes).name
+    assert below.device_used_bytes is not None
+    assert below.device_used_bytes >= free.device_used_bytes - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"use_peft": False, "beta": 0.04}, "full"), ({"bf16": True, "dtype": "bfloat16"}, "bf16"),
+     ({"beta": 0.1}, "adapter off"), ({"load_in_4bit": True}, "4bit"), ({"load_in_8bit": True}, "8bit"),
+     ({"steps_per_generation": 1}, "chunks")],
+)  # fmt: skip
+def test_other_recipes_run(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, changes: dict[str, object], named: str
+) -> None:
+    result = probe(recipe, tmp_path / "p", warm_server, changes)
+    assert result.status is ProbeStatus.FIT, f"{named}: {result.reason}"
+
+
+@pytest.mark.parametrize(
+    ("reward", "status", "words"),
+    [("reward_that_exits", ProbeStatus.FAILED, "sys.exit(5) was called during scoring"),
+     ("reward_that_crashes", ProbeStatus.FAILED, "crashed (SIGSEGV) during scoring"),
+     ("reward_that_raises", ProbeStatus.FAILED, "KeyError: 'answer' (during scoring)"),
+     ("reward_that_hangs", ProbeStatus.LOST, "the deadline of 8 s passed during scoring")],
+)  # fmt: skip
+def test_every_end_of_a_probe_is_classified(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, reward: str, status: ProbeStatus, words: str
+) -> None:
+    deadline = 8 if reward == "reward_that_hangs" else 120
+    result = probe(recipe, tmp_path / "p", warm_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
+    assert result.status is status
+    assert words in result.reason
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_cancelled_or_killed_probe_leaves_no_process(
+    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, warm: bool
+) -> None:
+    for name in ("cancel", "kill the job"):
+        folder = tmp_path / name.replace(" ", "-")
+        request = ProbeRequest(
+            folder=folder, trainer="grpo", values={**recipe.values, "reward_funcs": ["endings.reward_that_hangs"]},
+            device="cpu", limit_bytes=None, worst_case=worst_case_path(recipe.folder), cwd=recipe.folder,
+            warm_socket=warm_server.socket_path if warm else None,
+        )  # fmt: skip
+        launcher = Launcher()
+        launcher.submit(request)
+        _until(lambda folder=folder: _phase(folder) == "scoring", 90)
+        pids = [p.pid for p in psutil.process_iter() if _holds(p, folder)]
+        assert pids
+        if name == "cancel":
+            cancel(folder)
+        else:
+            psutil.Process(int(json.loads((folder / "started.json").read_text())["pid"])).kill()
+        _until(lambda pids=pids: not any(map(_running, pids)), 15)
+        assert not is_alive(folder)
+        assert launcher.result(folder).status is ProbeStatus.LOST  # type: ignore[union-attr]
+
+
+def _phase(folder: Path) -> str:
+    path = folder / "phase"
+    return path.read_text() if path.exists() else ""
+
+
+def _holds(process: psutil.Process, folder: Path) -> bool:
+    """Whether the process has the probe's log open: the probe itself, and nobody else."""
+    try:
+        return any(file.path == str(folder / "probe.log") for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+def _running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _until(condition: object, seconds: float) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("entry", "code"), [("segfault", -11), ("killed", -9), ("leaves", 3)],
+)  # fmt: skip
+def test_the_warm_server_reports_how_a_child_ended(
+    warm_server: WarmServer, tmp_path: Path, entry: str, code: int
+) -> None:
+    ending = warm_server.call(_message(entry, tmp_path))
+    assert (ending.exit_code, ending.deadline_passed) == (code, False)
+
+
+def test_a_hanging_child_meets_its_deadline(warm_server: WarmServer, tmp_path: Path) -> None:
+    ending = warm_server.call(_message("hangs", tmp_path) | {"deadline_s": 0.5})
+    assert (ending.exit_code, ending.deadline_passed) == (-9, True)
+
+
+def test_no_grandchild_outlives_its_probe(warm_server: WarmServer, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    ending = warm_server.call(_message("leaves_grandchildren", tmp_path) | {"argument": str(pids)})
+    assert ending.exit_code == 0
+    assert not [pid for pid in map(int, pids.read_text().split()) if _running(pid)]
+
+
+def _message(entry: str, folder: Path) -> dict[str, object]:
+    return {"entry": f"endings:{entry}", "argument": "", "cwd": str(folder), "log": str(folder / "log"), "env": {},
+            "deadline_s": 60}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"bf16": True, "dtype": "bfloat16"}, {"use_peft": False, "beta": 0.04},
+                {"attn_implementation": "eager", "gradient_checkpointing": False}],
+)  # fmt: skip
+def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
+    recipe: Recipe, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from torch.profiler import ProfilerActivity, profile
+
+    import trainers.grpo
+    from autofit.probing.memory import CpuMemory
+    from autofit.probing.trl_config import parse
+    from autofit.probing.worker import _QUIET
+
+    monkeypatch.chdir(recipe.folder)
+    model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)
+    worst_case = json.loads(worst_case_path(recipe.folder).read_text())
+    memory = CpuMemory(None)
+
+    def train() -> None:
+        values = {**recipe.values, **changes, "model_name_or_path": str(model), "max_completion_length": 24}
+        overrides = {**_QUIET, "use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
+        trainer = trainers.grpo.build(parse("grpo", values, overrides=overrides), worst_case=worst_case)
+        trainer.train()
+        del trainer
+        gc.collect()
+
+    train()  # what is made once (caches, constants) is not the trainer's
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        memory.start()
+        train()
+        memory.stop()
+    ours = memory.leave("all").peak_allocated_bytes
+    events = [(e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for _, count in sorted(events, key=lambda event: event[0]):
+        held += count
+        peak = max(peak, held)
+    missing = peak - ours
+    assert 0 <= missing <= 256
+    assert missing % 8 == 0

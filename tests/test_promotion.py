@@ -1,0 +1,143 @@
+"""Promotion: the tuned YAML runs in TRL's own script, and an interrupted run ends where an uninterrupted one does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from autofit.tracking import client, experiment_id
+from autofit.tuning.study import load_study
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with a real search of 4 probes over the tiny recipe, in which 3 epochs are trained."""
+    folder = tmp_path_factory.mktemp("promotion")
+    tiny.write_recipe(folder, tiny_model, max_steps=None, num_train_epochs=2, temperature=1.0)
+    done = run(folder, "search", "run.yaml", "--target-vram", "100MB", "--trials", "4", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["fidelity"] == "measured"
+    assert found["counts"] == {"asked": 4, "fit": 4, "oom": 0, "failed": 0, "lost": 0, "screened": 0}
+    assert found["baseline"]["trial"] == 0
+    assert found["winner"]["tier"] == "neutral"
+    assert set(found["winner"]) >= {"trial", "tier", "changes", "device_used_bytes", "step_s", "completions_per_s",
+                                    "speedup"}  # fmt: skip
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "autofit", *arguments], cwd=folder, capture_output=True, text=True,
+                          timeout=400)  # fmt: skip
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+    log = (folder / "promote.log").open("ab")
+    return subprocess.Popen([sys.executable, "-m", "autofit", *arguments], cwd=folder, stdout=log, stderr=log)
+
+
+def progress(folder: Path) -> list[dict[str, float]]:
+    paths = list(folder.glob("autofit-studies/promoted/*/progress.jsonl"))
+    text = paths[0].read_text() if paths else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while not any(line["step"] >= step for line in progress(folder)):
+        assert time.monotonic() < deadline, (folder / "promote.log").read_text()
+        time.sleep(0.02)
+
+
+def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: Path) -> None:
+    done = run(studied, "promote", "best", "--write-only", "--out", "tuned.yaml")
+    assert done.returncode == 0, done.stderr
+    values = yaml.safe_load((studied / "tuned.yaml").read_text())
+    assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] == 8
+    command = [sys.executable, "-m", "trl.scripts.grpo"]
+    done = subprocess.run([*command, "--config", "tuned.yaml", "--max_steps", "1", "--output_dir", str(tmp_path)],
+                          cwd=studied, capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path, tmp_path: Path) -> None:
+    whole = run(studied, "promote", "0", "--json")
+    assert whole.returncode == 0, whole.stderr
+    expected = json.loads(whole.stdout.splitlines()[-1])
+    reference = progress(studied)
+    assert expected["steps"] == 24  # 2 epochs x 24 prompts / 2 prompts a step
+
+    assert (
+        run(studied, "promote", "0", "--json").stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    )  # done is done
+    for path in studied.glob("autofit-studies/promoted/*"):
+        path.rename(tmp_path / path.name)
+    (studied / "out").rename(tmp_path / "out")
+
+    first = start(studied, "promote", "0")
+    wait_for_step(studied, 5)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=120) == 130
+    second = start(studied, "promote", "0")
+    wait_for_step(studied, 15)  # in the second epoch
+    request = next(studied.glob("autofit-studies/promoted/*/started.json"))
+    (request.parent / "stop").touch()
+    second.wait(timeout=120)
+    third = run(studied, "promote", "0", "--json")
+    assert third.returncode == 0, third.stderr
+    final = json.loads(third.stdout.splitlines()[-1])
+    assert (final["steps"], final["final_loss"]) == (expected["steps"], expected["final_loss"])
+    resumed = progress(studied)
+    assert [line["step"] for line in resumed] == list(range(1, 25))
+    for ours, theirs in zip(resumed, reference, strict=True):
+        assert (ours["loss"], ours["reward"], ours["grad_norm"]) == (
+            theirs["loss"],
+            theirs["reward"],
+            theirs["grad_norm"],
+        )
+
+
+def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(studied: Path) -> None:
+    folder = studied / "autofit-studies"
+    api = client(folder)
+    study = load_study(folder, None).study_name
+    runs = api.search_runs([experiment_id(api, folder, study)], filter_string="tags.`autofit.kind` = 'promoted'")
+    run_ = next(r for r in runs if r.data.tags["autofit.trial"] == "0")
+    assert run_.data.tags["autofit.status"] == "done"
+    assert api.get_run(run_.data.tags["autofit.trial_run"]).data.tags["autofit.trial"] == "0"
+    for name in ("loss", "reward", "completions/mean_length", "completions/clipped_ratio", "completions_per_s",
+                 "host_rss_bytes"):  # fmt: skip
+        steps = [m.step for m in api.get_metric_history(run_.info.run_id, name)]
+        assert sorted(steps) == list(range(1, 25)), name
+
+
+def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
+    before = run(studied, "promote", "0", "--json", "--restart")
+    expected = json.loads(before.stdout.splitlines()[-1])
+    driver = start(studied, "promote", "0", "--restart")
+    time.sleep(0.5)
+    wait_for_step(studied, 3)
+    for path in studied.glob("autofit-studies/promoted/*/started.json"):
+        os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+    assert driver.wait(timeout=60) == 2
+    assert "run the same command to resume" in (studied / "promote.log").read_text()
+    after = json.loads(run(studied, "promote", "0", "--json").stdout.splitlines()[-1])
+    assert (after["steps"], after["final_loss"]) == (expected["steps"], expected["final_loss"])
+
+
+@pytest.mark.parametrize(("trial", "message"), [("99", "TRIAL must be"), ("bset", "nearest valid one is 'best'")])
+def test_a_trial_that_is_not_there_is_refused(studied: Path, trial: str, message: str) -> None:
+    done = run(studied, "promote", trial)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

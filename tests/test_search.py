@@ -1,0 +1,179 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lawful
+import optuna
+import psutil
+import pytest
+from optuna.trial import TrialState
+from search_driver import plan
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.probing.launch import Launcher, is_alive
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.tuning.frontier import pareto_front, winner
+from autofit.tuning.sampler import CandidateSampler
+from autofit.tuning.search import Search, open_study
+from autofit.tuning.study import load_study, tell, trials_of
+
+
+def search_in(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) -> tuple[Search, str]:
+    wanted = plan(folder, trials, target_bytes)
+    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    return search, search.run()
+
+
+def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infeasible(tmp_path: Path) -> None:
+    search, reason = search_in(tmp_path, None)
+    assert reason == "every candidate is tried or ruled out"
+    trials = trials_of(search.study)
+    space = search.plan.space
+    truth = {c: lawful.law({**search.plan.recipe.resolved, **space.changes(c)}) for c in space.allowed()}
+    fastest = min(seconds for used, seconds in truth.values() if used <= 150 * lawful.MB)
+    best = winner(trials)
+    assert best is not None
+    assert best.step_s == pytest.approx(fastest)
+    assert trials[0].changes == {}
+    ooms = [t for t in search.study.trials if t.user_attrs["status"] == "oom"]
+    assert ooms
+    assert all(t.state is TrialState.COMPLETE and t.constraints["bytes_over_target"] > 0 for t in ooms)
+    assert all(t.user_attrs["shown_as"] == "pruned" for t in ooms)
+    points = {(t.step_s, t.device_used_bytes) for t in pareto_front(trials)}
+    assert points == {(t.values[0], int(t.values[1])) for t in search.study.best_trials}
+    assert len(trials) + search.study.user_attrs["screened"] == len(space.allowed())
+
+
+def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
+    search_in(tmp_path, 4)
+    search, reason = search_in(tmp_path, 4)
+    assert reason == "4 of 4 trials are done"
+    assert len(search.study.trials) == 4
+    assert len(list(search.plan.probes_folder.iterdir())) == 4
+
+
+def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, None)
+    from dataclasses import replace
+
+    wanted = replace(wanted, plateau_trials=3)
+    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    assert "3 trials did not improve" in search.run()
+
+
+def test_a_study_name_of_another_plan_is_refused(tmp_path: Path) -> None:
+    search_in(tmp_path, 1)
+    with pytest.raises(ConfigError, match="was made for another recipe"):
+        open_study(plan(tmp_path, 1, target_bytes=200 * lawful.MB))
+
+
+def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
+    from autofit.tuning.frontier import why
+
+    search, _ = search_in(tmp_path, 6, target_bytes=50 * lawful.MB)
+    trials = trials_of(search.study)
+    assert winner(trials) is None
+    assert "nothing fits in 50.0 MB" in why(trials, {}, 50 * lawful.MB)
+    assert "--allow approximate" in why(trials, {}, 50 * lawful.MB)
+
+
+def test_a_probe_killed_twice_is_told_as_lost_and_the_search_goes_on(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, 3)
+    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(_kill_trial_1))
+    search.run()
+    assert [t.status for t in trials_of(search.study)] == [ProbeStatus.FIT, ProbeStatus.LOST, ProbeStatus.FIT]
+    assert [t.state for t in search.study.trials].count(TrialState.FAIL) == 1
+    assert (wanted.probes_folder / "trial-0001-2").exists()
+
+
+def _kill_trial_1(request_path: str) -> None:
+    if "trial-0001" in request_path:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lawful.run(request_path)
+
+
+def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and_none_running(tmp_path: Path) -> None:
+    chance = random.Random(4)
+    kills = 0
+    while kills < 24:
+        driver = _driver(tmp_path)
+        time.sleep(chance.uniform(0.6, 2.2))
+        victim = chance.choice(["driver", "driver", "interrupt", "job"])
+        if victim == "job":
+            jobs = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+                    and "submitit" in " ".join(p.info["cmdline"] or [])]  # fmt: skip
+            for job in jobs:
+                job.kill()
+            kills += bool(jobs)
+        elif driver.poll() is None:
+            driver.send_signal(signal.SIGINT if victim == "interrupt" else signal.SIGKILL)
+            kills += 1
+        if victim != "job":
+            driver.wait(timeout=30)
+        else:
+            driver.kill()
+            driver.wait()
+        if len(load_or_none(tmp_path)) >= 12 and kills < 24:
+            _grow(tmp_path)
+    assert _driver(tmp_path).wait(timeout=120) == 0
+    study = load_study(tmp_path, "law")
+    assert len(study.trials) >= 12
+    assert all(t.state.is_finished() for t in study.trials), [t.state for t in study.trials]
+    assert len({tuple(sorted(t.params.items(), key=str)) for t in study.trials}) == len(study.trials)
+    assert study.trials[0].user_attrs["changes"] == {}
+    assert not [f for f in (tmp_path / "probes" / "law").iterdir() if is_alive(f)]
+
+
+_TRIALS = {"wanted": 12}
+
+
+def _grow(folder: Path) -> None:
+    """More trials to kill, as long as the space has them."""
+    _TRIALS["wanted"] = min(20, len(load_or_none(folder)) + 1)
+
+
+def load_or_none(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    try:
+        return load_study(folder, "law").trials
+    except (ConfigError, EnvironmentFault):
+        return []
+
+
+def _driver(folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, str(Path(__file__).parent / "search_driver.py"), str(folder), str(_TRIALS["wanted"])]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def test_two_searches_on_one_study_at_once_are_refused(tmp_path: Path) -> None:
+    from autofit.tuning.study import exclusive
+
+    with (
+        exclusive(tmp_path, "s"),
+        pytest.raises(ConfigError, match="another autofit process"),
+        exclusive(tmp_path, "s"),
+    ):
+        pass
+
+
+def test_an_unreadable_database_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "studies.db").write_bytes(b"no database" * 100)
+    with pytest.raises(EnvironmentFault, match="cannot be used as a database"):
+        load_study(tmp_path, None)
+
+
+def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, 1)
+    study = open_study(wanted)
+    sampler = study.sampler
+    assert isinstance(sampler, CandidateSampler)
+    trial = study.ask(sampler.distributions())
+    trial.set_user_attr("status", "oom")
+    trial.set_constraint("bytes_over_target", 5.0)
+    result = ProbeResult(status=ProbeStatus.OOM, device="cpu", device_used_bytes=10, limit_bytes=5)
+    tell(study, 0, result, target_bytes=5)
+    assert study.trials[0].constraints == {"bytes_over_target": 5.0}
+    assert study.trials[0].state is TrialState.COMPLETE

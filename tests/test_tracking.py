@@ -1,0 +1,128 @@
+"""MLflow's mirror: equal to the study, however often and in however many pieces it is made."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lawful
+import pytest
+from search_driver import plan
+
+from autofit.probing.launch import Launcher
+from autofit.tracking import client, experiment_id, sync
+from autofit.tuning.frontier import pareto_front
+from autofit.tuning.search import Search, open_study
+from autofit.tuning.study import load_study, trials_of
+from autofit.ui import compare_path, server
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of 6 trials."""
+    folder = tmp_path_factory.mktemp("studies")
+    wanted = plan(folder, 6, target_bytes=130 * lawful.MB)
+    Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run)).run()
+    return folder
+
+
+def runs_of(folder: Path) -> dict[str, Any]:
+    api = client(folder)
+    runs = api.search_runs([experiment_id(api, folder, "law")], max_results=1000)
+    found = [r for r in runs if "autofit.trial" in r.data.tags]
+    assert len({r.data.tags["autofit.trial"] for r in found}) == len(found)
+    return {r.data.tags["autofit.trial"]: r for r in found}
+
+
+def assert_equal_to_optuna(folder: Path) -> None:
+    study = load_study(folder, "law")
+    runs = runs_of(folder)
+    assert set(runs) == {str(t.number) for t in study.trials}
+    for frozen, trial in zip(study.trials, trials_of(study), strict=True):
+        run = runs[str(frozen.number)]
+        assert run.data.tags["autofit.study"] == "law"
+        assert run.data.tags["autofit.status"] == trial.status
+        assert run.info.status == ("FINISHED" if trial.fits else "FAILED")
+        assert "mlflow.parentRunId" not in run.data.tags
+        if trial.fits:
+            assert [run.data.metrics["step_s"], run.data.metrics["device_used_bytes"]] == frozen.values
+        for key, value in trial.params.items():
+            if not key.startswith("env."):
+                assert run.data.params[key] == str(trial.changes.get(key, value))
+
+
+def test_every_trial_is_a_top_level_run_equal_to_optunas_and_the_summary_has_artifacts(folder: Path) -> None:
+    assert sync(folder, "law") == 6
+    assert_equal_to_optuna(folder)
+    api = client(folder)
+    summary = [r for r in api.search_runs([experiment_id(api, folder, "law")]) if "autofit.trial" not in r.data.tags]
+    assert len(summary) == 1
+    names = {a.path for a in api.list_artifacts(summary[0].info.run_id)}
+    assert names == {"front.png", "summary.json", "summary.md"}
+
+
+def test_mirrored_again_or_after_a_kill_in_the_middle_nothing_is_doubled(folder: Path) -> None:
+    sync(folder, "law")
+    before = {number: run.info.run_id for number, run in runs_of(folder).items()}
+    api = client(folder)
+    api.delete_run(before["3"])
+    half = api.create_run(experiment_id(api, folder, "law"), tags={"autofit.study": "law", "autofit.trial": "3",
+                                                                 "autofit.kind": "trial"})  # fmt: skip
+    sync(folder, "law")
+    sync(folder, "law")
+    after = {number: run.info.run_id for number, run in runs_of(folder).items()}
+    assert after == {**before, "3": half.info.run_id}
+    assert_equal_to_optuna(folder)
+
+
+def test_rebuilt_from_nothing_it_is_the_same(folder: Path) -> None:
+    sync(folder, "law")
+    sync(folder, "law", rebuild=True)
+    assert_equal_to_optuna(folder)
+    for path in folder.glob("mlflow.db*"):
+        path.unlink()
+    sync(folder, "law")
+    assert_equal_to_optuna(folder)
+
+
+def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) -> None:
+    """The follower of a search meets a tracking server that refuses connections, and is told to end."""
+    env = {**os.environ, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    began = time.monotonic()
+    follower = subprocess.Popen([sys.executable, "-m", "autofit.tracking", str(folder), "law"], env=env,
+                                stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    _, errors = follower.communicate(b"", timeout=120)
+    assert follower.returncode == 0
+    assert b"MLflow:" in errors
+    assert b"Traceback" not in errors
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+def test_the_compare_page_shows_the_front_in_a_real_browser(folder: Path, tmp_path: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    sync(folder, "law")
+    path = compare_path(folder, "law")
+    numbers = {t.number for t in pareto_front(trials_of(load_study(folder, "law")))}
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync"]  # fmt: skip
+    with server(folder, port=None) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
+        try:
+            page = browser.new_page(viewport={"width": 1500, "height": 1200})
+            page.add_init_script(
+                "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false');"
+                "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true');"
+            )
+            page.goto(address + path)
+            for number in sorted(numbers):
+                expect(page.get_by_text(f"trial-{number:04d}").first).to_be_visible(timeout=60_000)
+            page.screenshot(path=os.environ.get("AUTOFIT_SCREENSHOT", str(tmp_path / "compare.png")))
+        finally:
+            browser.close()
+    assert len(numbers) >= 2
