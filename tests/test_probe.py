@@ -150,7 +150,7 @@ def test_a_cancelled_or_killed_probe_leaves_no_process(
         else:
             psutil.Process(int(json.loads((folder / "started.json").read_text())["pid"])).kill()
         _until(lambda pids=pids: not any(map(_running, pids)), 15)
-        assert not is_alive(folder)
+        _until(lambda folder=folder: not is_alive(folder), 15)
         assert launcher.result(folder).status is ProbeStatus.LOST  # type: ignore[union-attr]
 
 

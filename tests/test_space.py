@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.space import TIERS, Knob, Space, load_space
+from autofit.space import TIERS, Knob, Space, Tier, load_space
 
 KNOBS = load_space(None, trainer="grpo")
 
@@ -20,7 +20,7 @@ KNOBS = load_space(None, trainer="grpo")
     solved=st.booleans(),
 )  # fmt: skip
 def test_every_candidate_holds_the_effective_batch_and_whole_groups_exactly(
-    micro: int, accumulation: int, generations: int, chunk: int, world: int, iterations: int, allow: str,
+    micro: int, accumulation: int, generations: int, chunk: int, world: int, iterations: int, allow: Tier,
     loss: str, extra: list[int | str], solved: bool,
 ) -> None:  # fmt: skip
     recipe = grpo_recipe(
@@ -57,7 +57,7 @@ def test_every_candidate_holds_the_effective_batch_and_whole_groups_exactly(
         assert (m * c * world) % k == 0
         assert recipe.effective_batch_size % k == 0
         assert a % c == 0 or c % a == 0
-        assert TIERS.index(space.tier(candidate)) <= TIERS.index(allow) or loss != "grpo"  # type: ignore[arg-type]
+        assert TIERS.index(space.tier(candidate)) <= TIERS.index(allow) or loss != "grpo"
     if recipe.num_prompts is None and (micro * chunk * world) % generations == 0:
         assert space.changes(space.baseline) == {}
         assert space.tier(space.baseline) == "neutral"
