@@ -204,6 +204,8 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     from autofit.space import Space, load_space
     from autofit.tuning.search import Plan
 
+    budget = parse_seconds(options.time_budget) if options.time_budget else None
+    deadline_s = parse_seconds(options.deadline)
     device = choose_device("cpu" if options.demo and options.device == "auto" else options.device)
     target = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
     headroom = parse_bytes(options.headroom) if options.headroom else 0 if device == "cpu" else target // 50
@@ -217,13 +219,12 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     recipe = _prepared(path, options, device, scratch, server)
     space = Space.of(recipe, knobs, allow=options.allow, device=device)
     _check_target(recipe, target - headroom, options.allow)
-    budget = parse_seconds(options.time_budget) if options.time_budget else None
     open_ended = budget is not None or options.plateau is not None
     plan = Plan(
         recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
         study_name=options.study, max_trials=options.trials or (None if open_ended else 12), budget_s=budget,
         plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
-        measured_steps=options.measured_steps, deadline_s=parse_seconds(options.deadline), seed=options.seed,
+        measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip
     plan.probes_folder.mkdir(parents=True, exist_ok=True)
     os.replace(worst_case_path(scratch), worst_case_path(plan.probes_folder))

@@ -18,5 +18,6 @@ class EnvironmentFault(AutofitError):
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """`"; the nearest valid key is 'x'"` when one of `known` is close to `given`, else an empty string."""
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(given, list(known), n=8, cutoff=0.5)
+    close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))  # lora_rank means lora_r
     return f"; the nearest valid one is {close[0]!r}" if close else ""

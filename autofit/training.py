@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from autofit.files import read_json, write_atomically, write_json
 from autofit.probing.inspection import device_overrides, go_offline_without_a_hub
+from autofit.probing.keeper import die_with_parent
 from autofit.probing.trl_config import parse
 
 _SAVE_EVERY_S = 60.0  # so a kill costs at most about a minute
@@ -213,4 +214,5 @@ def _stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(main(sys.argv[1]))

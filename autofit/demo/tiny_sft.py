@@ -1,4 +1,4 @@
-"""Child process: make the tiny model and train it on right answers. Run with `python -m`; imports torch when called."""
+"""Child process: make the tiny model and train it on demonstrations. Run with `python -m`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 _IGNORED = -100
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_CHARACTERS = string.digits + "+-= "
+_CHARACTERS = string.digits + "+-=? "
+
+# The demonstrations are of mixed quality, as scraped ones are: this share of them gives up instead of answering.
+# The model learns to do the sums and to give up nearly as often, and that habit is what GRPO has to unlearn.
+GIVE_UP_FRAC = 0.4
+GIVE_UP = "?"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -29,7 +34,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
 
@@ -59,7 +64,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedM
 def train(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], *, steps: int
 ) -> None:
-    """Teach the answers of `rows` to `model` in place, with a learning rate that falls to a tenth."""
+    """Teach demonstrations of `rows` to `model` in place, with a learning rate that falls to a tenth."""
     import torch
 
     model.train()
@@ -72,7 +77,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +85,7 @@ def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> t
     import torch
 
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    answers = [[*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id] for row in rows]
+    answers = [[*tokenizer(_demonstration(row))["input_ids"], tokenizer.eos_token_id] for row in rows]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     input_ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
     labels = torch.full((len(rows), longest), _IGNORED)
@@ -89,6 +94,10 @@ def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> t
         input_ids[index, longest - len(prompt) - len(answer) :] = torch.tensor(prompt + answer)
         labels[index, longest - len(answer) :] = torch.tensor(answer)
     return input_ids, labels
+
+
+def _demonstration(row: dict[str, str]) -> str:
+    return GIVE_UP if random.random() < GIVE_UP_FRAC else row["answer"]
 
 
 def main() -> None:

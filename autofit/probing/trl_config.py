@@ -1,6 +1,7 @@
 """TRL's own parser over a recipe's values: unknown keys, wrong types and TRL's rules, each in one line."""
 
 import argparse
+import copy
 import importlib
 import os
 import re
@@ -52,7 +53,7 @@ def plain(value: object) -> object:
 def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
     """`values` with `overrides` laid over them, through `trl.scripts.<trainer>`'s parser; sets their `env` block."""
     parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
-    merged = merge(values, overrides)
+    merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
     env = merged.pop("env", {})
     if not isinstance(env, dict):
         raise ConfigError(f"env must be a mapping of environment variables; got {env!r}")

@@ -19,6 +19,7 @@ from typing import Any
 
 from autofit.files import read_json, write_json
 from autofit.probing.inspection import go_offline_without_a_hub
+from autofit.probing.keeper import die_with_parent
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.trl_config import TrlConfig, parse
@@ -243,4 +244,5 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     os._exit(run(sys.argv[1]))
