@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,8 +125,9 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
 def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
     before = run(studied, "promote", "0", "--json", "--restart")
     expected = json.loads(before.stdout.splitlines()[-1])
-    driver = start(studied, "promote", "0", "--restart")
-    time.sleep(0.5)
+    for path in [*studied.glob("autofit-studies/promoted/*"), studied / "out"]:
+        shutil.rmtree(path)
+    driver = start(studied, "promote", "0")
     wait_for_step(studied, 3)
     for path in studied.glob("autofit-studies/promoted/*/started.json"):
         os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)

@@ -34,7 +34,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
 
@@ -77,7 +77,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
