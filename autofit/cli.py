@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
     )
-    search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12)")
+    search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12, for --demo 6)")
     search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
     search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
     search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
@@ -222,7 +222,7 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     open_ended = budget is not None or options.plateau is not None
     plan = Plan(
         recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
-        study_name=options.study, max_trials=options.trials or (None if open_ended else 12), budget_s=budget,
+        study_name=options.study, max_trials=options.trials or (None if open_ended else 6 if options.demo else 12), budget_s=budget,
         plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
         measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip

@@ -22,12 +22,16 @@ _START_S = 60.0
 
 
 def compare_path(folder: Path, study_name: str | None) -> str:
-    """The path of MLflow's compare page for the study's front (and baseline), or of its experiment when it has none."""
+    """The path of MLflow's compare page for the front and the baseline, or of the experiment of a single trial."""
     study = load_study(folder, study_name)
     trials = trials_of(study)
     api = client(folder)
     experiment = experiment_id(api, folder, study.study_name)
-    numbers = {t.number for t in pareto_front(trials)} | {t.number for t in [baseline(trials)] if t and t.result}
+    base = baseline(trials)
+    shown = [*pareto_front(trials), *([base] if base is not None and base.result is not None else [])]
+    numbers = {t.number for t in shown}
+    if len(numbers) < 2:  # a front of one has nothing to compare with but the others
+        numbers = {t.number for t in trials if t.result is not None}
     runs = [trial_run_id(api, folder, study.study_name, number) for number in sorted(numbers)]
     found = [run for run in runs if run is not None]
     if len(found) < 2:

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of 6 trials."""
+    """A finished study of 8 trials."""
     folder = tmp_path_factory.mktemp("studies")
-    wanted = plan(folder, 6, target_bytes=130 * lawful.MB)
+    wanted = plan(folder, 8)
     Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run)).run()
     return folder
 
@@ -57,7 +57,7 @@ def assert_equal_to_optuna(folder: Path) -> None:
 
 
 def test_every_trial_is_a_top_level_run_equal_to_optunas_and_the_summary_has_artifacts(folder: Path) -> None:
-    assert sync(folder, "law") == 6
+    assert sync(folder, "law") == 8
     assert_equal_to_optuna(folder)
     api = client(folder)
     summary = [r for r in api.search_runs([experiment_id(api, folder, "law")]) if "autofit.trial" not in r.data.tags]
