@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -182,6 +183,10 @@ def _check_search(options: argparse.Namespace) -> None:
         raise ConfigError("a search needs a recipe: give the path of a YAML file, or --demo")
     for name in ("trials", "plateau", "measured_steps", "parallel", "world_size"):
         _at_least_one("--" + name.replace("_", "-"), getattr(options, name))
+    if options.study is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", options.study):
+        raise ConfigError(
+            f"--study may have letters, digits, '.', '_' and '-' (it names a folder); got {options.study!r}"
+        )
     if options.world_size > 1:
         raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
     if options.trainer != "grpo":
@@ -222,7 +227,8 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
     open_ended = budget is not None or options.plateau is not None
     plan = Plan(
         recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
-        study_name=options.study, max_trials=options.trials or (None if open_ended else 6 if options.demo else 12), budget_s=budget,
+        study_name=options.study, max_trials=options.trials or (None if open_ended else 6 if options.demo else 12),
+        budget_s=budget,
         plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
         measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from mlflow.entities import Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import AutofitError
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, why, winner
 from autofit.tuning.study import exclusive, load_study, trials_of
@@ -29,6 +29,7 @@ from autofit.units import format_bytes
 
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
 _FOLLOW_S = 2.0
+_LOCK_S = 15.0  # the longest that one mirror waits for another
 _RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
                ProbeStatus.LOST: "KILLED"}  # fmt: skip
 
@@ -64,7 +65,7 @@ def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) 
     """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored."""
     study = load_study(folder, study_name)
     api = client(folder)
-    with exclusive(folder / "locks", f"mlflow-{study.study_name}"):
+    with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
         experiment = experiment_id(api, folder, study.study_name)
         runs = _runs(api, experiment)
         if rebuild:
@@ -227,7 +228,7 @@ def follow(folder: Path, study_name: str) -> None:
             finished = sum(t.result is not None for t in trials_of(load_study(folder, study_name)))
             if finished > mirrored:
                 mirrored = sync(folder, study_name)
-        except (MlflowException, EnvironmentFault, OSError) as error:
+        except (MlflowException, AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
 
 

@@ -45,10 +45,15 @@ def _train(request: dict[str, Any], folder: Path) -> int:
     go_offline_without_a_hub()
     values = request["values"]
     overrides: dict[str, object] = {
-        **device_overrides(request["device"]), "report_to": "none", "logging_steps": 1, "logging_strategy": "steps",
-        "logging_first_step": True, "disable_tqdm": True, "save_only_model": False, "resume_from_checkpoint": None,
+        **device_overrides(request["device"]),
+        "report_to": values.get("report_to", "none"),
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+        "disable_tqdm": True,
+        "save_only_model": False,
+        "resume_from_checkpoint": None,
         "save_total_limit": values.get("save_total_limit", 2),
-    }  # fmt: skip
+    }
     config = parse(request["trainer"], values, overrides=overrides)
     trainer = importlib.import_module(f"trainers.{request['trainer']}").build(config)
     output = Path(config.training.output_dir)

@@ -44,7 +44,8 @@ def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> 
             model=model.model_name_or_path,
             reward_funcs=reward_functions(config),
             args=training,
-            train_dataset=_repeat(worst_case["row"], training) if worst_case is not None else train_split(config),
+            train_dataset=_repeat(worst_case["row"], training) if worst_case is not None else split(config),
+            eval_dataset=split(config, evaluation=True) if training.eval_strategy != "no" else None,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
@@ -65,18 +66,20 @@ def samples_per_step(config: TrlConfig) -> int:
 
 
 def prompts(config: TrlConfig) -> Any:
-    """The column of prompts (text, or lists of messages) of the train split, whole."""
-    split = train_split(config)
-    if "prompt" not in split.column_names:
+    """The train split, which has a column of prompts (text, or lists of messages)."""
+    rows = split(config)
+    if config.script.dataset_streaming:
+        raise ConfigError("a search reads the whole dataset for its longest prompt; set dataset_streaming to false")
+    if "prompt" not in rows.column_names:
         raise ConfigError(
             f"GRPO needs a dataset with a column 'prompt'; {_dataset_name(config)} has "
-            f"{', '.join(split.column_names)}; rename the column"
+            f"{', '.join(rows.column_names)}; rename the column"
         )
-    return split
+    return rows
 
 
-def train_split(config: TrlConfig) -> Any:
-    """The train split of the dataset, found as TRL's script finds it."""
+def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
+    """The train (or test) split of the dataset, found as TRL's script finds it."""
     script, mixture = config.script, config.datasets
     if not mixture.datasets and not script.dataset_name:
         raise ConfigError("a recipe needs a dataset: give dataset_name (a folder or a name) or datasets")
@@ -89,9 +92,10 @@ def train_split(config: TrlConfig) -> Any:
         raise ConfigError(f"the dataset {_dataset_name(config)} cannot be loaded: {_short(error)}") from error
     except Exception as error:  # datasets raises classes of its own for broken files
         raise ConfigError(f"the dataset {_dataset_name(config)} cannot be read: {_short(error)}") from error
-    wanted = script.dataset_train_split
+    key = "dataset_test_split" if evaluation else "dataset_train_split"
+    wanted = getattr(script, key)
     if wanted not in splits:
-        raise ConfigError(f"dataset_train_split {wanted!r} is not in the dataset; it has {', '.join(splits)}")
+        raise ConfigError(f"{key} {wanted!r} is not in the dataset; it has {', '.join(splits)}")
     return splits[wanted]
 
 

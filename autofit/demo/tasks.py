@@ -22,10 +22,10 @@ class Problem:
 
 
 def chat_prompt(problem: Problem) -> Prompt:
-    """For a chat model: reasoning-gym's own words, and a plea for brevity."""
+    """For a chat model: the sum, and a plea for brevity. Short, because a CPU pays for every token."""
     return [
         {"role": "system", "content": "Answer with one number."},
-        {"role": "user", "content": problem.question},
+        {"role": "user", "content": f"What is {problem.expression}?"},
     ]
 
 

@@ -45,8 +45,7 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
     plug_in.reward_functions(config)
     rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
-    row = {k: v for k, v in rows[index].items() if v is not None}
-    write_json(worst_case, {"row": plain(row), "prompt_tokens": tokens})
+    write_json(worst_case, {"row": plain(rows[index]), "prompt_tokens": tokens})
     return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows)}
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -70,7 +71,8 @@ class Plan:
     @property
     def name(self) -> str:
         target = "" if self.target_bytes is None else f"-{format_bytes(self.target_bytes).replace(' ', '')}"
-        return self.study_name or f"{self.recipe.name}{target}-{self.device}-{self.fingerprint[:6]}"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self.recipe.name)
+        return self.study_name or f"{stem}{target}-{self.device}-{self.fingerprint[:6]}"
 
     @property
     def probes_folder(self) -> Path:

@@ -3,9 +3,10 @@
 import contextlib
 import fcntl
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TextIO, cast
 
 import optuna
 import sqlalchemy.exc
@@ -64,8 +65,11 @@ def _advice(reason: str) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, name: str) -> Iterator[None]:
-    """Hold the study `name`: one search drives it at a time. The lock ends with the process, however it ends."""
+def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold `name`, waiting for it up to `wait_s`: one process drives a study. The lock ends with the process.
+
+    Raises ConfigError when another process holds it all that time.
+    """
     path = folder / f"{name}.lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,13 +77,22 @@ def exclusive(folder: Path, name: str) -> Iterator[None]:
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another autofit process is at work on {name}; wait for it, or give this one another name with --study"
-            ) from error
+        deadline = time.monotonic() + wait_s
+        while not _locked(file):
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"another autofit process is at work on {name}; wait for it, or name another study with --study"
+                )
+            time.sleep(0.1)
         yield
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def study_names(storage: RDBStorage) -> list[str]:
