@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,11 @@ def write_atomically(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the file system of `folder` has less than 1 MB left: what fails there fails for want of space."""
+    return shutil.disk_usage(folder).free < 10**6
 
 
 def cannot_write(path: Path, error: OSError) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import is_full, read_json, write_json
 from autofit.probing.warm import WarmServer
 from autofit.recipe import Recipe, TrainerName, read_yaml_mapping
 
@@ -41,6 +41,8 @@ def prepare(
         }
     )
     answer = read_json(answer_path)
+    if answer is None and is_full(folder):
+        raise EnvironmentFault(f"no space left to write {answer_path}; free some or choose another folder with --dir")
     if answer is None:
         raise EnvironmentFault(f"reading the recipe {path} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:

@@ -9,6 +9,8 @@ from typing import cast
 
 from autofit.files import read_json
 
+NO_SPACE = "no space left"  # how the reason of a failure begins that is the disk's, not the candidate's
+
 
 class ProbeStatus(StrEnum):
     FIT = "fit"  # ran to the end under the target

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autofit.files import read_json, write_json
+from autofit.files import is_full, read_json, write_json
 from autofit.probing.inspection import go_offline_without_a_hub
 from autofit.probing.keeper import die_with_parent
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
-from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import NO_SPACE, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.trl_config import TrlConfig, parse
 
 # What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
@@ -102,6 +102,8 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     traceback.print_exception(error)  # into the probe's log
     phase = recorders[0].phase if recorders else "load"
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    if not is_oom(error) and is_full(request.folder):
+        text = f"{NO_SPACE} for {request.folder}: {text}"
     if not is_oom(error):
         return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=f"{text} (during {phase})")
     peaks = recorders[0].peaks if recorders else []

@@ -14,11 +14,12 @@ from pathlib import Path
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import is_full
 from autofit.hardware import Device, slot_names
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.result import ProbeRequest, ProbeStatus
+from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeStatus
 from autofit.recipe import Recipe, merge
 from autofit.space import Space
 from autofit.tuning.frontier import Trial, winner
@@ -232,6 +233,9 @@ class Search:
         if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
             requeue(self.study, self._frozen()[number])
             return True
+        if result.reason.startswith(NO_SPACE) or (result.status is ProbeStatus.LOST and is_full(folder)):
+            requeue(self.study, self._frozen()[number])
+            raise EnvironmentFault(f"{NO_SPACE} in {folder}; free some and run the same command again")
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
         shutil.rmtree(folder / "job", ignore_errors=True)
         self.on_told(to_trial(self._frozen()[number]))

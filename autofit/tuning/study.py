@@ -47,7 +47,9 @@ def database_errors(path: Path) -> Iterator[None]:
         reason = str(error.orig)
         raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
     except optuna.exceptions.StorageInternalError as error:
-        raise EnvironmentFault(f"{path} cannot be used as a database: {error}; {_advice(str(error))}") from error
+        cause = error.__cause__
+        reason = str(cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause or error)
+        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
     except RuntimeError as error:
