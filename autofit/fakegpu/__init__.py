@@ -1,0 +1,42 @@
+"""A simulated GPU: ordinary PyTorch code runs inside it, allocates nothing, and sees `torch.cuda` behave.
+
+Importing this package loads no torch and changes nothing; everything starts at `with fake_gpu("a100-80gb")`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.allocator import AllocatorSettings
+    from autofit.fakegpu.clock import HostCosts
+    from autofit.fakegpu.device import FakeGpu, fake_gpu
+
+__all__ = [
+    "GPU_SPECS",
+    "AllocatorSettings",
+    "FakeGpu",
+    "FakeGpuError",
+    "GpuSpec",
+    "HostCosts",
+    "UnknownGpuError",
+    "fake_gpu",
+    "gpu_spec",
+]
+
+_LAZY = {
+    "AllocatorSettings": "autofit.fakegpu.allocator",
+    "FakeGpu": "autofit.fakegpu.device",
+    "HostCosts": "autofit.fakegpu.clock",
+    "fake_gpu": "autofit.fakegpu.device",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,376 @@
+"""torch's CUDA caching allocator, replayed: same pools, rounding, best fit, splits, merges and retries. No torch here.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 to 2.13); constants carry its names. Addresses
+are made up, which matters only where two free blocks have the same size.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MIB = 1 << 20
+MIN_BLOCK_BYTES = 512  # kMinBlockSize
+SMALL_BYTES = MIB  # kSmallSize: up to here the small pool serves
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: below it a request gets a kLargeBuffer
+ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+UNLIMITED = 1 << 62
+
+
+class OutOfCapacityError(Exception):
+    """An allocation that does not fit even after cached blocks were freed."""
+
+    def __init__(self, requested_bytes: int) -> None:
+        super().__init__(f"no room for {requested_bytes} bytes")
+        self.requested_bytes = requested_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """The part of PYTORCH_CUDA_ALLOC_CONF that decides where bytes go."""
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int = UNLIMITED
+    roundup_power2_divisions: int = 0
+    max_non_split_rounding_bytes: int = 20 * MIB
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """Settings from the text of PYTORCH_CUDA_ALLOC_CONF; options that do not move bytes are ignored."""
+        options = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+        divisions = options.get("roundup_power2_divisions", "0")
+        split_mib = options.get("max_split_size_mb")
+        return cls(
+            expandable_segments=options.get("expandable_segments", "False").lower() == "true",
+            max_split_size_bytes=int(split_mib) * MIB if split_mib else UNLIMITED,
+            roundup_power2_divisions=int(divisions) if divisions.isdigit() else 0,
+            max_non_split_rounding_bytes=int(options.get("max_non_split_rounding_mb", "20")) * MIB,
+        )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
+        """What torch would read at start: PYTORCH_ALLOC_CONF, or its older name PYTORCH_CUDA_ALLOC_CONF."""
+        return cls.parse(environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+class Block:
+    """A piece of a segment: in use, free, or (in an expandable segment) an address range without memory."""
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "requested_bytes", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int, *, free: bool, mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = free
+        self.mapped = mapped
+        self.requested_bytes = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __lt__(self, other: Block) -> bool:
+        return self.address < other.address
+
+
+class Pool:
+    """The free blocks of one stream and size class, by size; and the unmapped ranges, by address."""
+
+    __slots__ = ("free", "granule", "small", "unmapped")
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.granule = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[Block] = []
+
+    def insert(self, block: Block) -> None:
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """One device's allocator. `malloc` returns a Block; `free` takes it back; the counters are torch's."""
+
+    def __init__(self, *, capacity_bytes: int = UNLIMITED, settings: AllocatorSettings | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.requested_bytes = self.peak_requested_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.segment_count = self.retry_count = self.oom_count = 0
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._next_address = 0
+
+    # ------------------------------------------------------------------ public
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
+        """A block for `nbytes`, or `OutOfCapacityError` after cached blocks were freed and the request retried."""
+        size = self.round_size(nbytes)
+        small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small=small)
+        block = self._best_fit(pool, size) or self._new_block(pool, size)
+        if block is None:
+            self.retry_count += 1
+            if self._release_oversized(pool, size):
+                block = self._new_block(pool, size)
+            if block is None:
+                self.empty_cache()
+                block = self._new_block(pool, size)
+        if block is None:
+            self.oom_count += 1
+            raise OutOfCapacityError(nbytes)
+        self._take(block, size)
+        block.requested_bytes = nbytes
+        self._count(block)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it is merged with its free neighbours and stays reserved."""
+        self.allocated_bytes -= block.size
+        self.requested_bytes -= block.requested_bytes
+        pool, before, after = block.pool, block.prev, block.next
+        if after is not None and after.free and after.mapped:
+            pool.remove(after)
+            _absorb_next(block, after)
+        if before is not None and before.free and before.mapped:
+            pool.remove(before)
+            _absorb_next(before, block)
+            block = before
+        block.free = True
+        pool.insert(block)
+
+    def empty_cache(self) -> None:
+        """Return to the driver every segment that is wholly free (and every free granule of an expandable one)."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    self._release(block)
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def round_size(self, nbytes: int) -> int:
+        """Bytes a request takes: whole 512 B, or power-of-two divisions where the settings ask for them."""
+        if nbytes < MIN_BLOCK_BYTES:
+            return MIN_BLOCK_BYTES
+        divisions = self.settings.roundup_power2_divisions
+        if divisions > 1 and nbytes > MIN_BLOCK_BYTES * divisions:
+            return _roundup_power2(nbytes, divisions)
+        return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+    # ------------------------------------------------------------------ finding room
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        free = pool.free
+        at = bisect_left(free, (size, -1))
+        if at == len(free):
+            return None
+        if self.settings.expandable_segments:
+            at = _prefer_inner(free, at)
+        block = free[at][2]
+        settings = self.settings
+        if size < settings.max_split_size_bytes <= block.size:
+            return None
+        if size >= settings.max_split_size_bytes and block.size >= size + settings.max_non_split_rounding_bytes:
+            return None
+        del free[at]
+        return block
+
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        if self.settings.expandable_segments:
+            return self._expand(pool, size)
+        segment = _segment_bytes(size)
+        if self.reserved_bytes + segment > self.capacity_bytes:
+            return None
+        block = Block(pool, self._next_address, segment, free=False)
+        self._next_address += segment + (1 << 40)
+        self.segment_count += 1
+        self._reserve(segment)
+        return block
+
+    def _take(self, block: Block, size: int) -> None:
+        block.free = False
+        rest = block.size - size
+        if block.pool.small or self.settings.expandable_segments:
+            split = rest >= MIN_BLOCK_BYTES
+        else:
+            split = size < self.settings.max_split_size_bytes and rest > SMALL_BYTES
+        if split:
+            block.pool.insert(_split(block, size, free=True))
+
+    def _count(self, block: Block) -> None:
+        self.allocated_bytes += block.size
+        self.requested_bytes += block.requested_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+        self.segment_count -= 1
+
+    def _release_oversized(self, pool: Pool, size: int) -> bool:
+        """With max_split_size set: free the smallest oversized block that is enough, or several, largest first."""
+        limit = self.settings.max_split_size_bytes
+        if limit == UNLIMITED or self.settings.expandable_segments:
+            return False
+        wanted = max(size, limit)
+        whole = [b for _, _, b in pool.free if b.size >= limit and b.prev is None and b.next is None]
+        enough = next((b for b in whole if b.size >= wanted), None)
+        if enough is not None:
+            self._release(enough)
+            return True
+        freed = 0
+        for block in reversed(whole):
+            self._release(block)
+            freed += block.size
+            if freed >= wanted:
+                return True
+        return False
+
+    # ------------------------------------------------------------------ expandable segments
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """Map memory behind (or before) free blocks until `size` bytes lie in a row."""
+        block = self._expandable_range(pool, size)
+        if not block.mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            hole = block.next
+            assert hole is not None
+            mapped = self._map(hole, min(hole.size, size - block.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def _expandable_range(self, pool: Pool, size: int) -> Block:
+        for hole in pool.unmapped:
+            before = hole.prev
+            start = before if before is not None and before.free and before.mapped else hole
+            room, block = 0, start
+            while block is not None and block.free and room < size:
+                room, block = room + block.size, block.next  # type: ignore[assignment]
+            if room >= size:
+                return start
+        address_bytes = max(1 << 45, 2 * size)
+        self._next_address = -(-self._next_address // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES  # granules start here
+        tail = Block(pool, self._next_address, address_bytes, free=True, mapped=False)
+        self._next_address += address_bytes + (1 << 40)
+        self.segment_count += 1
+        insort(pool.unmapped, tail)
+        return tail
+
+    def _map(self, hole: Block, nbytes: int) -> Block | None:
+        """Put memory behind the first `nbytes` of an unmapped range, in whole granules; merged with free neighbours."""
+        pool = hole.pool
+        nbytes = min(-(-nbytes // pool.granule) * pool.granule, hole.size)
+        if self.reserved_bytes + nbytes > self.capacity_bytes:
+            return None
+        self._reserve(nbytes)
+        pool.unmapped.remove(hole)
+        if nbytes < hole.size:
+            insort(pool.unmapped, _split(hole, nbytes, free=True))
+        hole.mapped = True
+        block, after, before = hole, hole.next, hole.prev
+        if after is not None and after.free and after.mapped:
+            pool.remove(after)
+            _absorb_next(block, after)
+        if before is not None and before.free and before.mapped:
+            pool.remove(before)
+            _absorb_next(before, block)
+            block = before
+        pool.insert(block)
+        return block
+
+    def _unmap(self, block: Block) -> None:
+        """Take the whole granules out of a free block of an expandable segment."""
+        pool = block.pool
+        start = -(-block.address // pool.granule) * pool.granule
+        end = (block.address + block.size) // pool.granule * pool.granule
+        if end <= start:
+            return
+        pool.remove(block)
+        if start > block.address:
+            inner = _split(block, start - block.address, free=True)
+            pool.insert(block)
+            block = inner
+        if end < block.address + block.size:
+            pool.insert(_split(block, end - block.address, free=True))
+        block.mapped = False
+        self.reserved_bytes -= block.size
+        after, before = block.next, block.prev
+        if after is not None and not after.mapped:
+            pool.unmapped.remove(after)
+            _absorb_next(block, after)
+        if before is not None and not before.mapped:
+            pool.unmapped.remove(before)
+            _absorb_next(before, block)
+            block = before
+        insort(pool.unmapped, block)
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < MIN_LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+
+def _roundup_power2(nbytes: int, divisions: int) -> int:
+    floor = 1 << (nbytes.bit_length() - 1)
+    if nbytes == floor:
+        return nbytes
+    step = floor // divisions
+    return -(-nbytes // step) * step if step else nbytes
+
+
+def _prefer_inner(free: list[tuple[int, int, Block]], at: int) -> int:
+    """A block before unmapped space counts with that space, so a larger inner block is taken first (get_free_block)."""
+
+    def reach(block: Block) -> int:
+        after = block.next
+        return block.size + (after.size if after is not None and not after.mapped else 0)
+
+    while at + 1 < len(free) and reach(free[at + 1][2]) < reach(free[at][2]):
+        at += 1
+    return at
+
+
+def _split(block: Block, size: int, *, free: bool) -> Block:
+    """Cut `block` to `size`; returns the rest, linked behind it."""
+    rest = Block(block.pool, block.address + size, block.size - size, free=free, mapped=block.mapped)
+    rest.prev, rest.next = block, block.next
+    if block.next is not None:
+        block.next.prev = rest
+    block.next = rest
+    block.size = size
+    return rest
+
+
+def _absorb_next(block: Block, after: Block) -> None:
+    block.size += after.size
+    block.next = after.next
+    if after.next is not None:
+        after.next.prev = block

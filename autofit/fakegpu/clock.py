@@ -1,0 +1,146 @@
+"""The simulated clock: a host that launches kernels, and a GPU that works through them (roofline per kernel).
+
+A kernel takes the longest of: its FLOPs at the card's peak rate, its bytes at the card's bandwidth, and the shortest
+time any kernel takes. The host runs ahead until something waits for the GPU (`.item()`, `synchronize`, a copy back).
+So a rollout of small kernels is bound by the host and an update by the GPU, as on a card.
+
+The efficiencies and host costs are round guesses for eager PyTorch, not measured here; `HostCosts` takes one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from autofit.fakegpu.specs import GpuSpec
+
+aten = torch.ops.aten
+
+_NO_KERNEL = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
+    "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
+}  # fmt: skip
+_GATHERS = {"embedding", "index", "gather", "index_select"}  # they read only the rows they return
+_TENSOR_CORE_OPS = {
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """What eager PyTorch costs on the host, and how much of a peak rate real kernels reach. Guesses: calibrate."""
+
+    launch_s: float = 8e-6
+    view_s: float = 1.5e-6
+    shortest_kernel_s: float = 2e-6
+    flops_frac: float = 0.7
+    bandwidth_frac: float = 0.8
+
+
+class Clock:
+    """Two times that only go forward: `host_s`, and `gpu_s` when the last kernel launched so far ends."""
+
+    def __init__(self, spec: GpuSpec, costs: HostCosts) -> None:
+        self.spec = spec
+        self.costs = costs
+        self.host_s = 0.0
+        self.gpu_s = 0.0
+        self.flops = 0
+        self.bytes_moved = 0
+        self.kernel_count = 0
+
+    @property
+    def now_s(self) -> float:
+        return max(self.host_s, self.gpu_s)
+
+    def synchronize(self) -> None:
+        """The host waits for the GPU."""
+        self.host_s = self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Time that passed without a traced kernel (a rollout that was fast-forwarded)."""
+        self.host_s += seconds
+        self.gpu_s += seconds
+
+    def copy_to_host(self, nbytes: int) -> None:
+        self.gpu_s = self.now_s + nbytes / self.spec.host_link_bytes_per_s
+        self.synchronize()
+
+    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
+        """Account for one operation on the GPU: a view costs the host only, a kernel both."""
+        name = func._schema.name[6:]
+        if func.is_view or name in _NO_KERNEL:
+            self.host_s += self.costs.view_s
+            return
+        flops = _flops(func, args, kwargs, out)
+        nbytes = _bytes(name, args, out)
+        self.kernel(flops=flops, nbytes=nbytes, rate=self._rate(name, out))
+
+    def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
+        costs = self.costs
+        self.host_s += costs.launch_s
+        seconds = max(
+            flops / (rate * costs.flops_frac),
+            nbytes / (self.spec.bandwidth_bytes_per_s * costs.bandwidth_frac),
+            costs.shortest_kernel_s,
+        )
+        self.gpu_s = max(self.gpu_s, self.host_s) + seconds
+        self.flops += flops
+        self.bytes_moved += nbytes
+        self.kernel_count += 1
+
+    def _rate(self, name: str, out: object) -> float:
+        tensor = _first_tensor(out)
+        dtype = tensor.dtype if tensor is not None else torch.float32
+        if name not in _TENSOR_CORE_OPS:
+            return self.spec.fp32_flops_per_s
+        if dtype is torch.float16:
+            return self.spec.half_flops_per_s
+        if dtype is torch.bfloat16:
+            native = self.spec.compute_capability >= (8, 0)
+            return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
+        tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
+        return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
+
+
+def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0
+    try:
+        return int(count(*args, **kwargs, out_val=out))
+    except (AssertionError, TypeError, ValueError, IndexError):
+        return 0  # a shape the registry does not know: the bytes still bound the time
+
+
+def _bytes(name: str, args: Sequence[object], out: object) -> int:
+    seen: dict[int, int] = {}
+    _add_bytes(out, seen)
+    if name in _GATHERS:
+        return 2 * sum(seen.values())
+    for argument in args:
+        _add_bytes(argument, seen)
+    return sum(seen.values())
+
+
+def _add_bytes(value: object, seen: dict[int, int]) -> None:
+    if isinstance(value, torch.Tensor):
+        seen[id(value)] = value.numel() * value.element_size()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add_bytes(item, seen)
+
+
+def _first_tensor(value: object) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        return next((t for t in value if isinstance(t, torch.Tensor)), None)
+    return None

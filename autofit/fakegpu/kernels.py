@@ -1,0 +1,117 @@
+"""Memory that CUDA kernels take and that shapes do not show: library workspaces and scratch inside one operation.
+
+Each entry names the function of torch's source it follows. Whatever is not here is taken to need nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+KIB = 1 << 10
+
+Scratch = Callable[..., int]
+
+# Operations that go to cuBLAS and so need its workspace in the allocator.
+GEMMS = {
+    aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
+    aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.addmv.default, aten.mv.default, aten.dot.default,
+    aten._scaled_mm.default,
+}  # fmt: skip
+for _name in ("dtype", "dtype_out"):  # mm(..., out_dtype=), torch >= 2.8
+    for _packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        if hasattr(_packet, _name):
+            GEMMS.add(getattr(_packet, _name))
+
+
+def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None) -> int:
+    """Bytes of one cuBLAS workspace; torch keeps one for each host thread's handle and stream.
+
+    `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: the default is ":4096:2:16:8" (KiB), and
+    4096 * 8 KiB on sm90 and sm100; CUBLAS_WORKSPACE_CONFIG overrides it. Since torch 2.8 cublasLt shares it.
+    """
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if config is None else config
+    pairs = re.findall(r":(\d+):(\d+)", config)
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * KIB
+    if capability[0] in (9, 10):
+        return 4096 * 8 * KIB
+    return (4096 * 2 + 16 * 8) * KIB
+
+
+def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    """Bytes an operation allocates and frees inside, besides its outputs."""
+    rule = _SCRATCH.get(func)
+    return rule(*args, **kwargs) if rule is not None else 0
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> int:
+    """mha_bwd in flash_api.cpp: fp32 dq accumulator and softmax sums, and full-head dk and dv under grouped queries."""
+    batch, heads, length, dim = q.shape
+    key_heads, key_length = k.shape[1], k.shape[2]
+    rounded = _up(dim, 32) if dim <= 192 else 256
+    total = 4 * batch * heads * _up(length, 128) * (rounded + 1)
+    if key_heads != heads:
+        total += 2 * batch * heads * key_length * dim * k.element_size()
+    return total
+
+
+def _efficient_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> int:
+    """_efficient_attention_backward in attention_backward.cu: delta, and fp32 gradient accumulators."""
+    batch, heads, length, dim = q.shape
+    return 4 * batch * heads * _up(length, 64) * _up(dim, 32) + 4 * batch * heads * length
+
+
+def _cudnn_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> int:
+    """run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)."""
+    batch, heads, length, dim = q.shape
+    return 4 * batch * heads * _up(length, 64) * dim + 8 * batch * heads * length
+
+
+def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object) -> int:
+    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; up to 3072 indices it needs nothing.
+
+    Sorted and original indices, four index arrays, and fp32 partial sums for each segment of NROWS_PER_THREAD = 10.
+    """
+    count, dim = indices.numel(), grad.shape[-1]
+    if count <= 3072:
+        return 0
+    segments = min(count, num_weights)
+    partial_segments = count // 10 + segments
+    index_bytes = indices.element_size()
+    return 4 * partial_segments * _up(dim, 32) + index_bytes * (4 * count + 2 * segments + partial_segments)
+
+
+def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
+    """cub's double buffers for keys and values in a segmented sort: about one copy of each (an estimate)."""
+    return self.numel() * (self.element_size() + 8)
+
+
+_SCRATCH: dict[OpOverload, Scratch] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.sort.default: _sort_pairs,
+    aten.sort.stable: _sort_pairs,
+}
+
+
+def add_scratch_rule(func: OpOverload, rule: Scratch) -> None:
+    """Teach the table one more operation (bitsandbytes registers its own when it is loaded)."""
+    _SCRATCH[func] = rule

@@ -1,0 +1,213 @@
+"""The simulated card's memory: a storage of a fake tensor takes a block of the replayed allocator while it lives."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+
+import torch
+
+from autofit.fakegpu.allocator import Block, CachingAllocator, OutOfCapacityError
+from autofit.fakegpu.replay import EventLog
+from autofit.fakegpu.specs import GpuSpec
+
+GIB = 1 << 30
+_LIBRARY_PARTS = ("/torch/", "/autofit/fakegpu/", "<string>", "/contextlib.py")
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage, from birth to death; `category` may be found out later (a gradient is known at the step)."""
+
+    nbytes: int
+    category: str
+    phase: str
+    op: str
+    code: CodeType | None
+    line: int
+    shape: tuple[int, ...]
+    dtype: str
+    born: int
+    died: int | None = None
+
+    @property
+    def place(self) -> str:
+        """file:line of the code, outside torch, that allocated it."""
+        return f"{self.code.co_filename}:{self.line} {self.code.co_qualname}" if self.code else "?"
+
+
+class SimulatedMemory:
+    """Tracks storages on one device type and plays them into a caching allocator, which may run out."""
+
+    def __init__(self, spec: GpuSpec, allocator: CachingAllocator, *, device_type: str, record_places: bool) -> None:
+        self.spec = spec
+        self.allocator = allocator
+        self.device_type = device_type
+        self.log = EventLog()
+        self.allocations: list[Allocation] = []
+        self.phase = "start"
+        self.phase_marks: list[tuple[int, str]] = [(0, "start")]
+        self.category: str | None = None
+        self.stream = 0
+        self._blocks: dict[int, Block] = {}
+        self._live: dict[int, int] = {}  # storage address -> allocation index
+        self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._record_places = record_places
+        self.classify: Callable[[torch.Tensor], str] = lambda tensor: "temporaries"
+
+    # ------------------------------------------------------------------ tensors
+    def track(self, tensor: torch.Tensor, op: str = "") -> None:
+        """Account for the tensor's storage if it is on this device and not seen yet; may raise OutOfMemoryError."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor holds its shard
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return
+        index = self.allocate(nbytes, self.category or self.classify(tensor), op, tensor)
+        self._live[key] = index
+        self._watch(storage)
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Which allocation a tensor's storage is, if it is tracked."""
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def mark(self, tensor: torch.Tensor, category: str) -> None:
+        """Say what a tensor's storage is, for its whole life."""
+        index = self.index_of(tensor)
+        if index is not None:
+            self.allocations[index].category = category
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage changed size in place (FSDP frees parameters so): account for what it holds now."""
+        key = storage._cdata
+        index = self._live.pop(key, None)
+        category = self.allocations[index].category if index is not None else "weights"
+        if index is not None:
+            self.release(index)
+        nbytes = storage.nbytes()
+        if nbytes:
+            self._live[key] = self.allocate(nbytes, category, "resize_")
+            if key not in self._guards:
+                self._watch(storage)
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._guards
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+
+        def died(_: object) -> None:
+            self._died(key)
+
+        self._guards[key] = weakref.ref(storage, died)
+
+    def _died(self, key: int) -> None:
+        self._guards.pop(key, None)
+        index = self._live.pop(key, None)
+        if index is not None:
+            self.release(index)
+
+    # ------------------------------------------------------------------ bytes
+    def allocate(self, nbytes: int, category: str, op: str = "", tensor: torch.Tensor | None = None) -> int:
+        """Take `nbytes`; returns the allocation's index, or raises the real `torch.OutOfMemoryError`."""
+        index = len(self.allocations)
+        try:
+            self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
+        except OutOfCapacityError:
+            raise torch.OutOfMemoryError(self._out_of_memory_text(nbytes)) from None
+        code, line = _caller() if self._record_places else (None, 0)
+        self.allocations.append(
+            Allocation(
+                nbytes=nbytes,
+                category=category,
+                phase=self.phase,
+                op=op,
+                code=code,
+                line=line,
+                shape=tuple(tensor.shape) if tensor is not None else (nbytes,),
+                dtype=str(tensor.dtype) if tensor is not None else "torch.uint8",
+                born=len(self.log),
+            )
+        )
+        if self.stream:
+            self.log.streams[index] = self.stream
+        self.log.add(index, nbytes)
+        return index
+
+    def release(self, index: int) -> None:
+        block = self._blocks.pop(index, None)
+        if block is None:
+            return
+        allocation = self.allocations[index]
+        allocation.died = len(self.log)
+        self.allocator.free(block)
+        self.log.add(index, -allocation.nbytes)
+
+    def scratch(self, nbytes: int, op: str) -> None:
+        """A kernel's workspace: taken and given back at once."""
+        if nbytes > 0:
+            self.release(self.allocate(nbytes, "temporaries", op))
+
+    def allocate_like(self, template: Allocation, nbytes: int) -> int:
+        """Take bytes for something like an earlier allocation (a step of a rollout that is played, not traced)."""
+        index = len(self.allocations)
+        try:
+            self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
+        except OutOfCapacityError:
+            raise torch.OutOfMemoryError(self._out_of_memory_text(nbytes)) from None
+        self.allocations.append(replace(template, nbytes=nbytes, born=len(self.log), died=None))
+        self.log.add(index, nbytes)
+        return index
+
+    def is_live(self, index: int) -> bool:
+        return index in self._blocks
+
+    def replace(self, stand_ins: dict[int, int]) -> None:
+        """The storages that held the allocations named as keys hold the values from now on."""
+        for key, index in self._live.items():
+            if index in stand_ins:
+                self._live[key] = stand_ins[index]
+
+    def enter_phase(self, name: str) -> None:
+        self.phase = name
+        self.phase_marks.append((len(self.log), name))
+
+    # ------------------------------------------------------------------ what the driver says
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.allocator.capacity_bytes - self.allocator.reserved_bytes)
+
+    def _out_of_memory_text(self, nbytes: int) -> str:
+        allocator, total = self.allocator, self.spec.capacity_bytes
+        idle = allocator.reserved_bytes - allocator.allocated_bytes
+        return (
+            f"CUDA out of memory. Tried to allocate {_text(nbytes)}. GPU 0 has a total capacity of {_text(total)} of "
+            f"which {_text(self.free_bytes)} is free. {_text(allocator.allocated_bytes)} is allocated by PyTorch, and "
+            f"{_text(idle)} is reserved by PyTorch but unallocated. (autofit: simulated {self.spec.full_name})"
+        )
+
+
+def _text(nbytes: int) -> str:
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 1024:.2f} KiB"
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    """The innermost frame outside torch and this package: whose line asked for the memory."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _LIBRARY_PARTS):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0

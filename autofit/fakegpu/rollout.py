@@ -1,0 +1,187 @@
+"""Generation without simulating each token: two equal decode steps are seen, the rest is played from them.
+
+A decode step repeats the one before it with tensors that grow linearly (the KV cache). Once two consecutive steps have
+the same allocations and frees in the same order, the remaining steps are played straight into the allocator, with
+sizes extrapolated. Of most of those steps only what grows or outlives the step is played, since the rest reuses the
+same cached blocks; every 16th step and the last two are played whole, so the peak is that of a whole last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.device import FakeGpu
+
+FIRST_TRY = 4  # steps traced before looking for a steady state; the first ones contain the prefill
+LAST_TRY = 40
+WHOLE_EVERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One event of a decode step: an allocation, or the free of allocation `position` of `steps_ago`."""
+
+    is_allocation: bool
+    steps_ago: int
+    position: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """A decode step as it was traced: its events, and the index and size of each allocation."""
+
+    events: list[_Event]
+    ids: list[int]
+    sizes: list[int]
+    seconds: float
+
+
+class RolloutSynthesis:
+    """Watches the decode steps of one `generate` call; skips the rest once they repeat."""
+
+    def __init__(self, gpu: FakeGpu, total_steps: int) -> None:
+        self.gpu = gpu
+        self.total_steps = total_steps
+        self.skipped_steps = 0
+        self._marks: list[tuple[int, float]] = []
+
+    def at_boundary(self) -> bool:
+        """Called before each decode step; true if the remaining steps have just been played and the loop may end."""
+        memory, clock = self.gpu.memory, self.gpu.clock
+        self._marks.append((len(memory.log), clock.now_s))
+        done = len(self._marks) - 1
+        if not FIRST_TRY <= done <= LAST_TRY or done >= self.total_steps:
+            return False
+        before, last = self._step(done - 2), self._step(done - 1)
+        if before is None or last is None or before.events != last.events:
+            return False
+        self._play(before, last, done)
+        self.skipped_steps = self.total_steps - done
+        return True
+
+    def _step(self, number: int) -> _Step | None:
+        """The traced step `number`; None if it freed something older than the steps traced so far."""
+        log = self.gpu.memory.log
+        born: dict[int, tuple[int, int]] = {}
+        for step in range(max(0, number - 2), number):
+            (start, _), (end, _) = self._marks[step], self._marks[step + 1]
+            position = 0
+            for index in range(start, end):
+                if log.nbytes[index] > 0:
+                    born[log.ids[index]] = (step, position)
+                    position += 1
+        (start, start_s), (end, end_s) = self._marks[number], self._marks[number + 1]
+        result = _Step([], [], [], end_s - start_s)
+        for index in range(start, end):
+            storage, nbytes = log.ids[index], log.nbytes[index]
+            if nbytes > 0:
+                born[storage] = (number, len(result.ids))
+                result.events.append(_Event(True, 0, len(result.ids)))
+                result.ids.append(storage)
+                result.sizes.append(nbytes)
+            elif storage in born:
+                step, position = born[storage]
+                result.events.append(_Event(False, number - step, position))
+            else:
+                return None
+        return result
+
+    def _play(self, before: _Step, last: _Step, done: int) -> None:
+        memory = self.gpu.memory
+        growth = [b - a for a, b in zip(before.sizes, last.sizes, strict=True)]
+        own = {e.position for e in last.events if not e.is_allocation and e.steps_ago == 0}
+        local = {position for position in own if growth[position] == 0}
+        short = [e for e in last.events if not (e.position in local and e.steps_ago == 0)]
+        templates = [memory.allocations[index] for index in last.ids]
+        ids: dict[int, dict[int, int]] = {
+            done - 2: dict(enumerate(before.ids)),
+            done - 1: dict(enumerate(last.ids)),
+        }
+        seconds, slope = last.seconds, last.seconds - before.seconds
+        for step in range(done, self.total_steps):
+            whole = step % WHOLE_EVERY == 0 or step >= self.total_steps - 2
+            mine = ids[step] = {}
+            for event in last.events if whole else short:
+                if event.is_allocation:
+                    template = templates[event.position]
+                    nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
+                    mine[event.position] = memory.allocate_like(template, max(nbytes, 1))
+                else:
+                    memory.release(ids[step - event.steps_ago][event.position])
+            ids.pop(step - 3, None)
+            seconds += slope
+            self.gpu.clock.advance(max(seconds, 0.0))
+        self._hand_over(ids, before, last)
+
+    def _hand_over(self, ids: dict[int, dict[int, int]], before: _Step, last: _Step) -> None:
+        """The real tensors alive now stand for those of the last step played."""
+        stand_ins: dict[int, int] = {}
+        for steps_ago, step in ((0, last), (1, before)):
+            played = ids.get(self.total_steps - 1 - steps_ago, {})
+            for position, index in enumerate(step.ids):
+                if position in played and self.gpu.memory.is_live(played[position]):
+                    stand_ins[index] = played[position]
+        self.gpu.memory.replace(stand_ins)
+
+
+def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patches of `GenerationMixin`: where a decode loop starts, and where it asks whether to go on."""
+    mixin = module.GenerationMixin
+    running: list[RolloutSynthesis] = []
+    reason = "a rollout is played from its first tokens, not simulated token by token"
+    yield mixin, "_sample", _sample(gpu, running, mixin._sample), reason
+    yield mixin, "_has_unfinished_sequences", _has_unfinished(running, mixin._has_unfinished_sequences), reason
+
+
+def _sample(
+    gpu: FakeGpu, running: list[RolloutSynthesis], original: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def sample(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        criteria, settings = kwargs.get("stopping_criteria"), kwargs.get("generation_config")
+        steps = (getattr(criteria, "max_length", None) or 0) - input_ids.shape[1]
+        plain = not getattr(settings, "return_dict_in_generate", False) and kwargs.get("streamer") is None
+        if (
+            not plain
+            or steps <= FIRST_TRY + 2
+            or not isinstance(input_ids, FakeTensor)
+            or not _grows(model, steps, input_ids)
+        ):
+            return original(model, input_ids, *args, **kwargs)
+        synthesis = RolloutSynthesis(gpu, steps)
+        running.append(synthesis)
+        try:
+            out = original(model, input_ids, *args, **kwargs)
+        finally:
+            running.remove(synthesis)
+        if synthesis.skipped_steps:
+            rest = out[:, -1:].expand(-1, synthesis.skipped_steps)
+            out = torch.cat([out, rest], dim=1)
+        return out
+
+    return sample
+
+
+def _has_unfinished(running: list[RolloutSynthesis], original: Callable[..., bool]) -> Callable[..., bool]:
+    def has_unfinished(model: torch.nn.Module, this_peer_finished: bool, *args: object, **kwargs: object) -> bool:
+        if running and running[-1].at_boundary():
+            return False
+        return original(model, this_peer_finished, *args, **kwargs)
+
+    return has_unfinished
+
+
+def _grows(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> bool:
+    """Whether the cache grows by the same amount at each step up to the end (a sliding window stops growing)."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ()
+    slides = bool(window) and (any("sliding" in kind for kind in kinds) or not kinds)
+    return not slides or input_ids.shape[1] + steps <= int(window or 0)

@@ -1,0 +1,188 @@
+"""scaled_dot_product_attention as a CUDA build would run it: which kernel is chosen, and what is allocated for it.
+
+On a fake tensor torch's own C++ falls to the math kernel, which holds the whole score matrix. This follows
+`select_sdp_backend` in sdp_utils.cpp and `scaled_dot_product_attention` in attention.cpp (torch 2.13, dense tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+aten = torch.ops.aten
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+_HALF = (torch.float16, torch.bfloat16)
+_PRIORITY: tuple[Kernel, ...] = ("flash", "efficient", "math")
+
+
+@dataclass(slots=True)
+class Attention:
+    """The replacement for `torch.nn.functional.scaled_dot_product_attention` on one card; counts what it chose."""
+
+    capability: tuple[int, int]
+    original: Callable[..., torch.Tensor]
+    device_type: str
+    chosen: dict[str, int] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not (isinstance(query, FakeTensor) and query.device.type == "cuda"):
+            return self.original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
+            if attn_mask is not None and attn_mask.dtype is torch.float32:
+                attn_mask = attn_mask.to(dtype)
+        kernel = self.select(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, gqa=enable_gqa)
+        self.chosen[kernel] = self.chosen.get(kernel, 0) + 1
+        if kernel == "math" or query.dim() != 4:
+            return self.original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if kernel == "flash":
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        mask = _additive_mask(query, key, attn_mask)
+        needs_sums = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if kernel == "efficient":
+            return _efficient(query, key, value, mask, dropout_p, is_causal, scale, needs_sums)
+        out = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, needs_sums, dropout_p, is_causal, False, scale=scale
+        )
+        return cast("torch.Tensor", out[0])
+
+    def select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        dropout_p: float,
+        is_causal: bool,
+        gqa: bool,
+    ) -> Kernel:
+        """The first kernel in torch's order that is switched on and can take these tensors."""
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or 0 in (*query.shape, *key.shape):
+            return "math"
+        flash = self._flash_can(query, key, value, mask, dropout_p, is_causal, gqa)
+        usable: dict[Kernel, bool] = {
+            "flash": torch._C._get_flash_sdp_enabled() and flash,
+            "efficient": torch._C._get_mem_efficient_sdp_enabled() and self._efficient_can(query, key, value),
+            "cudnn": torch._C._get_cudnn_sdp_enabled() and self._cudnn_can(query, key, value, mask, gqa),
+            "math": True,
+        }  # fmt: skip
+        # check_prefer_cudnn_attention: cuDNN comes first on sm90 and sm100
+        order: tuple[Kernel, ...] = ("cudnn", *_PRIORITY) if self.capability in ((9, 0), (10, 0)) else _PRIORITY
+        return next(kernel for kernel in order if usable[kernel])
+
+    def _flash_can(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        gqa: bool,
+    ) -> bool:
+        dim = query.shape[-1]
+        if query.dtype not in _HALF or self.capability < (8, 0) or mask is not None:
+            return False
+        if not dim == key.shape[-1] == value.shape[-1] or dim > 256 or not _heads_fit(query, key, gqa=gqa):
+            return False
+        if is_causal and query.shape[-2] != key.shape[-2]:
+            return False
+        grad = any(t.requires_grad for t in (query, key, value))
+        consumer = self.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+        return not (grad and consumer and (192 < dim <= 224 or (dim > 224 and dropout_p > 0)))
+
+    def _efficient_can(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        half = query.dtype in _HALF
+        if query.dtype is torch.bfloat16 and self.capability < (8, 0):
+            return False
+        if query.dtype not in (*_HALF, torch.float32):
+            return False
+        # check_head_dim_size_mem_efficient: 16 bytes on sm80, 4 elements of half on sm70, one of float before tf32
+        align = (8 if half else 4) if self.capability >= (8, 0) else (4 if half else 1)
+        heads_fit = _heads_fit(query, key, gqa=False)  # it knows no grouped queries, so those fall to the math kernel
+        return query.shape[-1] % align == 0 and value.shape[-1] % align == 0 and heads_fit
+
+    def _cudnn_can(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, gqa: bool
+    ) -> bool:
+        dim = query.shape[-1]
+        limit = 256 if self.capability in ((9, 0), (10, 0)) else 128
+        if query.dtype not in _HALF or self.capability < (8, 0) or dim != value.shape[-1]:
+            return False
+        if mask is not None and mask.requires_grad:
+            return False
+        lengths_fit = query.shape[-2] > 1 and key.shape[-2] > 1
+        return dim <= limit and dim % 8 == 0 and lengths_fit and _heads_fit(query, key, gqa=gqa)
+
+
+def _heads_fit(query: torch.Tensor, key: torch.Tensor, *, gqa: bool) -> bool:
+    same_batch = query.shape[0] == key.shape[0]
+    if gqa:
+        return same_batch and query.shape[1] % key.shape[1] == 0
+    return same_batch and query.shape[1] == key.shape[1]
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float
+) -> torch.Tensor:
+    dim = query.shape[-1]
+    if dim % 8:  # pad_last_dim<8>
+        query, key, value = (torch.nn.functional.pad(t, (0, 8 - dim % 8)) for t in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return cast("torch.Tensor", out[..., :dim] if dim % 8 else out)
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    needs_sums: bool,
+) -> torch.Tensor:
+    if mask is not None:
+        mask = _aligned(mask)
+    out = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, needs_sums, dropout_p, is_causal, scale=scale
+    )
+    return cast("torch.Tensor", out[0])
+
+
+def _additive_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """convert_boolean_attn_mask: a bool mask becomes one of the query's dtype, anew in every layer."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
+        minus_infinity = torch.scalar_tensor(-float("inf"), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, minus_infinity)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """preprocess_mask: the efficient kernel wants rows of a multiple of 16 elements; padded, then sliced back."""
+    length = mask.shape[-1]
+    if length % 16:
+        return torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    if any(stride % 16 for stride in mask.stride()[:3]):
+        return mask.contiguous()
+    return mask

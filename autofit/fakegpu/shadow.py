@@ -1,0 +1,214 @@
+"""Shadow values: small tensors computed only from known data are also computed for real, on the CPU.
+
+Fake tensors have shapes and no numbers, but training code asks for some: mask counts, `.item()` of a step counter,
+boolean indexing. Token ids, masks and lengths come from real data through cheap integer operations, so those few are
+carried along. Values that depend on weights are unknown; then the worst case for memory is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+aten = torch.ops.aten
+
+INTEGER_LIMIT = 1 << 20  # elements of an int or bool shadow
+CPU_FLOAT_LIMIT = 1 << 14  # elements of a float shadow on the CPU (optimizer step counters, rewards, losses to log)
+GPU_FLOAT_LIMIT = 1 << 10  # elements of a float shadow on the GPU (rewards, advantages, learning rates)
+
+_UNINITIALISED = {
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
+_SAMPLERS = {aten.multinomial.default, aten.argmax.default}
+_NEVER_TRUE = {aten.isnan.default, aten.isinf.default}  # no training run is planned to diverge
+_KEEPS_INFINITY_FLAG = {aten._amp_foreach_non_finite_check_and_unscale_.default}
+_FOLLOWS = {
+    aten.all.default, aten.any.default, aten.view.default, aten.select.int, aten.unsqueeze.default,
+    aten.expand.default, aten.clone.default, aten.detach.default, aten._to_copy.default, aten.slice.Tensor,
+}  # fmt: skip
+_NEGATES = {aten.bitwise_not.default, aten.logical_not.default}
+DATA_DEPENDENT = {
+    aten.nonzero.default, aten.index.Tensor, aten.masked_select.default, aten._unique2.default,
+    aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default,
+}  # fmt: skip
+
+_FAILED = object()  # in-place operations rightly return None
+
+
+class Shadows:
+    """Keeps a shadow on each fake tensor it knows; forgets it when unknown data is written into its memory."""
+
+    def __init__(self) -> None:
+        self._stale: set[int] = set()  # shadow storages overwritten with unknown data
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor if known. A real tensor is its own value."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        shadow = cast("torch.Tensor | None", getattr(tensor, "_autofit_shadow", None))
+        if shadow is not None and self._stale and shadow.untyped_storage()._cdata in self._stale:
+            return None
+        return shadow
+
+    def give(self, tensor: torch.Tensor, shadow: torch.Tensor | None, *, fresh: bool = False) -> None:
+        if fresh and shadow is not None and self._stale:
+            self._stale.discard(shadow.untyped_storage()._cdata)
+        tensor._autofit_shadow = shadow  # type: ignore[attr-defined]
+
+    def truth(self, tensor: torch.Tensor) -> bool | None:
+        """Whether all elements of an unknown bool tensor are taken to be true or false; None if no rule says so."""
+        return cast("bool | None", getattr(tensor, "_autofit_truth", None))
+
+    def item(self, tensor: torch.Tensor) -> float | int | bool:
+        """The number in a one-element tensor, or a harmless one: 1 (so that a loss is finite and a mask is on)."""
+        shadow = self.of(tensor)
+        if shadow is not None:
+            with unset_fake_temporarily():
+                return shadow.item()
+        if tensor.dtype is torch.bool:
+            known = self.truth(tensor)
+            return True if known is None else known
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def count_true(self, mask: torch.Tensor) -> int:
+        """How many elements are nonzero; all of them when unknown, the worst case for memory."""
+        shadow = self.of(mask)
+        if shadow is not None:
+            with unset_fake_temporarily():
+                return int(torch.count_nonzero(shadow))
+        return 0 if self.truth(mask) is False else mask.numel()
+
+    # ------------------------------------------------------------------ following operations
+    def follow(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
+        """After `out = func(*args)` on fakes: compute the same on shadows where all inputs are known."""
+        if func in _LIFTS:
+            self._lift(args[0], out)
+            return
+        mutates = func._schema.is_mutable
+        first = args[0] if args else None
+        if isinstance(first, FakeTensor) and self.of(first) is None:
+            self._unknown(func, args, kwargs, out, mutates=mutates)
+            return
+        if not mutates and not _worth_it(out):
+            return
+        if func in _UNINITIALISED:
+            return
+        values = _Values(self)
+        real_args = [values.convert(a) for a in args]
+        real_kwargs = {k: values.convert(v) for k, v in kwargs.items()}
+        if not values.known:
+            self._unknown(func, args, kwargs, out, mutates=mutates)
+            return
+        result = self._compute(func, real_args, real_kwargs)
+        if result is _FAILED:
+            self._unknown(func, args, kwargs, out, mutates=mutates)
+            return
+        fresh = not func.is_view and not mutates
+        for fake, real in zip(_flat(out), _flat(result), strict=False):
+            if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor):
+                self.give(fake, real, fresh=fresh)
+
+    def compute_known(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object | None:
+        """The real result of an operation whose output shape depends on data, if all its inputs are known."""
+        values = _Values(self)
+        real_args = [values.convert(a) for a in args]
+        real_kwargs = {k: values.convert(v) for k, v in kwargs.items()}
+        result = self._compute(func, real_args, real_kwargs) if values.known else _FAILED
+        return None if result is _FAILED else result
+
+    def _compute(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        with unset_fake_temporarily(), torch.no_grad():
+            try:
+                return cast("object", func(*args, **kwargs))
+            except (RuntimeError, TypeError, IndexError, NotImplementedError):
+                return _FAILED  # no CPU kernel for these inputs: the value is simply not known
+
+    def _lift(self, source: object, out: object) -> None:
+        if isinstance(out, FakeTensor) and isinstance(source, torch.Tensor):
+            known = source if not isinstance(source, FakeTensor) else self.of(source)
+            if known is not None and known.numel() <= INTEGER_LIMIT:
+                with unset_fake_temporarily():
+                    self.give(out, known.clone(), fresh=True)
+
+    def _unknown(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object, *, mutates: bool
+    ) -> None:
+        if mutates:
+            if func not in _KEEPS_INFINITY_FLAG:
+                self._forget_written(func, args, kwargs)
+        elif func in _SAMPLERS:
+            self._sample(args, out)
+        else:
+            self._follow_truth(func, args, out)
+
+    def _forget_written(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in _flat(value):
+                shadow = getattr(tensor, "_autofit_shadow", None)
+                if shadow is not None:
+                    self._stale.add(shadow.untyped_storage()._cdata)
+
+    def _sample(self, args: Sequence[object], out: object) -> None:
+        """A sampled token is never an end-of-sequence token: a planned rollout runs to its full length."""
+        if not isinstance(out, FakeTensor) or out.numel() > INTEGER_LIMIT or not isinstance(args[0], torch.Tensor):
+            return
+        vocabulary = args[0].shape[-1] if args[0].dim() else 1
+        with unset_fake_temporarily():
+            self.give(out, torch.full(tuple(out.shape), vocabulary // 3, dtype=out.dtype), fresh=True)
+
+    def _follow_truth(self, func: OpOverload, args: Sequence[object], out: object) -> None:
+        if not isinstance(out, FakeTensor) or out.dtype is not torch.bool:
+            return
+        if func in _NEVER_TRUE:
+            out._autofit_truth = False  # type: ignore[attr-defined]
+            return
+        source = args[0] if args else None
+        known = self.truth(source) if isinstance(source, FakeTensor) else None
+        if known is not None and (func in _FOLLOWS or func in _NEGATES):
+            out._autofit_truth = known if func in _FOLLOWS else not known  # type: ignore[attr-defined]
+
+
+class _Values:
+    """Replaces fake tensors by their shadows in arguments; `known` turns false at the first one that has none."""
+
+    __slots__ = ("known", "shadows")
+
+    def __init__(self, shadows: Shadows) -> None:
+        self.shadows = shadows
+        self.known = True
+
+    def convert(self, value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            shadow = self.shadows.of(value)
+            if shadow is None:
+                self.known = False
+            return shadow
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.convert(v) for v in value) if self.known else value
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+
+def _worth_it(out: object) -> bool:
+    first = next((t for t in _flat(out) if isinstance(t, FakeTensor)), None)
+    if first is None:
+        return False
+    if not (first.dtype.is_floating_point or first.dtype.is_complex):
+        return first.numel() <= INTEGER_LIMIT
+    return first.numel() <= (CPU_FLOAT_LIMIT if first.device.type == "cpu" else GPU_FLOAT_LIMIT)
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]

@@ -1,0 +1,174 @@
+"""Where the bytes were: live bytes by category and phase over the whole run, and what was alive at the peak."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.fakegpu.allocator import MIN_BLOCK_BYTES
+from autofit.fakegpu.memory import Allocation
+from autofit.fakegpu.replay import EventLog
+
+CATEGORIES = (
+    "weights", "gradients", "optimizer", "activations", "logits", "KV cache", "temporaries", "workspace",
+)  # fmt: skip
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The most bytes alive during one phase, and what they were at that moment."""
+
+    name: str
+    peak_allocated_bytes: int
+    categories: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakItem:
+    """Storages alive at the peak that the same line of code allocated for the same use."""
+
+    category: str
+    place: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakReport:
+    """What is alive at the peak, largest first; `str()` of it is a table."""
+
+    allocated_bytes: int
+    phase: str
+    items: tuple[PeakItem, ...]
+
+    def __str__(self) -> str:
+        head = f"peak {self.allocated_bytes / GIB:.3f} GiB allocated, in phase {self.phase!r}"
+        rows = [
+            f"{item.nbytes / GIB:9.3f} GiB  {item.count:5d} x {item.category:11s} {item.op:28s} "
+            f"{item.dtype.removeprefix('torch.')}{list(item.shape)}  {item.place}"
+            for item in self.items
+        ]
+        return "\n".join([head, *rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """`live_bytes[category][i]`: bytes of that category alive after event i (512 B granules, before segment slack)."""
+
+    live_bytes: Mapping[str, npt.NDArray[np.int64]]
+    phases: tuple[PhasePeak, ...]
+
+    @property
+    def total_bytes(self) -> npt.NDArray[np.int64]:
+        return _total(self.live_bytes)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each category at the moment of the highest total."""
+        if not len(self.total_bytes):
+            return dict.fromkeys(CATEGORIES, 0)
+        moment = int(self.total_bytes.argmax())
+        return {name: int(values[moment]) for name, values in self.live_bytes.items()}
+
+
+def final_categories(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> list[str]:
+    """Each allocation's category; what looked like an activation but no backward pass ever saw was a temporary."""
+    starts = np.asarray(backward_starts, np.int64)
+    end = np.iinfo(np.int64).max
+    names = []
+    for allocation in allocations:
+        name = allocation.category
+        if name == "recomputed":  # by checkpointing, inside the backward pass
+            name = "activations"
+        elif name == "activations":
+            died = end if allocation.died is None else allocation.died
+            first = int(np.searchsorted(starts, allocation.born, side="right"))
+            if first == len(starts) or starts[first] > died:
+                name = "temporaries"
+        names.append(name)
+    return names
+
+
+def build_timeline(
+    log: EventLog,
+    allocations: Sequence[Allocation],
+    *,
+    backward_starts: Sequence[int],
+    phase_marks: Sequence[tuple[int, str]],
+) -> Timeline:
+    ids = np.asarray(log.ids, np.int64)
+    nbytes = _granules(np.asarray(log.nbytes, np.int64))
+    number = {name: i for i, name in enumerate(CATEGORIES)}
+    names = final_categories(allocations, backward_starts)
+    category = np.asarray([number.get(name, number["temporaries"]) for name in names], np.int64)
+    of_event = category[ids] if len(ids) else ids
+    live = {name: np.cumsum(np.where(of_event == i, nbytes, 0)) for name, i in number.items()}
+    return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(ids)))
+
+
+def _phase_peaks(
+    live: Mapping[str, npt.NDArray[np.int64]], marks: Sequence[tuple[int, str]], count: int
+) -> tuple[PhasePeak, ...]:
+    total = _total(live)
+    moments: dict[str, int] = {}
+    for (start, name), (end, _) in zip(marks, [*marks[1:], (count, "")], strict=True):
+        if end <= start:
+            continue
+        moment = start + int(total[start:end].argmax())
+        if name not in moments or total[moment] > total[moments[name]]:
+            moments[name] = moment
+    return tuple(
+        PhasePeak(
+            name=name,
+            peak_allocated_bytes=int(total[moment]),
+            categories={key: int(values[moment]) for key, values in live.items()},
+        )
+        for name, moment in moments.items()
+    )
+
+
+def build_peak_report(
+    log: EventLog, allocations: Sequence[Allocation], *, backward_starts: Sequence[int], limit: int
+) -> PeakReport:
+    total = np.cumsum(_granules(np.asarray(log.nbytes, np.int64)))
+    if not len(total):
+        return PeakReport(allocated_bytes=0, phase="start", items=())
+    moment = int(total.argmax())
+    names = final_categories(allocations, backward_starts)
+    groups: dict[tuple[str, str, str, str], list[Allocation]] = defaultdict(list)
+    for allocation, name in zip(allocations, names, strict=True):
+        if allocation.born <= moment and (allocation.died is None or allocation.died > moment):
+            groups[name, allocation.place, allocation.op, allocation.dtype].append(allocation)
+    items = [
+        PeakItem(
+            category=name,
+            place=place,
+            op=op,
+            shape=max(members, key=lambda a: a.nbytes).shape,
+            dtype=dtype,
+            nbytes=sum(a.nbytes for a in members),
+            count=len(members),
+        )
+        for (name, place, op, dtype), members in groups.items()
+    ]
+    items.sort(key=lambda item: -item.nbytes)
+    phase = allocations[int(log.ids[moment])].phase
+    return PeakReport(allocated_bytes=int(total[moment]), phase=phase, items=tuple(items[:limit]))
+
+
+def _total(live: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.asarray(np.stack([*live.values()]).sum(axis=0), np.int64)
+
+
+def _granules(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Round away from zero to whole 512 B, as the allocator does."""
+    rounded = -(-np.abs(nbytes) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    return np.asarray(np.sign(nbytes) * rounded, np.int64)

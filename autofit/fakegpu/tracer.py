@@ -1,0 +1,241 @@
+"""Watches every operation inside the block: decides values, tracks storages, charges scratch and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.fast import Shortcut
+from autofit.fakegpu.kernels import GEMMS, scratch_bytes
+from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.shadow import DATA_DEPENDENT, Shadows
+
+aten = torch.ops.aten
+_PRIM_DEVICE = torch.ops.prim.device.default
+_COMPARISONS = (aten.equal.default, aten.allclose.default)
+Handler = Callable[[Sequence[object], Mapping[str, object]], object]
+
+
+class Tracer(TorchDispatchMode):
+    """The dispatch mode on top of torch's FakeTensorMode."""
+
+    def __init__(self, memory: SimulatedMemory, clock: Clock, *, blas_workspace_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        self.clock = clock
+        self.shadows = Shadows()
+        self.operation_count = 0
+        self.paused = False
+        self.vocabulary_sizes: set[int] = set()
+        self.handlers: dict[OpOverload, Handler] = {}  # other packages' operations, added when they are loaded
+        if hasattr(aten, "_grouped_mm"):
+            self.handlers[aten._grouped_mm.default] = _grouped_mm
+        for name in ("dtype", "dtype_out"):
+            if hasattr(aten.addmm, name):
+                self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
+        self.shortcut: Shortcut | None = None
+        self.after: Callable[[OpOverload, object], None] | None = None
+        self._workspace_bytes = blas_workspace_bytes
+        self._workspaces: dict[tuple[bool, int], int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is nothing to compile here, and the wrapper costs more than most of our own work
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper such as DTensor: what it does to its inner tensors comes here next
+        if func is _PRIM_DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._item(args[0])
+        self.operation_count += 1
+        out = self._run(func, args, kwargs)
+        self.shadows.follow(func, args, kwargs, out)
+        name = func._schema.name[6:]
+        self._track(out, name)
+        self._charge(func, args, kwargs, out, name)
+        return out
+
+    # ------------------------------------------------------------------ values
+    def _item(self, tensor: FakeTensor) -> float | int | bool:
+        if tensor.device.type == self.memory.device_type:
+            self.clock.synchronize()
+        return self.shadows.item(tensor)
+
+    def _run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        handler = self.handlers.get(func)
+        if handler is not None:
+            return handler(args, kwargs)
+        if func in DATA_DEPENDENT and _has_fake(args):
+            return self._data_dependent(func, args, kwargs)
+        if func in _COMPARISONS and _has_fake(args):
+            known = self.shadows.compute_known(func, args, kwargs)
+            return True if known is None else known
+        if func is aten.embedding.default and isinstance(args[0], torch.Tensor) and args[0].shape[0] >= 1000:
+            self.vocabulary_sizes.add(args[0].shape[0])
+        return self.shortcut.run(func, args, kwargs) if self.shortcut else func(*args, **kwargs)
+
+    def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """An operation whose output size depends on values: true size where they are known, else the largest."""
+        if func is aten.index.Tensor and not _has_mask(args[1]):
+            return cast("object", func(*args, **kwargs))
+        if func is aten.nonzero.default:
+            mask = cast("torch.Tensor", args[0])
+            return torch.empty((self.shadows.count_true(mask), mask.dim()), dtype=torch.long, device=mask.device)
+        if func is aten.index.Tensor:
+            return self._masked_index(cast("torch.Tensor", args[0]), cast("list[torch.Tensor | None]", args[1]))
+        if func is aten.masked_select.default:
+            source, mask = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+            return source.new_empty((self.shadows.count_true(mask),))
+        real = self.shadows.compute_known(func, args, kwargs)
+        first = cast("torch.Tensor", args[0])
+        if real is None:
+            return self._largest(func, first, args, kwargs)
+        return _like_real(real, first.device)
+
+    def _masked_index(self, source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+        expanded: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                count = self.shadows.count_true(index)
+                for _ in range(index.dim()):
+                    rows = torch.empty(count, dtype=torch.long, device=index.device)
+                    self.memory.track(rows, "nonzero")
+                    expanded.append(rows)
+            else:
+                expanded.append(index)
+        return cast("torch.Tensor", aten.index.Tensor(source, expanded))
+
+    def _largest(
+        self, func: OpOverload, first: torch.Tensor, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        count = first.numel()
+        if func is aten.repeat_interleave.Tensor:
+            size = kwargs.get("output_size")
+            return first.new_empty((size if isinstance(size, int) else count,), dtype=torch.long)
+        if func is aten.bincount.default:
+            least = next((a for a in args[2:] if isinstance(a, int)), kwargs.get("minlength", 0))
+            return first.new_empty((max(cast("int", least), 1),), dtype=torch.long)
+        unique = first.new_empty(first.shape if func is aten.unique_dim.default else (count,))
+        whole = first.new_empty(first.shape, dtype=torch.long)
+        return unique, whole, first.new_empty((count,), dtype=torch.long)
+
+    # ------------------------------------------------------------------ memory and time
+    def _track(self, out: object, name: str) -> None:
+        if isinstance(out, torch.Tensor):
+            self.memory.track(out, name)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                self._track(item, name)
+
+    def _charge(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object, name: str
+    ) -> None:
+        device = _device_of(args, out)
+        if device != self.memory.device_type:
+            return
+        if device == "cuda":
+            if func in GEMMS:
+                self._ensure_workspace()
+            self.memory.scratch(scratch_bytes(func, args, kwargs), name)
+            if func is aten._to_copy.default and isinstance(out, torch.Tensor) and out.device.type == "cpu":
+                self.clock.copy_to_host(out.numel() * out.element_size())
+                return
+        self.clock.operation(func, args, kwargs, out)
+        if self.after is not None:
+            self.after(func, out)
+
+    def _ensure_workspace(self) -> None:
+        """cuBLAS has one workspace for each thread's handle and stream; backward runs in a thread of its own."""
+        key = (in_backward(), self.memory.stream)
+        if key not in self._workspaces:
+            self._workspaces[key] = self.memory.allocate(self._workspace_bytes, "workspace", "cublas workspace")
+
+    def clear_workspaces(self) -> None:
+        """What torch._C._cuda_clearCublasWorkspaces does."""
+        for index in self._workspaces.values():
+            self.memory.release(index)
+        self._workspaces.clear()
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running the current operation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def real_value(tracer: Tracer, tensor: torch.Tensor) -> torch.Tensor:
+    """A real CPU tensor for a fake one: its shadow, or ones where the values are unknown."""
+    shadow = tracer.shadows.of(tensor)
+    with unset_fake_temporarily():
+        return shadow if shadow is not None else torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """The experts' matmul; its fake accepts bf16 only, while CUDA also runs other types (as a loop of matmuls)."""
+    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    if a.dtype is torch.bfloat16 or not isinstance(a, FakeTensor):
+        return aten._grouped_mm.default(*args, **kwargs)
+    groups: tuple[int, ...] = (a.shape[0],) if a.dim() == b.dim() == 3 else ()
+    if a.dim() == b.dim() == 2:
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        groups = (offsets.shape[0],) if isinstance(offsets, torch.Tensor) else ()
+    dtype = kwargs.get("out_dtype") or a.dtype
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+
+
+def _addmm_to_dtype(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """addmm(..., out_dtype=): torch 2.11 takes the type for a factor when it decomposes it."""
+    out = kwargs.get("out")
+    if out is not None:
+        return out
+    a, b = cast("torch.Tensor", args[1]), cast("torch.Tensor", args[2])
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=cast("torch.dtype", args[3]))
+
+
+def _has_fake(args: Sequence[object]) -> bool:
+    return any(
+        isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any(isinstance(x, FakeTensor) for x in a))
+        for a in args
+    )
+
+
+def _has_mask(indices: object) -> bool:
+    return isinstance(indices, (list, tuple)) and any(
+        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
+    )
+
+
+def _like_real(real: object, device: torch.device) -> object:
+    if isinstance(real, torch.Tensor):
+        return torch.empty(tuple(real.shape), dtype=real.dtype, device=device)
+    return tuple(_like_real(r, device) for r in cast("tuple[object, ...]", real))
+
+
+def _device_of(args: Sequence[object], out: object) -> str:
+    """The device an operation runs on: that of its first tensor argument, else of its output."""
+    for value in (*args, out):
+        if isinstance(value, torch.Tensor):
+            if value.dim() == 0 and value.device.type == "cpu":
+                continue
+            return value.device.type
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    return item.device.type
+    return "cpu"

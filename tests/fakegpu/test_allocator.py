@@ -1,0 +1,105 @@
+"""The allocator's rules, checked on small hand-made requests. No torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autofit.fakegpu.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfCapacityError
+from autofit.fakegpu.replay import EventLog, least_capacity, replay
+
+
+def test_requests_are_rounded_to_512_bytes_and_segments_follow_the_size_classes() -> None:
+    allocator = CachingAllocator()
+    for nbytes, reserved in ((1, 2 * MIB), (MIB + 1, 22 * MIB), (21 * MIB, 22 * MIB + 22 * MIB)):
+        allocator.malloc(nbytes)
+        assert allocator.reserved_bytes == reserved
+    assert allocator.allocated_bytes == 512 + (MIB + 512) + 22 * MIB  # a rest of 1 MiB or less is not split off
+
+
+def test_a_freed_block_is_reused_and_neighbours_merge() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(4 * MIB) for _ in range(5)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved_bytes == allocator.peak_reserved_bytes == 20 * MIB
+
+
+def test_cached_segments_are_given_back_before_running_out() -> None:
+    allocator = CachingAllocator(capacity_bytes=64 * MIB)
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(60 * MIB)
+    assert (allocator.retry_count, allocator.reserved_bytes) == (1, 60 * MIB)
+    with pytest.raises(OutOfCapacityError):
+        allocator.malloc(8 * MIB)
+
+
+def test_expandable_segments_grow_instead_of_fragmenting() -> None:
+    log = EventLog()
+    live: dict[int, int] = {}
+    for step in range(100):  # a cache that grows by concatenation: the new copy lives beside the old
+        log.add(step, (30 + step) * MIB)
+        if step:
+            log.add(step - 1, -live[step - 1])
+        live[step] = (30 + step) * MIB
+    native, expandable = replay(log), replay(log, settings=AllocatorSettings(expandable_segments=True))
+    assert expandable.peak_reserved_bytes < native.peak_reserved_bytes
+    assert expandable.peak_allocated_bytes == (128 + 129) * MIB
+
+
+def test_expandable_segments_unmap_free_granules_when_memory_is_short() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB, settings=AllocatorSettings(expandable_segments=True))
+    first, second = allocator.malloc(40 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(first)
+    allocator.malloc(60 * MIB)
+    assert allocator.retry_count == 1
+    assert allocator.reserved_bytes <= 100 * MIB
+    allocator.free(second)
+
+
+def test_max_split_size_keeps_large_blocks_whole() -> None:
+    settings = AllocatorSettings.parse("max_split_size_mb:64,expandable_segments:False")
+    allocator = CachingAllocator(settings=settings)
+    allocator.free(allocator.malloc(128 * MIB))
+    allocator.malloc(32 * MIB)
+    assert allocator.reserved_bytes == (128 + 32) * MIB
+
+
+def test_counters_stay_consistent_under_random_load_in_every_mode() -> None:
+    for expandable in (False, True):
+        generator = random.Random(1)
+        allocator = CachingAllocator(
+            capacity_bytes=600 * MIB, settings=AllocatorSettings(expandable_segments=expandable)
+        )
+        live: list[Block] = []
+        for _ in range(3000):
+            if live and generator.random() < 0.5:
+                allocator.free(live.pop(generator.randrange(len(live))))
+                continue
+            try:
+                live.append(allocator.malloc(generator.choice([100, 9000, 2 * MIB, 15 * MIB, 70 * MIB])))
+            except OutOfCapacityError:
+                allocator.free(live.pop())
+        assert allocator.allocated_bytes == sum(block.size for block in live) <= allocator.reserved_bytes <= 600 * MIB
+        for block in live:
+            allocator.free(block)
+        allocator.empty_cache()
+        assert allocator.allocated_bytes == allocator.reserved_bytes == 0
+
+
+def test_least_capacity_runs_and_a_little_less_does_not() -> None:
+    generator, log = random.Random(0), EventLog()
+    live: list[tuple[int, int]] = []
+    for step in range(2000):
+        if live and generator.random() < 0.5:
+            storage, nbytes = live.pop(generator.randrange(len(live)))
+            log.add(storage, -nbytes)
+        else:
+            nbytes = generator.choice([5000, 3 * MIB, 33 * MIB])
+            log.add(step, nbytes)
+            live.append((step, nbytes))
+    least = least_capacity(log, tolerance_bytes=2 * MIB)
+    assert replay(log, capacity_bytes=least).fits
+    assert not replay(log, capacity_bytes=least - 2 * MIB).fits

@@ -1,0 +1,42 @@
+"""The accuracy gate: whole `train()` runs on fakes, against the bytes the real CPU allocator held."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from autofit.fakegpu import fake_gpu
+
+from .tiny_trainers import Case, profiler_peak_bytes, train
+
+CASES = [
+    Case(kind="sft", checkpointing=True),
+    Case(kind="sft", lora_rank=8, attention="eager"),
+    Case(kind="dpo", lora_rank=8, checkpointing=True),
+    Case(kind="dpo"),
+    Case(kind="reward", lora_rank=8, checkpointing=True),
+    Case(kind="reward"),
+    Case(kind="grpo", lora_rank=8, checkpointing=True),
+    Case(kind="grpo", checkpointing=True, beta=0.04),
+    Case(kind="grpo", lora_rank=8, beta=0.04),
+]
+
+
+def host_random_state_bytes(case: Case) -> int:
+    """Checkpointing keeps the CPU's random state (5056 B) for each of the two layers: host memory on a GPU run."""
+    return 2 * 5056 if case.checkpointing else 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whole_training_run_peaks_at_the_real_allocators_byte_count(case: Case, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
+        train(case, tmp_path / "fake")
+    gc.collect()
+    real = profiler_peak_bytes(lambda: train(case, tmp_path / "real"))
+    error = (gpu.peak_requested_bytes + host_random_state_bytes(case)) / real - 1
+    print(f"{case}: real {real / 2**20:.3f} MiB, error {error:+.4%}")
+    assert abs(error) <= 2e-4

@@ -1,0 +1,72 @@
+"""bitsandbytes on the simulated card: bytes of quantised weights and optimizer states, and a QLoRA training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from autofit.fakegpu import FakeGpuError, fake_gpu
+
+from .tiny_trainers import Case, config, train
+
+bnb = pytest.importorskip("bitsandbytes")
+MIB = 1 << 20
+
+
+def test_a_4bit_layer_holds_half_a_byte_a_weight_and_its_scales() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        layer = bnb.nn.Linear4bit(1024, 4096, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").cuda()
+        assert isinstance(layer.weight, bnb.nn.Params4bit)
+        weights, scales, nested_scales = 2 * MIB, 64 * 1024, 1024
+        assert 0 <= torch.cuda.memory_allocated() - weights - scales - nested_scales < 4096
+        x = torch.randn(4, 256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad is not None
+    assert gpu.peak_allocated_bytes > 8 * MIB  # the dequantised weight
+
+
+@pytest.mark.parametrize(("name", "mebibytes"), [("AdamW8bit", 32.5), ("PagedAdamW8bit", 0.5), ("AdamW", 128)])
+def test_optimizer_states_have_their_size(name: str, mebibytes: float) -> None:
+    with fake_gpu("a100-40gb"):
+        weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+        optimizer = getattr(bnb.optim, name)([weight])
+        weight.grad = torch.zeros_like(weight)
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        assert (torch.cuda.memory_allocated() - before) / MIB == pytest.approx(mebibytes, abs=0.05)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_model_trains_with_lora(bits: int, tmp_path: Path) -> None:
+    from autofit.fakegpu.quant import quantize_model
+
+    case = Case(kind="sft", lora_rank=8, checkpointing=True, bf16=True, dtype=torch.bfloat16, use_cpu=False)
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+
+    def build() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+        quantised: torch.nn.Module = quantize_model(model, BitsAndBytesConfig(**how))
+        return quantised
+
+    with fake_gpu("l4") as gpu:
+        train(case, tmp_path, model=build)
+    assert gpu.peak_allocated_bytes > 0
+
+
+def test_a_model_without_linear_layers_is_refused_in_one_sentence() -> None:
+    from autofit.fakegpu.quant import quantize_model
+
+    with fake_gpu("l4"):
+        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=0))
+        with pytest.raises(FakeGpuError, match="no linear layer to quantise"):
+            quantize_model(model, BitsAndBytesConfig(load_in_4bit=True))
+
+
+def test_real_quantisation_works_after_the_block() -> None:
+    with fake_gpu("l4"):
+        bnb.nn.Linear4bit(256, 256).cuda()
+    packed, _ = bnb.functional.quantize_4bit(torch.randn(64, 64))
+    assert type(packed) is torch.Tensor

@@ -1,0 +1,62 @@
+"""TRL's trainers on the simulated card: they run unchanged, rollout included, and CUDA's own ways show in the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from autofit.fakegpu import fake_gpu
+
+from .tiny_trainers import Case, build_model, config, tokenizer, train
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "grpo"])
+@pytest.mark.parametrize("lora_rank", [None, 8])
+def test_every_trainer_runs_and_holds_its_optimizer_state(kind: str, lora_rank: int | None, tmp_path: Path) -> None:
+    case = Case(kind=kind, lora_rank=lora_rank, bf16=True, use_cpu=False, checkpointing=True)
+    with fake_gpu("h100") as gpu:
+        train(case, tmp_path)
+    at_peak = gpu.timeline.at_peak
+    trainable = at_peak["optimizer"] / 2
+    assert at_peak["weights"] > 2 * 2**20
+    assert trainable > 0
+    if lora_rank is None:
+        copies = 2 if kind == "dpo" else 1
+        assert trainable == pytest.approx(at_peak["weights"] / copies, rel=0.02)
+    assert gpu.attention_kernels
+    assert gpu.least_capacity_bytes <= gpu.device_used_bytes
+
+
+def test_grpo_generates_scores_and_trains_with_its_real_rollout(tmp_path: Path) -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        trainer = GRPOTrainer(
+            model=build_model(Case(kind="grpo")),
+            reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
+            args=GRPOConfig(
+                output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_steps=1, report_to=[],
+                max_completion_length=64, bf16=True, save_strategy="no", disable_tqdm=True, beta=0.05,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3", "t4 t5 t6 t7"] * 4}),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        trainer.train()
+    assert trainer.state.log_history[0]["completions/mean_length"] == 64  # sampled tokens never end a sequence
+    assert "KV cache" in {a.category for a in gpu.memory.allocations}
+
+
+def test_experts_of_a_mixture_run_in_any_type() -> None:
+    sizes = {key: value for key, value in config().to_dict().items() if key not in ("model_type", "architectures")}
+    shape = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        with fake_gpu("h100"):
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype).cuda()
+            ids = torch.randint(0, 4000, (2, 64), device="cuda")
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
