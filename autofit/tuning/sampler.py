@@ -17,7 +17,7 @@ _SAMPLE = 200  # candidates among which halving looks for the one that rules out
 
 
 class CandidateSampler(BaseSampler):
-    """Halves the space by what an OOM or a fit would rule out, then lets TPE propose among the valid candidates.
+    """Halves what is larger than the fastest fit by what an OOM would rule out; then TPE, among the valid candidates.
 
     An OOM rules out whatever can only need as much memory or more (`Space.needs_no_less`).
     """
@@ -70,14 +70,23 @@ class CandidateSampler(BaseSampler):
         pool = [c for c in self.remaining(others) if _agrees(self._space.params(c), fixed)]
         if trial.number == 0 or not pool:
             return dict(self._space.params(self._space.baseline))
-        finished = sum(t.state is TrialState.COMPLETE for t in others)
-        if finished > _HALVING_TRIALS:
+        if larger := self._larger_than_the_fastest(pool, others):
+            return dict(self._space.params(self._halving(larger)))
+        if sum(t.state is TrialState.COMPLETE for t in others) > _HALVING_TRIALS:
             allowed = set(pool)
             for _ in range(_DRAWS):
                 drawn = self._inner.sample_relative(study, trial, search_space)
                 if drawn and (candidate := self._space.candidate(drawn)) in allowed:
                     return dict(self._space.params(candidate))
         return dict(self._space.params(self._halving(pool)))
+
+    def _larger_than_the_fastest(self, pool: list[Candidate], others: list[FrozenTrial]) -> list[Candidate]:
+        """The candidates that can only need more memory than the fastest fit so far: speed is bought with memory."""
+        fits = [t for t in others if t.user_attrs.get("status") == "fit" and t.values]
+        if not fits:
+            return []
+        fastest = self._candidate(min(fits, key=lambda t: t.values[0]))
+        return [c for c in pool if fastest is not None and self._space.needs_no_less(c, fastest)]
 
     def _halving(self, pool: list[Candidate]) -> Candidate:
         """The candidate whose OOM, or whose fit, tells most about the others: as many above it as below."""
