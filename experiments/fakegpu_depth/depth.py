@@ -1,6 +1,6 @@
 """How well, and how fast, 2- and 3-layer traces predict a 36-layer model (sizes of Qwen3-4B) through TRL's trainers.
 
-Run from the repository root: python experiments/2026-11-21-fakegpu/depth.py
+Run from the repository root: python experiments/fakegpu_depth/depth.py
 Found with torch 2.13 (CPU build) on 2 shared cores, 2 optimizer steps x 2 accumulation, micro-batch 4 x 1024 tokens,
 bf16, checkpointing, a100-80gb:
 
