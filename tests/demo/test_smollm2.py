@@ -183,4 +183,4 @@ print(training.generation_batch_size, training.beta, model.use_peft)
     path.write_text(recipe_text(smollm2_recipe(model=tmp_path / "model", data=tmp_path / "data")))
     command = [sys.executable, "-c", code, "--config", str(path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
     output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
-    assert output.splitlines()[-2:] == ["8 4 8", "32 0.0 True"]
+    assert output.splitlines()[-2:] == ["4 4 8", "16 0.0 True"]
