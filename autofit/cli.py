@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)"
     )
-    search.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where probes run")
+    search.add_argument("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help="where probes run")
+    search.add_argument("--gpu", metavar="NAME", help="probe on this simulated card, for example a100-40gb: predicted")
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
     search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
@@ -102,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
     search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    estimate = _command(commands, "estimate", _estimate, "predict one config on a simulated card: bytes by phase, time")
+    estimate.add_argument("recipe", type=Path, help="the YAML that `trl grpo --config` takes")
+    estimate.add_argument("--gpu", required=True, metavar="NAME", help="the card, for example a100-40gb")
+    estimate.add_argument("--target-vram", metavar="SIZE", help="use only so much of it (default: the whole card)")
+    estimate.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that it may take")
+    estimate.add_argument(
+        "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
+    )
+    estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     promote = _command(commands, "promote", _promote, "write a trial's YAML and launch its full run")
     promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
@@ -211,7 +222,8 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
 
     budget = parse_seconds(options.time_budget) if options.time_budget else None
     deadline_s = parse_seconds(options.deadline)
-    device = choose_device("cpu" if options.demo and options.device == "auto" else options.device)
+    asked = "cpu" if options.demo and options.device == "auto" and options.gpu is None else options.device
+    device = choose_device(asked, options.gpu)
     target = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
     headroom = parse_bytes(options.headroom) if options.headroom else 0 if device == "cpu" else target // 50
     if headroom >= target:
@@ -395,6 +407,46 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say("stopping the probe at work; its trial waits for the next run")
+
+
+# -- estimate ---------------------------------------------------------------------------------------------------------
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    import tempfile
+
+    from autofit.estimate import estimate, estimate_json, estimate_table, plot_phases
+    from autofit.hardware import choose_device, choose_target
+    from autofit.probing.prepare import worst_case_path
+    from autofit.probing.warm import WarmServer
+
+    device = choose_device("sim", options.gpu)
+    capacity = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
+    deadline_s = parse_seconds(options.deadline)
+    options.world_size, options.trainer = 1, "grpo"
+    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
+        folder = Path(temporary)
+        server = WarmServer(folder)
+        try:
+            recipe = _prepared(options.recipe, options, device, folder / "inspection", server)
+            recipe.check()
+            result = estimate(
+                recipe, device, capacity, folder=folder / "probe", server=server,
+                worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
+            )  # fmt: skip
+        finally:
+            server.close()
+    if options.plot is not None:
+        plot_phases(result, capacity, options.plot)
+    if options.json:
+        print(json.dumps(estimate_json(result, capacity)))
+    else:
+        from rich.console import Console
+
+        table, sentence = estimate_table(result, capacity)
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        print(sentence)
+    return DONE if estimate_json(result, capacity)["fits"] else NOTHING_FITS
 
 
 # -- the other commands -----------------------------------------------------------------------------------------------

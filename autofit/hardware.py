@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.errors import UnknownGpuError
+from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.units import format_bytes
 
-Device = Literal["cpu", "cuda"]
+Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +29,10 @@ def visible_gpu_ids() -> tuple[str, ...]:
 
 
 def slot_names(device: Device, count: int) -> tuple[str, ...]:
-    """The slots that probes on `device` share: one a visible card, or `count` on the CPU."""
-    ids = visible_gpu_ids() if device == "cuda" else tuple(map(str, range(count)))
-    return tuple(f"{device}-{name}" for name in ids)
+    """The slots that probes on `device` share: one a visible card, or `count` on the CPU (which simulates, too)."""
+    if device == "cuda":
+        return tuple(f"cuda-{name}" for name in visible_gpu_ids())
+    return tuple(f"cpu-{i}" for i in range(count))
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -67,8 +69,17 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def choose_device(asked: str) -> Device:
-    """`cpu` or `cuda`; `auto` takes a card where there is one. Raises ConfigError for a card that is not there."""
+def choose_device(asked: str, gpu: str | None = None) -> Device:
+    """`cpu`, `cuda` (`auto`: where there is a card) or, when a `gpu` is named, `sim:` and its name.
+
+    Raises ConfigError for a card that is not there or not known.
+    """
+    if gpu is not None:
+        if asked not in ("auto", "sim"):
+            raise ConfigError(f"--gpu names a simulated card, so --device must be auto or sim; got {asked}")
+        return f"sim:{_spec(gpu).name}"
+    if asked == "sim":
+        raise ConfigError("--device sim needs --gpu NAME, the card to simulate, for example --gpu a100-40gb")
     if asked == "cpu":
         return "cpu"
     found = gpus()
@@ -77,10 +88,20 @@ def choose_device(asked: str) -> Device:
     return "cuda" if found else "cpu"
 
 
+def _spec(name: str) -> GpuSpec:
+    try:
+        return gpu_spec(name)
+    except UnknownGpuError as error:
+        raise ConfigError(str(error)) from error
+
+
 def choose_target(asked_bytes: int | None, device: Device) -> int:
     """The target in bytes: what was asked for, or the whole card. Raises ConfigError for more than there is."""
-    capacity = min(g.capacity_bytes for g in gpus()) if device == "cuda" else host_memory_bytes()
-    what = "card" if device == "cuda" else "machine"
+    if device.startswith("sim:"):
+        capacity = _spec(device.removeprefix("sim:")).capacity_bytes
+    else:
+        capacity = min(g.capacity_bytes for g in gpus()) if device == "cuda" else host_memory_bytes()
+    what = "machine" if device == "cpu" else "card"
     if asked_bytes is None:
         if device == "cpu":
             raise ConfigError("on the CPU a search needs a target: give --target-vram, for example --target-vram 3GB")
@@ -88,6 +109,6 @@ def choose_target(asked_bytes: int | None, device: Device) -> int:
     if asked_bytes > capacity:
         raise ConfigError(
             f"--target-vram must be within the {what}'s memory of {format_bytes(capacity)}; got "
-            f"{format_bytes(asked_bytes)}: a probe on {device} is a real run"
+            f"{format_bytes(asked_bytes)}"
         )
     return asked_bytes

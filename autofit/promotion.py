@@ -11,7 +11,7 @@ from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_atomically, write_json
-from autofit.hardware import Device, slot_names
+from autofit.hardware import Device, choose_device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
 from autofit.recipe import merge, tuned_yaml
@@ -47,7 +47,9 @@ def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promo
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
-    device = cast(Device, attrs["device"])
+    device = str(attrs["device"])
+    if device.startswith("sim:"):  # the run itself needs a device that exists
+        device = choose_device("auto")
     extra: dict[str, object] = {"use_cpu": True} if device == "cpu" else {}
     own = given.get("output_dir")
     extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")

@@ -242,7 +242,7 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
         memory.start()
         train()
         memory.stop()
-    ours = memory.leave("all").peak_allocated_bytes
+    ours = memory.switch("all", "end").peak_allocated_bytes
     events = [(e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for _, count in sorted(events, key=lambda event: event[0]):

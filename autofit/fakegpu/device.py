@@ -101,7 +101,8 @@ class FakeGpu:
         count = len(self.memory.log)
         if self._least is None or self._least[0] != count:
             self._least = (count, least_capacity(self.memory.log, settings=self.settings))
-        return self.spec.context_bytes + self.occupied_bytes + self._least[1]
+        least = self.spec.context_bytes + self.occupied_bytes + self._least[1]
+        return min(least, self.device_used_bytes)  # what was used is enough, whatever the bisection's tolerance
 
     _least: tuple[int, int] | None = None
 

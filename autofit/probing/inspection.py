@@ -50,8 +50,8 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
 
 
 def device_overrides(device: str) -> dict[str, object]:
-    """What a recipe written for a GPU needs to run on this device."""
-    return {"use_cpu": True} if device == "cpu" else {}
+    """What a recipe written for a GPU needs to be parsed, or to run, where there is none."""
+    return {} if device == "cuda" else {"use_cpu": True}
 
 
 def with_local_file(values: dict[str, object]) -> dict[str, object]:

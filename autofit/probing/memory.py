@@ -5,10 +5,12 @@ On `cpu` every storage is followed from the operator that made it to its release
 returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own events come too late to stop at a limit.
 """
 
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +27,17 @@ class Memory(Protocol):
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
-    def leave(self, phase: str) -> PhasePeak:
-        """The peaks since the last call, which belong to `phase`."""
+    def switch(self, left: str, entered: str) -> PhasePeak:
+        """The peaks since the last call, which belong to the phase `left`."""
         ...
 
-    def synchronize(self) -> None: ...
+    def account(self) -> dict[str, Any]:
+        """What else this device can say once the probe is done: further fields of ProbeResult."""
+        ...
+
+    def now_s(self) -> float:
+        """Seconds, all that was launched being done."""
+        ...
 
 
 class _StorageTracker(TorchDispatchMode):
@@ -105,18 +113,21 @@ class CpuMemory:
             torch.get_rng_state, self._original_rng = self._original_rng, None
             self._tracker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def leave(self, phase: str) -> PhasePeak:
+    def account(self) -> dict[str, Any]:
+        return {}
+
+    def switch(self, left: str, entered: str) -> PhasePeak:
         tracker = self._tracker
         peak_bytes, tracker.peak_bytes = tracker.peak_bytes, tracker.current_bytes
         return PhasePeak(
-            name=phase,
+            name=left,
             peak_allocated_bytes=peak_bytes,
             peak_reserved_bytes=peak_bytes,
             device_used_bytes=peak_bytes,
         )
 
-    def synchronize(self) -> None:
-        pass
+    def now_s(self) -> float:
+        return time.perf_counter()
 
 
 class CudaMemory:
@@ -158,10 +169,13 @@ class CudaMemory:
     def stop(self) -> None:
         pass
 
-    def leave(self, phase: str) -> PhasePeak:
+    def account(self) -> dict[str, Any]:
+        return {}
+
+    def switch(self, left: str, entered: str) -> PhasePeak:
         reserved = torch.cuda.max_memory_reserved()
         peak = PhasePeak(
-            name=phase,
+            name=left,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(),
             peak_reserved_bytes=reserved,
             device_used_bytes=reserved + self._outside_bytes(),
@@ -169,13 +183,21 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats()
         return peak
 
-    def synchronize(self) -> None:
+    def now_s(self) -> float:
         torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def memory_of(device: str, limit_bytes: int | None) -> Memory:
-    """The account of `device` ("cpu" or "cuda") with a hard limit in bytes."""
-    return CudaMemory(limit_bytes) if device == "cuda" else CpuMemory(limit_bytes)
+@contextmanager
+def memory_of(device: str, limit_bytes: int | None) -> Iterator[Memory]:
+    """The account of `device` ("cpu", "cuda" or "sim:GPU") with a hard limit in bytes."""
+    if device.startswith("sim:"):
+        from autofit.probing.simulated import simulated
+
+        with simulated(device, limit_bytes) as memory:
+            yield memory
+    else:
+        yield CudaMemory(limit_bytes) if device == "cuda" else CpuMemory(limit_bytes)
 
 
 def is_oom(error: BaseException) -> bool:

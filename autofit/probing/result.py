@@ -97,6 +97,9 @@ class ProbeResult:
     update_s: tuple[float, ...] = ()
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
+    least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
+    categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
+    fidelity: str = "measured"
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer

@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, memory: Memory, phase_path: Path) -> None:
         self._memory = memory
         self._phase_path = phase_path
-        self._entered = time.perf_counter()
+        self._entered = memory.now_s()
         self.phase = "load"
         self.peaks: list[PhasePeak] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -46,9 +46,8 @@ class Recorder:
 
     def enter(self, phase: str) -> str:
         """Switch to `phase`; the phase that was left."""
-        self._memory.synchronize()
-        now, left = time.perf_counter(), self.phase
-        self.peaks.append(self._memory.leave(left))
+        now, left = self._memory.now_s(), self.phase
+        self.peaks.append(self._memory.switch(left, phase))
         self.seconds[left] += now - self._entered
         self._entered, self.phase = now, phase
         if phase != left:
@@ -76,13 +75,16 @@ def run(request_path: str) -> int:
     """Probe as the request at `request_path` says; answer in JSON beside it. 0 when there is an answer."""
     started = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
+    env = request.values.get("env")
+    if isinstance(env, dict):  # an allocator reads its settings before the recipe is parsed
+        os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
     if not Path(str(request.values.get("model_name_or_path"))).is_dir():
         go_offline_without_a_hub()
     try:
-        memory = memory_of(request.device, request.limit_bytes)
-        recorder.append(Recorder(memory, request.phase_path))
-        result = _probe(request, memory, recorder[0])
+        with memory_of(request.device, request.limit_bytes) as memory:
+            recorder.append(Recorder(memory, request.phase_path))
+            result = _probe(request, memory, recorder[0])
     except Exception as error:
         result = _failure(request, error, recorder)
     except SystemExit as error:
@@ -121,8 +123,37 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     worst_case = read_json(request.worst_case)
     assert worst_case is not None, request.worst_case
     plug_in = importlib.import_module(f"trainers.{request.trainer}")
-    checkpoints = request.folder / "checkpoints"
     memory.start()
+    train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
+    config, steps = train(request, memory, recorder, plug_in, worst_case)
+    peaks = merged(p for p in recorder.peaks)
+    tokens = int(str(worst_case["prompt_tokens"]))
+    tops = {**_tops(peaks), **memory.account()}
+    used = int(tops["device_used_bytes"])
+    over = request.limit_bytes is not None and used > request.limit_bytes
+    return ProbeResult(
+        status=ProbeStatus.OOM if over else ProbeStatus.FIT,
+        reason="the device held more than the target" if over else "",
+        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
+        device=request.device,
+        limit_bytes=request.limit_bytes,
+        phases=tuple(p for p in peaks if p.name != "end"),
+        step_s=tuple(steps.step_s),
+        rollout_s=tuple(steps.rollout_s),
+        update_s=tuple(steps.update_s),
+        completions_per_step=plug_in.samples_per_step(config),
+        tokens_per_step=plug_in.tokens_per_step(config, tokens),
+        device_name=memory.device_name,
+        versions=_versions(),
+        **tops,
+    )
+
+
+def _train_and_resume(
+    request: ProbeRequest, memory: Memory, recorder: Recorder, plug_in: Any, worst_case: dict[str, object]
+) -> tuple[TrlConfig, Any]:
+    """Load, a step, save; then load, resume, a step and the measured ones."""
+    checkpoints = request.folder / "checkpoints"
     try:
         config = _config(request, checkpoints, steps=1)
         with recorder.within("load"):
@@ -143,26 +174,25 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     finally:
         memory.stop()
         shutil.rmtree(checkpoints, ignore_errors=True)
-    peaks = merged(p for p in recorder.peaks)
-    tokens = int(str(worst_case["prompt_tokens"]))
-    used = max(p.device_used_bytes for p in peaks)
-    over = request.limit_bytes is not None and used > request.limit_bytes
-    return ProbeResult(
-        status=ProbeStatus.OOM if over else ProbeStatus.FIT,
-        reason="the device held more than the target" if over else "",
-        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
-        device=request.device,
-        limit_bytes=request.limit_bytes,
-        phases=tuple(p for p in peaks if p.name != "end"),
-        step_s=tuple(steps.step_s),
-        rollout_s=tuple(steps.rollout_s),
-        update_s=tuple(steps.update_s),
-        completions_per_step=plug_in.samples_per_step(config),
-        tokens_per_step=plug_in.tokens_per_step(config, tokens),
-        device_name=memory.device_name,
-        versions=_versions(),
-        **_tops(peaks),
-    )
+    return config, steps
+
+
+def _train_simulated(
+    request: ProbeRequest, memory: Memory, recorder: Recorder, plug_in: Any, worst_case: dict[str, object]
+) -> tuple[TrlConfig, Any]:
+    """Load and two steps: the second has the optimizer's state, and a simulated step takes the same time each time.
+
+    A simulated card keeps no values, so there is nothing to save or to resume from.
+    """
+    config = _config(request, request.folder / "checkpoints", steps=2)
+    with recorder.within("load"):
+        trainer = plug_in.build(config, worst_case=worst_case)
+    _follow(trainer, recorder, plug_in.PHASES)
+    steps = _StepClock(recorder, memory, measure_after=1)
+    trainer.add_callback(steps)
+    trainer.train()
+    recorder.enter("end")
+    return config, steps
 
 
 def _config(request: ProbeRequest, checkpoints: Path, *, steps: int) -> TrlConfig:
@@ -219,13 +249,13 @@ def _StepClock(recorder: Recorder, memory: Memory, *, measure_after: int) -> Any
                 recorder.enter("update")
                 memory.stop()
                 recorder.seconds.clear()
-                self._began = time.perf_counter()
+                self._began = memory.now_s()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
             if self._began is None:
                 return
             recorder.enter("update")
-            self.step_s.append(time.perf_counter() - self._began)
+            self.step_s.append(memory.now_s() - self._began)
             self.rollout_s.append(recorder.seconds["rollout"] + recorder.seconds["scoring"])
             self.update_s.append(recorder.seconds["update"] + recorder.seconds["optimizer"])
 

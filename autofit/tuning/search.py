@@ -73,7 +73,7 @@ class Plan:
     def name(self) -> str:
         target = "" if self.target_bytes is None else f"-{format_bytes(self.target_bytes).replace(' ', '')}"
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self.recipe.name)
-        return self.study_name or f"{stem}{target}-{self.device}-{self.fingerprint[:6]}"
+        return self.study_name or f"{stem}{target}-{self.device.replace(':', '-')}-{self.fingerprint[:6]}"
 
     @property
     def probes_folder(self) -> Path:

@@ -1,0 +1,115 @@
+"""One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+
+from autofit.errors import EnvironmentFault
+from autofit.hardware import Device, slot_names
+from autofit.probing.launch import Launcher
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.warm import WarmServer
+from autofit.recipe import Recipe
+from autofit.units import format_bytes, format_seconds
+
+
+def estimate(
+    recipe: Recipe, device: Device, capacity_bytes: int, *, folder: Path, worst_case: Path, server: WarmServer,
+    deadline_s: float,
+) -> ProbeResult:  # fmt: skip
+    """Probe the recipe as it is on `device`. Raises EnvironmentFault when the simulation itself fails."""
+    request = ProbeRequest(
+        folder=folder, trainer=recipe.trainer, values=recipe.values, device=device, limit_bytes=capacity_bytes,
+        worst_case=worst_case, deadline_s=deadline_s, warm_socket=server.socket_path, slots=slot_names(device, 1),
+    )  # fmt: skip
+    launcher = Launcher()
+    launcher.submit(request)
+    while (result := launcher.result(folder)) is None:
+        time.sleep(0.03)
+    if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
+        raise EnvironmentFault(f"the simulation did not end: {result.reason}")
+    return result
+
+
+def estimate_json(result: ProbeResult, capacity_bytes: int) -> dict[str, object]:
+    """The object that `autofit estimate --json` prints."""
+    phases = [
+        {
+            "name": p.name,
+            "peak_allocated_bytes": p.peak_allocated_bytes,
+            "categories": result.categories.get(p.name, {}),
+        }
+        for p in result.phases
+    ]
+    return {
+        "peak_allocated_bytes": result.peak_allocated_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes,
+        "device_used_bytes": result.device_used_bytes,
+        "least_capacity_bytes": result.least_capacity_bytes,
+        "capacity_bytes": capacity_bytes,
+        "fits": result.status is ProbeStatus.FIT,
+        "phases": phases,
+        "rollout_s": result.rollout_s[0] if result.rollout_s else None,
+        "update_s": result.update_s[0] if result.update_s else None,
+        "step_s": result.median_step_s,
+        "fidelity": result.fidelity,
+        "computed_in_s": result.process_s,
+    }
+
+
+def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
+    """A table of phases by category, and one sentence: fits or by how much not, and what dominates."""
+    names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
+    table = Table(title=f"{result.device_name}, {result.fidelity}", title_justify="left")
+    table.add_column("phase")
+    for name in ["peak allocated", *names]:
+        table.add_column(name, justify="right")
+    for phase in result.phases:
+        bytes_of = result.categories.get(phase.name, {})
+        cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]
+        table.add_row(phase.name, format_bytes(phase.peak_allocated_bytes), *cells)
+    return table, _sentence(result, capacity_bytes)
+
+
+def _categories(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
+    return list(dict.fromkeys(name for categories in phases.values() for name in categories))
+
+
+def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
+    used, least = result.device_used_bytes or 0, result.least_capacity_bytes or 0
+    top = max(result.phases, key=lambda p: p.peak_allocated_bytes)
+    held = result.categories.get(top.name, {})
+    largest = max(held, key=lambda name: held[name]) if held else "?"
+    if result.status is ProbeStatus.FIT:
+        verdict = f"fits: {format_bytes(used)} of {format_bytes(capacity_bytes)} used"
+    else:
+        verdict = (
+            f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} more than there is"
+        )
+    step_s = result.median_step_s
+    times = ""
+    if step_s is not None:
+        times = f"; a step takes {format_seconds(step_s)} (rollout {format_seconds(result.rollout_s[0])})"
+    share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
+    return f"it {verdict}{times}; the peak is in {top.name}, where {largest} hold {share}."
+
+
+def plot_phases(result: ProbeResult, capacity_bytes: int, path: Path) -> None:
+    """A PNG of stacked bars: bytes by category at each phase's peak, and the capacity."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    names = [p.name for p in result.phases if p.name in result.categories]
+    below = [0.0] * len(names)
+    for category in _categories(result.categories):
+        heights = [result.categories[name].get(category, 0) / 1e9 for name in names]
+        axes.bar(names, heights, bottom=below, label=category)
+        below = [b + h for b, h in zip(below, heights, strict=True)]
+    if capacity_bytes / 1e9 < 3 * max(below, default=1.0):
+        axes.axhline(capacity_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="capacity")
+    axes.set(ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}")
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=110)

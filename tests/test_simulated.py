@@ -1,0 +1,106 @@
+"""The `sim:` device: the probe worker on a simulated card."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autofit.errors import ConfigError
+from autofit.hardware import choose_device, choose_target
+from autofit.probing.launch import Launcher
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.warm import WarmServer
+
+
+def probe(recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None) -> ProbeResult:
+    recipe = prepare(
+        recipe_path, trainer="grpo", device="sim:a100-40gb", folder=recipe_path.parent / "i", server=server
+    )
+    request = ProbeRequest(
+        folder=folder, trainer="grpo", values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
+        worst_case=worst_case_path(recipe_path.parent / "i"), warm_socket=server.socket_path,
+    )  # fmt: skip
+    launcher = Launcher()
+    launcher.submit(request)
+    while (result := launcher.result(folder)) is None:
+        time.sleep(0.02)
+    return result
+
+
+def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
+    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer
+) -> None:
+    free = probe(tiny_recipe, tmp_path / "free", warm_server, limit_bytes=None)
+    assert free.status is ProbeStatus.FIT, free.reason
+    least, used = free.least_capacity_bytes, free.device_used_bytes
+    assert least is not None
+    assert used is not None
+    assert least <= used
+    assert {p.name for p in free.phases} == {"load", "rollout", "scoring", "update", "optimizer"}
+    assert free.fidelity == "predicted"
+    assert len(free.step_s) == 1
+    assert free.rollout_s[0] + free.update_s[0] <= free.step_s[0] * 1.001
+    for phase in free.phases:
+        assert sum(free.categories[phase.name].values()) <= phase.peak_allocated_bytes * 1.001
+    fits = probe(tiny_recipe, tmp_path / "fits", warm_server, limit_bytes=least)
+    assert (fits.status, fits.peak_allocated_bytes) == (ProbeStatus.FIT, free.peak_allocated_bytes)
+    below = probe(tiny_recipe, tmp_path / "below", warm_server, limit_bytes=least - 32 * 2**20)
+    assert below.status is ProbeStatus.OOM
+    assert below.device_used_bytes is not None
+    assert below.device_used_bytes > least - 32 * 2**20
+
+
+def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "autofit",
+        "estimate",
+        "run.yaml",
+        "--gpu",
+        "A100 40GB",
+        "--json",
+        "--plot",
+        "p.png",
+    ]
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == {
+        "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
+        "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s",
+    }  # fmt: skip
+    assert found["fits"]
+    assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
+    assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
+    command = [sys.executable, "-m", "autofit", "estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "it does not fit: it needs" in done.stdout
+
+
+def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:
+    command = [sys.executable, "-m", "autofit", "search", "run.yaml", "--gpu", "rtx4090", "--trials", "3", "--json"]
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["fidelity"] == "predicted"
+    assert found["counts"]["fit"] == 3
+
+
+def test_a_card_is_named_or_refused() -> None:
+    assert choose_device("auto", "A100-40GB") == "sim:a100-40gb"
+    assert choose_target(None, "sim:a100-40gb") > 39 * 2**30
+    for device, gpu, message in [
+        ("auto", "a1000", "unknown GPU"),
+        ("sim", None, "needs --gpu"),
+        ("cpu", "t4", "--gpu"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            choose_device(device, gpu)
+    with pytest.raises(ConfigError, match="within the card's memory"):
+        choose_target(80 * 10**9, "sim:a100-40gb")
