@@ -1,7 +1,10 @@
 """Does the GRPO run raise the tiny model's reward on problems it never saw? Three seeds, before and after.
 
 Run: python experiments/tiny_reward/run.py [--seeds 0 1 2] [--threads 1]
-Every run is TRL's own script on the recipe as `prepare_tiny` wrote it; only the folder and the device are added.
+Every run is `autofit search` (4 trials) on the recipe as `prepare_tiny` wrote it, then `autofit promote best`.
+40 % of the model's SFT demonstrations answer "?", so much of the rise is unlearning that; with clean demonstrations
+seven settings of GRPO moved the sampled reward from 0.486 to between 0.416 and 0.513. The learning rate and the batch
+were chosen on seed 0's problems; seeds 1 and 2 were not tuned on.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,31 +29,36 @@ HERE = Path(__file__).parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "reasoning-gym")
 
 
-def run_grpo(recipe: Path, output_dir: Path, *, threads: int) -> float:
-    """Seconds TRL's own script took to train `recipe` on the CPU."""
-    command = [sys.executable, "-m", "trl.scripts.grpo", "--config", str(recipe)]
-    command += ["--use_cpu", "true", "--output_dir", str(output_dir), "--disable_tqdm", "true"]
+def search_and_promote(recipe: Path, folder: Path, *, threads: int) -> tuple[Path, dict[str, object], float]:
+    """The adapter that a search and a promotion of its best trial trained, what changed, and the run's seconds."""
+    folder.mkdir()
+    found = autofit(folder, "search", str(recipe), "--target-vram", "2GB", "--device", "cpu", "--trials", "4",
+                    threads=threads)  # fmt: skip
     started = time.perf_counter()
-    log = output_dir.with_suffix(".log")
-    with log.open("w") as file:
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, check=True, stdout=file, stderr=subprocess.STDOUT, env=env)
-    return time.perf_counter() - started
+    final = autofit(folder, "promote", "best", threads=threads)
+    return Path(str(final["output_dir"])), found["winner"]["changes"], time.perf_counter() - started
 
 
-def measure_seed(seed: int, work: Path, *, threads: int) -> dict[str, float]:
-    """Held-out reward before and after the run of one seed."""
+def autofit(folder: Path, *arguments: str, threads: int) -> dict[str, Any]:
+    """What an autofit command printed as JSON."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "autofit", *arguments, "--json"]
+    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env=env)
+    content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return content
+
+
+def measure_seed(seed: int, work: Path, *, threads: int) -> dict[str, object]:
+    """Held-out reward before and after the promoted run of one seed."""
     recipe = prepare_tiny(work / "cache", seed=seed, progress=say)
     settings = yaml.safe_load(recipe.read_text())
     test = Path(settings["dataset_name"]) / "test.jsonl"
-    model = Path(settings["model_name_or_path"])
-    before = held_out_reward(model, test)
-    grpo_s = run_grpo(recipe, work / f"grpo-{seed}", threads=threads)
-    after = held_out_reward(work / f"grpo-{seed}", test)
-    return row(seed, before, after, grpo_s)
+    before = held_out_reward(Path(settings["model_name_or_path"]), test)
+    adapter, changes, grpo_s = search_and_promote(recipe, work / f"seed-{seed}", threads=threads)
+    return row(seed, before, held_out_reward(adapter, test), grpo_s) | {"changes": changes}
 
 
-def row(seed: int, before: HeldOutReward, after: HeldOutReward, grpo_s: float) -> dict[str, float]:
+def row(seed: int, before: HeldOutReward, after: HeldOutReward, grpo_s: float) -> dict[str, object]:
     """One line of the table."""
     return {
         "seed": seed,
