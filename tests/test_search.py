@@ -85,7 +85,9 @@ def test_a_probe_killed_twice_is_told_as_lost_and_the_search_goes_on(tmp_path: P
     wanted = plan(tmp_path, 3)
     search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(_kill_trial_1))
     search.run()
-    assert [t.status for t in trials_of(search.study)] == [ProbeStatus.FIT, ProbeStatus.LOST, ProbeStatus.FIT]
+    first, second, third = (t.status for t in trials_of(search.study))
+    assert (first, second) == (ProbeStatus.FIT, ProbeStatus.LOST)
+    assert third in (ProbeStatus.FIT, ProbeStatus.OOM)
     assert [t.state for t in search.study.trials].count(TrialState.FAIL) == 1
     assert (wanted.probes_folder / "trial-0001-2").exists()
 
