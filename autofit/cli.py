@@ -12,9 +12,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
-from autofit import __version__
+from autofit.arguments import parser
 from autofit.errors import AutofitError, ConfigError, nearest
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
@@ -30,8 +30,8 @@ DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
     try:
-        options = _parser().parse_args(argv)
-        return int(options.command(options))
+        options = parser().parse_args(argv)
+        return _COMMANDS[options.command](options)
     except AutofitError as error:
         _say(f"autofit: {error}")
         return WRONG_USAGE
@@ -54,99 +54,6 @@ def _os_error(error: OSError) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with one line instead of the usage text on an error, and the nearest option for a wrong one."""
-
-    def error(self, message: str) -> NoReturn:
-        known = [s for a in self._actions for s in a.option_strings]
-        given = message.rsplit(" ", 1)[-1]
-        hint = nearest(given, known) if message.startswith("unrecognized") else ""
-        raise ConfigError(f"{message}{hint}; see `{self.prog} --help`")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="autofit",
-        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch.",
-    )
-    parser.add_argument("--version", action="version", version=f"autofit {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    search = _command(commands, "search", _search, "find the Pareto front and the fastest config that fits")
-    search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl grpo --config` takes")
-    search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
-    search.add_argument("--target-vram", metavar="SIZE", help="40GB (40e9 bytes) or 40GiB; default: the whole card")
-    search.add_argument(
-        "--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)"
-    )
-    search.add_argument("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help="where probes run")
-    search.add_argument("--gpu", metavar="NAME", help="probe on this simulated card, for example a100-40gb: predicted")
-    search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
-                        help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
-    search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
-    search.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
-    search.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
-    )
-    search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12, for --demo 6)")
-    search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
-    search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
-    search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
-    search.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that one probe may take")
-    search.add_argument("--parallel", type=int, metavar="N", help="probes at once (default: one a card; 1 on cpu)")
-    search.add_argument("--seed", type=int, default=0, help="seed of the proposals")
-    search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
-    search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
-    search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
-
-    estimate = _command(commands, "estimate", _estimate, "predict one config on a simulated card: bytes by phase, time")
-    estimate.add_argument("recipe", type=Path, help="the YAML that `trl grpo --config` takes")
-    estimate.add_argument("--gpu", required=True, metavar="NAME", help="the card, for example a100-40gb")
-    estimate.add_argument("--target-vram", metavar="SIZE", help="use only so much of it (default: the whole card)")
-    estimate.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that it may take")
-    estimate.add_argument(
-        "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
-    )
-    estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
-
-    promote = _command(commands, "promote", _promote, "write a trial's YAML and launch its full run")
-    promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
-    promote.add_argument("--study", help="name of the study (default: the one used last)")
-    promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
-    promote.add_argument("--write-only", action="store_true", help="write the YAML and do not launch the run")
-    promote.add_argument("--restart", action="store_true", help="throw the run's checkpoints away and begin anew")
-    promote.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
-
-    ui = _command(commands, "ui", _ui, "serve MLflow on loopback and print the compare page of the front")
-    ui.add_argument("--study", help="name of the study (default: the one used last)")
-    ui.add_argument("--port", type=int, help="port on 127.0.0.1 (default: a free one)")
-
-    sync = _command(commands, "sync", _sync, "bring MLflow in line with a study, or rebuild it")
-    sync.add_argument("--study", help="name of the study (default: the one used last)")
-    sync.add_argument("--rebuild", action="store_true", help="delete the study's trial runs first")
-
-    report = _command(commands, "report", _report, "show a study's result again")
-    report.add_argument("study", nargs="?", help="name of the study (default: the one used last)")
-    report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
-
-    doctor = _command(commands, "doctor", _doctor, "check a recipe and show what follows from it")
-    doctor.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
-    doctor.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
-    doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
-    return parser
-
-
-def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, run: object, text: str) -> _Parser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--dir", type=Path, default=Path("autofit-studies"), help="folder of the studies")
-    parser.set_defaults(command=run)
-    return parser
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:
@@ -551,3 +458,9 @@ def _doctor(options: argparse.Namespace) -> int:
     for name, text in recipe.describe():
         print(f"{name:>16}: {text}")
     return DONE
+
+
+_COMMANDS = {
+    "search": _search, "estimate": _estimate, "promote": _promote, "ui": _ui, "sync": _sync, "report": _report,
+    "doctor": _doctor,
+}  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Literal, cast
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.units import format_bytes
 
 TrainerName = Literal["grpo", "sft", "dpo", "reward"]
 TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")
@@ -75,7 +76,6 @@ class Recipe:
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
-    trainable_fraction_hint: str = ""
 
     def integer(self, key: str) -> int:
         """The resolved value of `key`, which TRL's parser has made an integer."""
@@ -168,7 +168,7 @@ class Recipe:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))
         if self.model_parameters is not None and self.weights_bytes is not None:
             rows.append(
-                ("weights", f"{self.model_parameters / 1e6:.1f} M parameters, {self.weights_bytes / 1e9:.2f} GB")
+                ("weights", f"{self.model_parameters / 1e6:.3g} M parameters, {format_bytes(self.weights_bytes)}")
             )
         return rows
 
