@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -105,7 +106,8 @@ def serve(socket_path: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are nobody's to wait for
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:
+            if sys.stdin in ready:  # the starter ended, perhaps too suddenly to clean up
+                shutil.rmtree(os.path.dirname(socket_path), ignore_errors=True)
                 return
             connection, _ = listener.accept()
             if os.fork() == 0:
