@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
 
 from autofit.errors import AutofitError
 from autofit.files import read_json
 from autofit.promotion import read_progress
-from autofit.tracking import KIND, STATUS, STUDY, TRIAL, client, experiment_id, sync, trial_run_id
+from autofit.tracking import KIND, STATUS, STUDY, TRIAL, client, experiment_id, sync, tracking_errors, trial_run_id
 
 _EVERY_S = 1.0
 
@@ -25,8 +24,9 @@ def main(request_path: str) -> None:
     while not ended:
         ended = bool(select.select([sys.stdin], [], [], _EVERY_S)[0])
         try:
-            mirror(request, ended=ended)
-        except (MlflowException, AutofitError, OSError) as error:
+            with tracking_errors(Path(str(request["study_folder"]))):
+                mirror(request, ended=ended)
+        except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
 
 

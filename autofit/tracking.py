@@ -4,24 +4,29 @@ Optuna is the truth. `python -m autofit.tracking DIR STUDY` follows a search in 
 being slow or down touches nothing else.
 """
 
+import contextlib
 import json
 import os
 import select
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down is said to be within seconds
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
+import alembic.util
 import mlflow
+import sqlalchemy.exc
 from mlflow.entities import Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from autofit.errors import AutofitError
+from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, why, winner
 from autofit.tuning.study import exclusive, load_study, trials_of
@@ -61,9 +66,30 @@ def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
         return str(found.experiment_id)
 
 
+@contextlib.contextmanager
+def tracking_errors(folder: Path) -> Iterator[None]:
+    """Turn what MLflow and its database raise into one EnvironmentFault."""
+    try:
+        yield
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
+        reason = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
+        raise EnvironmentFault(
+            f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move it, "
+            f"then `autofit sync` makes it anew"
+        ) from error
+
+
 def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) -> int:
-    """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored."""
+    """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored.
+
+    Raises EnvironmentFault when MLflow or its database cannot be used.
+    """
     study = load_study(folder, study_name)
+    with tracking_errors(folder):
+        return _sync(folder, study, rebuild=rebuild)
+
+
+def _sync(folder: Path, study: Any, *, rebuild: bool) -> int:
     api = client(folder)
     with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
         experiment = experiment_id(api, folder, study.study_name)
@@ -228,7 +254,7 @@ def follow(folder: Path, study_name: str) -> None:
             finished = sum(t.result is not None for t in trials_of(load_study(folder, study_name)))
             if finished > mirrored:
                 mirrored = sync(folder, study_name)
-        except (MlflowException, AutofitError, OSError) as error:
+        except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
 
 
