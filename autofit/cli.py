@@ -8,14 +8,15 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from autofit.arguments import parser
-from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from autofit.tuning.frontier import Trial
     from autofit.tuning.search import Plan, Progress, Search
 
+T = TypeVar("T")
 DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -62,6 +64,14 @@ def _at_least_one(name: str, value: int | None) -> int | None:
     return value
 
 
+def _given(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    """The value of an option, or None when it was not given; an error names the option."""
+    try:
+        return None if text is None else parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
@@ -74,10 +84,11 @@ def _search(options: argparse.Namespace) -> int:
     folder: Path = options.dir
     server = _warm(folder)
     try:
-        plan = _plan(options, server)
+        plan, scratch = _plan(options, server)
         for name, text in plan.recipe.describe():
             _say(f"{name:>16}: {text}")
         with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
+            _keep_worst_case(scratch, plan.probes_folder)
             study = open_study(plan)
             _say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
@@ -94,6 +105,11 @@ def _search(options: argparse.Namespace) -> int:
         server.close()
 
 
+def _dir_option(folder: Path) -> str:
+    """What a command that is proposed needs to find `folder`."""
+    return "" if folder == Path("autofit-studies") else f" --dir {folder}"
+
+
 def _check_search(options: argparse.Namespace) -> None:
     if options.demo and options.recipe is not None:
         raise ConfigError(f"give a recipe or --demo, not both; got {options.recipe} and --demo")
@@ -101,10 +117,8 @@ def _check_search(options: argparse.Namespace) -> None:
         raise ConfigError("a search needs a recipe: give the path of a YAML file, or --demo")
     for name in ("trials", "plateau", "measured_steps", "parallel", "world_size"):
         _at_least_one("--" + name.replace("_", "-"), getattr(options, name))
-    if options.study is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", options.study):
-        raise ConfigError(
-            f"--study may have letters, digits, '.', '_' and '-' (it names a folder); got {options.study!r}"
-        )
+    if options.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", options.study):
+        raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {options.study!r}")
     if options.world_size > 1:
         raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
     if options.trainer != "grpo":
@@ -121,18 +135,19 @@ def _warm(folder: Path) -> "WarmServer":
         raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
 
 
-def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
+def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
     from autofit.hardware import choose_device, choose_target, gpus
-    from autofit.probing.prepare import worst_case_path
     from autofit.space import Space, load_space
     from autofit.tuning.search import Plan
 
-    budget = parse_seconds(options.time_budget) if options.time_budget else None
-    deadline_s = parse_seconds(options.deadline)
+    budget = _given("--time-budget", options.time_budget, parse_seconds)
+    deadline_s = _given("--deadline", options.deadline, parse_seconds) or 0
     asked = "cpu" if options.demo and options.device == "auto" and options.gpu is None else options.device
     device = choose_device(asked, options.gpu)
-    target = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
-    headroom = parse_bytes(options.headroom) if options.headroom else 0 if device == "cpu" else target // 50
+    target = choose_target(_given("--target-vram", options.target_vram, parse_bytes), device)
+    headroom = 0 if device == "cpu" else target // 50
+    if options.headroom is not None:
+        headroom = 0 if options.headroom in ("0", "0B") else _given("--headroom", options.headroom, parse_bytes) or 0
     if headroom >= target:
         raise ConfigError(
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
@@ -151,10 +166,19 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "Plan":
         plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
         measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip
-    plan.probes_folder.mkdir(parents=True, exist_ok=True)
-    os.replace(worst_case_path(scratch), worst_case_path(plan.probes_folder))
+    return plan, scratch
+
+
+def _keep_worst_case(scratch: Path, folder: Path) -> None:
+    """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
+    from autofit.probing.prepare import worst_case_path
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not worst_case_path(folder).exists():  # the same study has the same one
+        shutil.rmtree(folder / "worst_row", ignore_errors=True)
+        os.replace(scratch / "worst_row", folder / "worst_row")
+        os.replace(worst_case_path(scratch), worst_case_path(folder))
     _remove(scratch)
-    return plan
 
 
 def _prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
@@ -173,8 +197,6 @@ def _prepared(path: Path, options: argparse.Namespace, device: str, scratch: Pat
 
 
 def _remove(folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
@@ -245,6 +267,8 @@ def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: 
     target = cast("int | None", attrs.get("target_bytes"))
     sentence = why(trials, attrs["resolved"], target)
     screened = int(attrs.get("screened", 0))
+    if stopped == BROKEN:
+        raise EnvironmentFault(f"{sentence}; mend that and run the same command again")
     if not options.json:
         from rich.console import Console
 
@@ -253,7 +277,7 @@ def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: 
         print(f"{sentence}.")
         print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
         if winner(trials) is not None:
-            where = "" if folder == Path("autofit-studies") else f" --dir {folder}"
+            where = _dir_option(folder)
             print(f"Next: autofit promote best{where}   then: autofit ui{where}")
     else:
         content = to_json(
@@ -262,8 +286,6 @@ def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: 
         print(json.dumps(content))
     if stopped == "interrupted":
         return INTERRUPTED
-    if stopped == BROKEN:
-        return WRONG_USAGE
     return DONE if winner(trials) is not None else NOTHING_FITS
 
 
@@ -271,6 +293,7 @@ def _show_result(options: argparse.Namespace, folder: Path, name: str, stopped: 
 def _display(search: "Search", plan: "Plan") -> Iterator[None]:
     """A live line on a terminal, plain lines elsewhere; both on stderr."""
     from rich.console import Console
+    from rich.text import Text
 
     from autofit.tables import trial_line
 
@@ -278,14 +301,18 @@ def _display(search: "Search", plan: "Plan") -> Iterator[None]:
     resolved = plan.recipe.resolved
 
     def told(trial: "Trial") -> None:
-        (console.print if console.is_terminal else _say)(trial_line(trial, resolved))
+        line = trial_line(trial, resolved)
+        if console.is_terminal:
+            console.print(line, markup=False, highlight=False)
+        else:
+            _say(line)
 
     search.on_told = told
     if not console.is_terminal:
         yield
         return
     with console.status("starting") as status:
-        search.on_progress = lambda progress: status.update(_progress_text(progress, plan))
+        search.on_progress = lambda progress: status.update(Text(_progress_text(progress, plan)))
         yield
 
 
@@ -328,8 +355,8 @@ def _estimate(options: argparse.Namespace) -> int:
     from autofit.probing.warm import WarmServer
 
     device = choose_device("sim", options.gpu)
-    capacity = choose_target(parse_bytes(options.target_vram) if options.target_vram else None, device)
-    deadline_s = parse_seconds(options.deadline)
+    capacity = choose_target(_given("--target-vram", options.target_vram, parse_bytes), device)
+    deadline_s = _given("--deadline", options.deadline, parse_seconds) or 0
     options.world_size, options.trainer = 1, "grpo"
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
         folder = Path(temporary)
@@ -394,7 +421,7 @@ def _promote(options: argparse.Namespace) -> int:
         window = final["reward_window_steps"]
         print(f"mean reward {_number(final['first_reward'])} over the first {window} step(s), "
               f"{_number(final['last_reward'])} over the last {window}")  # fmt: skip
-    print(f"the model is in {model_path(final)}; its run is in MLflow: autofit ui")
+    print(f"the model is in {model_path(final)}; its run is in MLflow: autofit ui{_dir_option(options.dir)}")
     return DONE
 
 

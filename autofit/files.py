@@ -38,8 +38,8 @@ def is_full(folder: Path) -> bool:
 def cannot_write(path: Path, error: OSError) -> str:
     """One line: why `path` could not be written and what to change."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left to write {path}; free some space or choose another folder with --dir"
-    return f"cannot write {path}: {error.strerror or error}; choose another folder with --dir"
+        return f"no space left to write {path}; free some space or write elsewhere (--dir)"
+    return f"cannot write {path}: {error.strerror or error}; write elsewhere (--dir, --out)"
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

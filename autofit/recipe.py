@@ -76,6 +76,7 @@ class Recipe:
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
+    content_hash: str = ""  # of the reward functions' files and the data
 
     def integer(self, key: str) -> int:
         """The resolved value of `key`, which TRL's parser has made an integer."""

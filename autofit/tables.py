@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from autofit.probing.result import ProbeStatus
@@ -26,7 +27,7 @@ def front_table(trials: Sequence[Trial], original: Mapping[str, object], target_
         table.add_row(
             f"{trial.number}{mark}",
             trial.tier,
-            describe_changes(trial.changes, original),
+            escape(describe_changes(trial.changes, original)),
             _or_dash(trial.device_used_bytes, format_bytes, at_least=trial.status is ProbeStatus.OOM),
             _share(trial, target_bytes),
             _or_dash(trial.step_s, format_seconds),

@@ -33,6 +33,7 @@ from autofit.tuning.study import exclusive, load_study, trials_of
 from autofit.units import format_bytes
 
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
+ENDED = "autofit.ended"
 _FOLLOW_S = 2.0
 _LOCK_S = 15.0  # the longest that one mirror waits for another
 _RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
@@ -102,9 +103,12 @@ def _sync(folder: Path, study: Any, *, rebuild: bool) -> int:
         trials = trials_of(study)
         finished = [t for t in trials if t.result is not None]
         for trial in finished:
-            known = runs.get(str(trial.number))
+            known, ended = runs.get(str(trial.number)), frozen[trial.number].datetime_complete
+            if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):
+                api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
+                known = None
             if known is None or known.info.status == "RUNNING":
-                _mirror(api, experiment, study, trial, known, frozen[trial.number].datetime_complete)
+                _mirror(api, experiment, study, trial, known, ended)
         _summary(api, experiment, study, trials, runs.get("summary"))
     return len(finished)
 
@@ -138,7 +142,7 @@ def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
     resolved = cast(dict[str, object], study.user_attrs.get("resolved", {}))
     tags = {
-        STUDY: study.study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial",
+        STUDY: study.study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", ENDED: str(ended),
         "autofit.tier": trial.tier, "autofit.device": result.device,
         "autofit.changes": describe_changes(trial.changes, resolved),
         "autofit.shown_as": "pruned" if result.status is ProbeStatus.OOM else str(result.status),

@@ -157,3 +157,37 @@ def test_a_target_below_the_weights_is_refused_before_any_probe(tiny_recipe: Pat
     assert done.returncode == 2
     assert "at least the model's weights" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_row_reaches_the_reward_with_the_types_the_dataset_gave_it(
+    tiny_recipe: Path, warm_server: WarmServer
+) -> None:
+    import datetime
+
+    import datasets
+
+    rows = {
+        "prompt": ["t1 t2"] * 9,
+        "when": [datetime.datetime(2026, 11, 21)] * 9,
+        "blob": [b"x"] * 9,
+        "opt": [None] * 9,
+    }
+    (tiny_recipe.parent / "data" / "train.jsonl").unlink()
+    datasets.Dataset.from_dict(rows).to_parquet(tiny_recipe.parent / "data" / "train.parquet")
+    prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+    row = datasets.load_from_disk(str(tiny_recipe.parent / "i" / "worst_row"))[0]
+    assert (row["when"].year, row["blob"], row["opt"]) == (2026, b"x", None)
+
+
+def test_a_recipe_is_known_again_until_its_rewards_or_data_change(tiny_recipe: Path, warm_server: WarmServer) -> None:
+    def content_hash() -> str:
+        return prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i",
+                       server=warm_server).content_hash  # fmt: skip
+
+    first = content_hash()
+    assert content_hash() == first
+    with (tiny_recipe.parent / "tiny_rewards.py").open("a") as file:
+        file.write("# mended\n")
+    second = content_hash()
+    tiny.write_dataset(tiny_recipe.parent / "data" / "train.jsonl", rows=30)
+    assert len({first, second, content_hash()}) == 3

@@ -48,9 +48,11 @@ def probe(
 
 
 def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
+    from autofit.probing.worker import read_worst_case
+
     assert (recipe.effective_batch_size, recipe.prompts_per_step) == (8, 2)
     assert (recipe.longest_prompt_tokens, recipe.max_completion_tokens) == (7, 8)
-    row = json.loads(worst_case_path(recipe.folder).read_text())["row"]
+    row = read_worst_case(worst_case_path(recipe.folder))["rows"][0]
     assert len(row["prompt"].split()) == 7
 
 
@@ -222,11 +224,11 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     import trainers.grpo
     from autofit.probing.memory import CpuMemory
     from autofit.probing.trl_config import parse
-    from autofit.probing.worker import _QUIET
+    from autofit.probing.worker import _QUIET, read_worst_case
 
     monkeypatch.chdir(recipe.folder)
     model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)
-    worst_case = json.loads(worst_case_path(recipe.folder).read_text())
+    worst_case = read_worst_case(worst_case_path(recipe.folder))
     memory = CpuMemory(None)
 
     def train() -> None:

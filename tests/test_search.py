@@ -14,11 +14,12 @@ from optuna.trial import TrialState
 from search_driver import plan
 
 from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import write_json
 from autofit.probing.launch import Launcher, is_alive
-from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.tuning.frontier import pareto_front, winner
 from autofit.tuning.sampler import CandidateSampler
-from autofit.tuning.search import Search, open_study
+from autofit.tuning.search import BROKEN, Search, open_study
 from autofit.tuning.study import load_study, tell, trials_of
 
 
@@ -179,3 +180,19 @@ def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) 
     tell(study, 0, result, target_bytes=5)
     assert study.trials[0].constraints == {"bytes_over_target": 5.0}
     assert study.trials[0].state is TrialState.COMPLETE
+
+
+def test_a_study_of_nothing_but_failures_ends_early_and_begins_anew_when_run_again(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, 4)
+    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(_fail))
+    assert search.run() == BROKEN
+    assert len(search.study.trials) == 2
+    search, reason = search_in(tmp_path, 4)
+    assert reason == "4 of 4 trials are done"
+    assert all(t.state is TrialState.COMPLETE for t in search.study.trials)
+
+
+def _fail(request_path: str) -> None:
+    request = ProbeRequest.read(Path(request_path))
+    answer = ProbeResult(status=ProbeStatus.FAILED, device="cpu", reason="ValueError: as always", wall_s=0.1)
+    write_json(request.answer_path, answer.to_json())

@@ -26,8 +26,9 @@ _NEVER = 2**31 - 1  # a token id that no tokenizer has: generation never ends ea
 def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> GRPOTrainer:
     """The trainer of `config`, as TRL's own script makes it.
 
-    With `worst_case` (`row`: the row with the longest prompt), it trains random weights on that row alone and forces
-    every completion to `max_completion_length` tokens. Raises ConfigError for what the recipe names and nobody has.
+    With `worst_case` (`rows`: a dataset of the one row with the longest prompt), it trains random weights on that row
+    alone and forces every completion to `max_completion_length` tokens. Raises ConfigError for what the recipe names
+    and nobody has.
     """
     training, model = config.training, config.model
     kwargs = {
@@ -44,7 +45,7 @@ def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> 
             model=model.model_name_or_path,
             reward_funcs=reward_functions(config),
             args=training,
-            train_dataset=_repeat(worst_case["row"], training) if worst_case is not None else split(config),
+            train_dataset=_repeat(worst_case["rows"], training) if worst_case is not None else split(config),
             eval_dataset=split(config, evaluation=True) if training.eval_strategy != "no" else None,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
@@ -153,11 +154,11 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _repeat(row: Mapping[str, Any], training: Any) -> Dataset:
-    """A dataset of the one `row`, large enough for every step of a probe."""
+def _repeat(rows: Dataset, training: Any) -> Dataset:
+    """The one row of `rows`, often enough for every step of a probe."""
     prompts_per_generation = max(1, training.generation_batch_size // training.num_generations)
     generations = training.max_steps * training.gradient_accumulation_steps
-    return Dataset.from_list([dict(row)] * (prompts_per_generation * (generations + 1)))
+    return rows.select([0] * (prompts_per_generation * (generations + 1)))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 Runs in the warm server's child or in a process of its own, because it imports torch and may import the user's code.
 """
 
+import hashlib
 import importlib
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -42,11 +44,24 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
         return answer
     plug_in = importlib.import_module(f"trainers.{trainer}")
     answer |= _model_size(config)
-    plug_in.reward_functions(config)
     rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
-    write_json(worst_case, {"row": plain(rows[index]), "prompt_tokens": tokens})
-    return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows)}
+    row_folder = worst_case.parent / "worst_row"
+    rows.select([index]).save_to_disk(
+        str(row_folder)
+    )  # as datasets keeps it: dates, bytes and images stay what they are
+    write_json(worst_case, {"prompt_tokens": tokens})
+    content = content_hash(plug_in.reward_functions(config), rows)
+    return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows), "content_hash": content}
+
+
+def content_hash(rewards: list[Any], rows: Any) -> str:
+    """A hash of what the recipe only names: the files of its reward functions and the data itself."""
+    files = {f for f in (getattr(sys.modules.get(r.__module__), "__file__", None) for r in rewards if callable(r)) if f}
+    digest = hashlib.sha256(str(rows._fingerprint).encode())
+    for file in sorted(files):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def device_overrides(device: str) -> dict[str, object]:

@@ -57,4 +57,5 @@ def prepare(
         num_prompts=cast(int | None, answer.get("num_prompts")),
         model_parameters=cast(int | None, answer.get("model_parameters")),
         weights_bytes=cast(int | None, answer.get("weights_bytes")),
+        content_hash=str(answer.get("content_hash", "")),
     )

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datasets import load_from_disk
+
 from autofit.files import is_full, read_json, write_json
 from autofit.probing.inspection import go_offline_without_a_hub
 from autofit.probing.keeper import die_with_parent
@@ -107,7 +109,8 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     if not is_oom(error) and is_full(request.folder):
         text = f"{NO_SPACE} for {request.folder}: {text}"
     if not is_oom(error):
-        return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=f"{text} (during {phase})")
+        reason = f"{text} (during {phase}; see {request.log_path})"
+        return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason)
     peaks = recorders[0].peaks if recorders else []
     if recorders:
         error.__traceback__ = None
@@ -119,9 +122,15 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     )  # fmt: skip
 
 
+def read_worst_case(path: Path) -> dict[str, Any]:
+    """`prompt_tokens` of the longest prompt and `rows`, a dataset of the one row that has it."""
+    found = read_json(path)
+    assert found is not None, path
+    return {**found, "rows": load_from_disk(str(path.parent / "worst_row"))}
+
+
 def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
-    worst_case = read_json(request.worst_case)
-    assert worst_case is not None, request.worst_case
+    worst_case = read_worst_case(request.worst_case)
     plug_in = importlib.import_module(f"trainers.{request.trainer}")
     memory.start()
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import optuna
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError, EnvironmentFault
@@ -65,7 +66,7 @@ class Plan:
         knobs = [[k.name, list(map(str, c))] for k, c in zip(space.knobs, space.choices, strict=True)]
         parts = [
             recipe.trainer, recipe.values, recipe.world_size, knobs, space.allow, self.device, self.limit_bytes,
-            self.measured_steps, recipe.longest_prompt_tokens,
+            self.measured_steps, recipe.longest_prompt_tokens, recipe.content_hash, recipe.model_parameters,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -95,6 +96,7 @@ def open_study(plan: Plan) -> optuna.Study:
     """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
     storage = open_storage(plan.folder, create=True)
     with database_errors(database_path(plan.folder)):
+        _forget_failures(plan, storage)
         study = optuna.create_study(
             study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"],
             sampler=CandidateSampler(plan.space, seed=plan.seed),
@@ -117,6 +119,17 @@ def open_study(plan: Plan) -> optuna.Study:
             if study.user_attrs.get(key) != value:
                 study.set_user_attr(key, value)
     return study
+
+
+def _forget_failures(plan: Plan, storage: RDBStorage) -> None:
+    """Delete a study in which nothing but failures was told: what was at fault may be mended by now."""
+    if plan.name not in optuna.get_all_study_names(storage):
+        return
+    study = optuna.load_study(study_name=plan.name, storage=storage)
+    if _all_broken(study.get_trials(deepcopy=False)):
+        optuna.delete_study(study_name=plan.name, storage=storage)
+        for attempt in plan.probes_folder.glob("trial-*"):
+            shutil.rmtree(attempt, ignore_errors=True)
 
 
 class Search:
