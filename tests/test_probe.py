@@ -119,7 +119,7 @@ def test_other_recipes_run(
     ("reward", "status", "words"),
     [("reward_that_exits", ProbeStatus.FAILED, "sys.exit(5) was called during scoring"),
      ("reward_that_crashes", ProbeStatus.FAILED, "crashed (SIGSEGV) during scoring"),
-     ("reward_that_raises", ProbeStatus.FAILED, "KeyError: 'answer' (during scoring)"),
+     ("reward_that_raises", ProbeStatus.FAILED, "KeyError: 'answer' (during scoring; see "),
      ("reward_that_hangs", ProbeStatus.LOST, "the deadline of 8 s passed during scoring")],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
