@@ -135,14 +135,7 @@ class CachingAllocator:
         """Give a block back; it is merged with its free neighbours and stays reserved."""
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested_bytes
-        pool, before, after = block.pool, block.prev, block.next
-        if after is not None and after.free and after.mapped:
-            pool.remove(after)
-            _absorb_next(block, after)
-        if before is not None and before.free and before.mapped:
-            pool.remove(before)
-            _absorb_next(before, block)
-            block = before
+        pool, block = block.pool, _coalesce(block)
         block.free = True
         pool.insert(block)
 
@@ -292,14 +285,7 @@ class CachingAllocator:
         if nbytes < hole.size:
             insort(pool.unmapped, _split(hole, nbytes, free=True))
         hole.mapped = True
-        block, after, before = hole, hole.next, hole.prev
-        if after is not None and after.free and after.mapped:
-            pool.remove(after)
-            _absorb_next(block, after)
-        if before is not None and before.free and before.mapped:
-            pool.remove(before)
-            _absorb_next(before, block)
-            block = before
+        block = _coalesce(hole)
         pool.insert(block)
         return block
 
@@ -367,6 +353,19 @@ def _split(block: Block, size: int, *, free: bool) -> Block:
     block.next = rest
     block.size = size
     return rest
+
+
+def _coalesce(block: Block) -> Block:
+    """Merge `block` with its free, mapped neighbours, taking them out of the pool; the block that is left."""
+    before, after = block.prev, block.next
+    if after is not None and after.free and after.mapped:
+        block.pool.remove(after)
+        _absorb_next(block, after)
+    if before is not None and before.free and before.mapped:
+        block.pool.remove(before)
+        _absorb_next(before, block)
+        block = before
+    return block
 
 
 def _absorb_next(block: Block, after: Block) -> None:
