@@ -1,6 +1,5 @@
 """One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,10 +23,7 @@ def estimate(
         folder=folder, trainer=recipe.trainer, values=recipe.values, device=device, limit_bytes=capacity_bytes,
         worst_case=worst_case, deadline_s=deadline_s, warm_socket=server.socket_path, slots=slot_names(device, 1),
     )  # fmt: skip
-    launcher = Launcher()
-    launcher.submit(request)
-    while (result := launcher.result(folder)) is None:
-        time.sleep(0.03)
+    result = Launcher().run(request)
     if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
         raise EnvironmentFault(f"the simulation did not end: {result.reason}")
     return result

@@ -15,18 +15,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no CUDA ca
 
 
 def probe(recipe_path: Path, folder: Path, server: WarmServer, limit_bytes: int | None) -> ProbeResult:
-    import time
-
     recipe = prepare(recipe_path, trainer="grpo", device="cuda", folder=folder, server=server)
     request = ProbeRequest(
         folder=folder / "probe", trainer="grpo", values=recipe.values, device="cuda", limit_bytes=limit_bytes,
         worst_case=worst_case_path(folder), warm_socket=server.socket_path, slots=("cuda-0",),
     )  # fmt: skip
-    launcher = Launcher()
-    launcher.submit(request)
-    while (result := launcher.result(request.folder)) is None:
-        time.sleep(0.05)
-    return result
+    return Launcher().run(request)
 
 
 def test_device_used_is_the_drivers_and_holds_the_allocators_peak(

@@ -40,11 +40,7 @@ def probe(
         worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
         warm_socket=None if warm is None else warm.socket_path,
     )  # fmt: skip
-    launcher = Launcher()
-    launcher.submit(request)
-    while (result := launcher.result(folder)) is None:
-        time.sleep(0.02)
-    return result
+    return Launcher().run(request)
 
 
 def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:

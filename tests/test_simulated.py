@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,7 @@ def probe(recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: i
         folder=folder, trainer="grpo", values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
         worst_case=worst_case_path(recipe_path.parent / "i"), warm_socket=server.socket_path,
     )  # fmt: skip
-    launcher = Launcher()
-    launcher.submit(request)
-    while (result := launcher.result(folder)) is None:
-        time.sleep(0.02)
-    return result
+    return Launcher().run(request)
 
 
 def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(

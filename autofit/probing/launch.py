@@ -39,6 +39,13 @@ class Launcher:
         device = str((read_json(folder / "request.json") or {}).get("device", ""))
         return ProbeResult(status=ProbeStatus.LOST, device=device, reason="the job ended without an answer")
 
+    def run(self, request: ProbeRequest, *, poll_s: float = 0.02) -> ProbeResult:
+        """Submit one probe and wait for its answer."""
+        self.submit(request)
+        while (result := self.result(request.folder)) is None:
+            time.sleep(poll_s)
+        return result
+
     def cancel(self, folder: Path) -> None:
         """Stop the probe in `folder` and wait until its job is gone."""
         cancel(folder)

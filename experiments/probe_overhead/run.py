@@ -42,11 +42,8 @@ def main(repeats: int = 10) -> None:
                     folder=folder / f"{name}-{index}", trainer="grpo", values=recipe.values, device="cpu",
                     limit_bytes=None, worst_case=worst_case_path(folder), cwd=folder, warm_socket=socket,
                 )  # fmt: skip
-                launcher = Launcher()
                 began = time.perf_counter()
-                launcher.submit(request)
-                while (result := launcher.result(request.folder)) is None:
-                    time.sleep(0.005)
+                result = Launcher().run(request, poll_s=0.005)
                 whole = time.perf_counter() - began
                 assert result.process_s is not None, result.reason
                 seen.append((whole, result.process_s))
