@@ -58,10 +58,9 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _at_least_one(name: str, value: int | None) -> int | None:
+def _at_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be 1 or more; got {value}")
-    return value
 
 
 def _given(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
@@ -88,8 +87,8 @@ def _search(options: argparse.Namespace) -> int:
         for name, text in plan.recipe.describe():
             _say(f"{name:>16}: {text}")
         with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
-            _keep_worst_case(scratch, plan.probes_folder)
             study = open_study(plan)
+            _keep_worst_case(scratch, plan.probes_folder)
             _say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
             search = Search(plan, study, warm_socket=server.socket_path)
@@ -153,7 +152,7 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
         )
     knobs = load_space(options.space, trainer=options.trainer)
-    path = _demo_recipe(options.dir) if options.demo else options.recipe
+    path = _demo_recipe() if options.demo else options.recipe
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
     recipe = _prepared(path, options, device, scratch, server)
     space = Space.of(recipe, knobs, allow=options.allow, device=device)
@@ -223,7 +222,7 @@ def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
         )
 
 
-def _demo_recipe(folder: Path) -> Path:
+def _demo_recipe() -> Path:
     from autofit.demo import prepare_smollm2
 
     cache = Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")

@@ -44,6 +44,7 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
         return answer
     plug_in = importlib.import_module(f"trainers.{trainer}")
     answer |= _model_size(config)
+    rewards = plug_in.reward_functions(config)  # a wrong path is said before a large dataset is read
     rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
     row_folder = worst_case.parent / "worst_row"
@@ -51,7 +52,7 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
         str(row_folder)
     )  # as datasets keeps it: dates, bytes and images stay what they are
     write_json(worst_case, {"prompt_tokens": tokens})
-    content = content_hash(plug_in.reward_functions(config), rows)
+    content = content_hash(rewards, rows)
     return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows), "content_hash": content}
 
 

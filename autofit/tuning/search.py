@@ -128,8 +128,7 @@ def _forget_failures(plan: Plan, storage: RDBStorage) -> None:
     study = optuna.load_study(study_name=plan.name, storage=storage)
     if _all_broken(study.get_trials(deepcopy=False)):
         optuna.delete_study(study_name=plan.name, storage=storage)
-        for attempt in plan.probes_folder.glob("trial-*"):
-            shutil.rmtree(attempt, ignore_errors=True)
+        shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
 
 
 class Search:
@@ -204,11 +203,11 @@ class Search:
         trial = self.study.ask(self._sampler.distributions())
         space = self.plan.space
         candidate = space.candidate(trial.params)
-        changes = space.changes(candidate)
+        yaml_changes = space.yaml_changes(candidate)
         trial.set_user_attr("tier", space.tier(candidate))
-        trial.set_user_attr("changes", changes)
-        trial.set_user_attr("yaml_changes", space.yaml_changes(candidate))
-        self._submit(trial.number, merge(self.plan.recipe.values, space.yaml_changes(candidate)))
+        trial.set_user_attr("changes", space.changes(candidate))
+        trial.set_user_attr("yaml_changes", yaml_changes)
+        self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
 
     def _submit(self, number: int, values: dict[str, object]) -> None:
         plan = self.plan

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -177,7 +177,3 @@ def _slowest_step_s(study: optuna.Study) -> float:
 def requeue(study: optuna.Study, frozen: FrozenTrial) -> None:
     """Put a RUNNING trial whose probe is gone back in the queue: the same trial is probed again."""
     study._storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)
-
-
-def attributes(study: optuna.Study) -> Mapping[str, object]:
-    return cast(Mapping[str, object], study.user_attrs)
