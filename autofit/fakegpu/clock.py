@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.specs import GpuSpec
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.kernel_log import KernelLog
 
 aten = torch.ops.aten
 
@@ -55,6 +59,7 @@ class Clock:
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
+        self.log: KernelLog | None = None
 
     @property
     def now_s(self) -> float:
@@ -78,10 +83,15 @@ class Clock:
         name = func._schema.name[6:]
         if func.is_view or name in _NO_KERNEL:
             self.host_s += self.costs.view_s
+            if self.log is not None:
+                self.log.view()
             return
         flops = _flops(func, args, kwargs, out)
         nbytes = _bytes(name, args, out)
-        self.kernel(flops=flops, nbytes=nbytes, rate=self._rate(name, out))
+        rate = self._rate(name, out)
+        if self.log is not None:
+            self.log.kernel(func, args, out, flops=flops, rate=rate, gathers=name in _GATHERS)
+        self.kernel(flops=flops, nbytes=nbytes, rate=rate)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
         costs = self.costs

@@ -52,6 +52,7 @@ class FakeGpu:
         self.settings = settings or AllocatorSettings.from_environment()
         self.notes: list[str] = []
         self.active = False
+        self.only_last_decode_steps = False  # of a rollout: enough for its peak, not for the allocator's fragments
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
         self.allocatable_bytes = spec.allocatable_bytes - occupied_bytes if enforce_capacity else UNLIMITED

@@ -157,14 +157,14 @@ class SimulatedMemory:
         if nbytes > 0:
             self.release(self.allocate(nbytes, "temporaries", op))
 
-    def allocate_like(self, template: Allocation, nbytes: int) -> int:
+    def allocate_like(self, template: Allocation, nbytes: int, shape: tuple[int, ...]) -> int:
         """Take bytes for something like an earlier allocation (a step of a rollout that is played, not traced)."""
         index = len(self.allocations)
         try:
             self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
         except OutOfCapacityError:
             raise torch.OutOfMemoryError(self._out_of_memory_text(nbytes)) from None
-        self.allocations.append(replace(template, nbytes=nbytes, born=len(self.log), died=None))
+        self.allocations.append(replace(template, nbytes=nbytes, shape=shape, born=len(self.log), died=None))
         self.log.add(index, nbytes)
         return index
 

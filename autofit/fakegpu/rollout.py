@@ -57,11 +57,15 @@ class RolloutSynthesis:
         memory, clock = self.gpu.memory, self.gpu.clock
         self._marks.append((len(memory.log), clock.now_s))
         done = len(self._marks) - 1
+        if clock.log is not None:
+            clock.log.decode_step(done)
         if not FIRST_TRY <= done <= LAST_TRY or done >= self.total_steps:
             return False
         before, last = self._step(done - 2), self._step(done - 1)
         if before is None or last is None or before.events != last.events:
             return False
+        if clock.log is not None:
+            clock.log.decode_end()
         self._play(before, last, done)
         self.skipped_steps = self.total_steps - done
         return True
@@ -100,19 +104,27 @@ class RolloutSynthesis:
         local = {position for position in own if growth[position] == 0}
         short = [e for e in last.events if not (e.position in local and e.steps_ago == 0)]
         templates = [memory.allocations[index] for index in last.ids]
+        shapes = [memory.allocations[index].shape for index in before.ids]
         ids: dict[int, dict[int, int]] = {
             done - 2: dict(enumerate(before.ids)),
             done - 1: dict(enumerate(last.ids)),
         }
         seconds, slope = last.seconds, last.seconds - before.seconds
-        for step in range(done, self.total_steps):
+        first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
+        if first > done:  # what the first step played frees is what the last step traced left
+            ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
+            skipped = first - done
+            seconds += slope * skipped
+            self.gpu.clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
+        for step in range(first, self.total_steps):
             whole = step % WHOLE_EVERY == 0 or step >= self.total_steps - 2
             mine = ids[step] = {}
             for event in last.events if whole else short:
                 if event.is_allocation:
                     template = templates[event.position]
                     nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
-                    mine[event.position] = memory.allocate_like(template, max(nbytes, 1))
+                    shape = _grown(shapes[event.position], template.shape, step - done + 1)
+                    mine[event.position] = memory.allocate_like(template, max(nbytes, 1), shape)
                 else:
                     memory.release(ids[step - event.steps_ago][event.position])
             ids.pop(step - 3, None)
@@ -129,6 +141,11 @@ class RolloutSynthesis:
                 if position in played and self.gpu.memory.is_live(played[position]):
                     stand_ins[index] = played[position]
         self.gpu.memory.replace(stand_ins)
+
+
+def _grown(before: tuple[int, ...], last: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """The shape `steps` decode steps after `last`, which came one step after `before`."""
+    return tuple(b + (b - a) * steps for a, b in zip(before, last, strict=True))
 
 
 def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:

@@ -27,7 +27,7 @@ from autofit.probing.result import NO_SPACE, PhasePeak, ProbeRequest, ProbeResul
 from autofit.probing.trl_config import TrlConfig, parse
 
 # What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
-_QUIET = {
+QUIET = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "log_completions": False, "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
     "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
@@ -206,7 +206,7 @@ def _train_simulated(
 
 def _config(request: ProbeRequest, checkpoints: Path, *, steps: int) -> TrlConfig:
     device = {"use_cpu": True} if request.device == "cpu" else {}
-    overrides = {**_QUIET, **device, "max_steps": steps, "output_dir": str(checkpoints)}
+    overrides = {**QUIET, **device, "max_steps": steps, "output_dir": str(checkpoints)}
     return parse(request.trainer, request.values, overrides=overrides)
 
 

@@ -1,0 +1,166 @@
+"""Sizes as polynomials: how each dimension of each tensor follows the variables of a configuration. No torch here.
+
+A tensor of training has dimensions such as B, P + C, r, or B * (P + C): products of one affine factor a variable. So
+one trace at a base point, and one more for each variable in which only that differs, determine each size everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+Shape = tuple[int, ...]
+Exponents = tuple[int, ...]
+Polynomial = dict[Exponents, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells equal things apart in traces of different points: where they come from, and their shapes."""
+
+    origin: Hashable
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`1 + slope * (x - base)`: how a dimension follows the variable number `variable`, relative to the base point."""
+
+    variable: int
+    slope: float
+
+
+Factors = tuple[tuple[tuple[Affine, ...], ...], ...]  # for each shape, for each dimension
+
+
+@dataclass(slots=True)
+class Symbols:
+    """For each kind seen at the base point, the factors of its dimensions. Filled one variable at a time."""
+
+    variables: tuple[str, ...]
+    base: tuple[float, ...]
+    factors: dict[Kind, Factors] = field(default_factory=dict)
+    counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
+    unmatched: dict[str, int] = field(default_factory=dict)  # variable -> kinds whose counterpart was not found
+
+    def start(self, kinds: Iterable[Kind]) -> None:
+        for kind in kinds:
+            self.factors[kind] = tuple(tuple(() for _ in shape) for shape in kind.shapes)
+
+    def vary(
+        self,
+        name: str,
+        value: float,
+        base: Mapping[Kind, int],
+        varied: Mapping[Kind, int],
+        *,
+        instead_of: str | None = None,
+    ) -> None:
+        """Learn how kinds follow variable `name` from a trace in which it is `value` (kinds in order, with counts).
+
+        With `instead_of`, what follows `name` does not follow that other variable, which was varied together with it.
+        """
+        at = self.variables.index(name)
+        step = value - self.base[at]
+        other = None if instead_of is None else self.variables.index(instead_of)
+        for kind, match in _pairs(base, varied):
+            if match is None:
+                self.unmatched[name] = self.unmatched.get(name, 0) + 1
+                continue
+            if match.shapes != kind.shapes:
+                self.factors[kind] = tuple(
+                    tuple(
+                        _follow(factors, Affine(at, (new - old) / old / step), other) if new != old else factors
+                        for factors, old, new in zip(own, before, after, strict=True)
+                    )
+                    for own, before, after in zip(self.factors[kind], kind.shapes, match.shapes, strict=True)
+                )
+            if varied[match] != base[kind] and other is None:
+                slope = (varied[match] / base[kind] - 1) / step
+                self.counts[kind] = (*self.counts.get(kind, ()), Affine(at, slope))
+
+    def numel(self, kind: Kind, which: int = 0) -> Polynomial:
+        """The number of elements of shape number `which` of `kind`, as a polynomial of the variables."""
+        size = float(prod(kind.shapes[which]))
+        return self.product(size, [f for dim in self.factors.get(kind, ((),) * (which + 1))[which] for f in dim])
+
+    def product(self, scale: float, factors: Iterable[Affine]) -> Polynomial:
+        """`scale` times the affine factors."""
+        result: Polynomial = {(0,) * len(self.variables): scale}
+        for factor in factors:
+            constant = 1 - factor.slope * self.base[factor.variable]
+            if abs(constant) < 1e-12:
+                constant = 0.0
+            result = _times(result, factor, constant)
+        return result
+
+
+def _follow(factors: tuple[Affine, ...], new: Affine, instead_of: int | None) -> tuple[Affine, ...]:
+    return (*(f for f in factors if f.variable != instead_of), new)
+
+
+def _pairs(base: Mapping[Kind, int], varied: Mapping[Kind, int]) -> Iterable[tuple[Kind, Kind | None]]:
+    """Each kind at the base point with its counterpart: same origin, and the same place among that origin's kinds."""
+    theirs: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
+    for kind in varied:
+        theirs.setdefault(_signature(kind), []).append(kind)
+    ours: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
+    for kind in base:
+        ours.setdefault(_signature(kind), []).append(kind)
+    for signature, mine in ours.items():
+        found = theirs.get(signature, [])
+        if len(found) != len(mine):
+            same = set(found)
+            left = [k for k in mine if k not in same]
+            rest = [k for k in found if k not in set(mine)]
+            yield from ((k, k) for k in mine if k in same)
+            yield from zip(left, rest if len(rest) == len(left) else [None] * len(left), strict=True)
+        else:
+            yield from zip(mine, found, strict=True)
+
+
+def _signature(kind: Kind) -> tuple[Hashable, tuple[int, ...]]:
+    return kind.origin, tuple(len(shape) for shape in kind.shapes)
+
+
+def _times(polynomial: Polynomial, factor: Affine, constant: float) -> Polynomial:
+    result: Polynomial = {}
+    for exponents, value in polynomial.items():
+        if constant:
+            result[exponents] = result.get(exponents, 0.0) + value * constant
+        raised = (*exponents[: factor.variable], exponents[factor.variable] + 1, *exponents[factor.variable + 1 :])
+        result[raised] = result.get(raised, 0.0) + value * factor.slope
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """The monomials that occur, so that polynomials become rows of a matrix."""
+
+    exponents: tuple[Exponents, ...]
+
+    @classmethod
+    def of(cls, polynomials: Iterable[Polynomial]) -> Basis:
+        return cls(tuple(sorted({e for p in polynomials for e in p})))
+
+    def rows(self, polynomials: Sequence[Polynomial]) -> npt.NDArray[np.float64]:
+        """Coefficients, (polynomials, monomials)."""
+        place = {e: i for i, e in enumerate(self.exponents)}
+        out = np.zeros((len(polynomials), len(self.exponents)))
+        for row, polynomial in enumerate(polynomials):
+            for exponents, value in polynomial.items():
+                out[row, place[exponents]] += value
+        return out
+
+    def at(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The monomials at each row of `values` (points, variables): (points, monomials)."""
+        out = np.ones((len(values), len(self.exponents)))
+        for column, exponents in enumerate(self.exponents):
+            for variable, exponent in enumerate(exponents):
+                for _ in range(exponent):
+                    out[:, column] *= values[:, variable]
+        return out

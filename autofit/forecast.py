@@ -1,0 +1,218 @@
+"""What the simulated GPU says of every candidate, before the first probe: trace each structure once, evaluate many.
+
+The candidates of a space fall into structures (the values of the knobs that change which code runs) and, within one,
+into micro-batches below and above a tile of TRL's loss. Each has a mass model, made by the warm server and kept on
+disk under a hash of all that it depends on.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from autofit.errors import EnvironmentFault
+from autofit.fakegpu.mass import Floats, MassModel
+from autofit.fakegpu.specs import gpu_spec
+from autofit.files import read_json, write_json
+from autofit.probing.warm import WarmServer
+from autofit.recipe import merge
+from autofit.space import CHUNK, SPLIT, Candidate, Space, Value
+from autofit.tuning.predictions import Predictions
+
+TILE_TOKENS = 4096  # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE
+EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
+_VARIABLES = (SPLIT, CHUNK, "gradient_accumulation_steps", "max_completion_length", "lora_r", "num_generations")
+_DEADLINE_S = 300.0
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The variables of one candidate."""
+
+    micro: int
+    accumulation: int
+    chunk: int
+    completion: int
+    rank: int
+
+    @property
+    def generated(self) -> int:
+        return self.micro * self.chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecaster:
+    """Makes mass models in the warm server, or finds them in the folder `kept`."""
+
+    device: str
+    worst_case: Path
+    server: WarmServer
+    scratch: Path
+    kept: Path
+    workers: int = 2
+
+    def predict(self, space: Space) -> Predictions:
+        """Floor, device-used bytes and step seconds of the allowed candidates; unknown where a trace fails."""
+        candidates = tuple(space.allowed())
+        shapes = [_shape(space, c) for c in candidates]
+        groups: dict[str, list[int]] = {}
+        for place, (candidate, shape) in enumerate(zip(candidates, shapes, strict=True)):
+            groups.setdefault(self._structure(space, candidate, shape), []).append(place)
+        requests = {name: self._request(name, space, [(candidates[p], shapes[p]) for p in places])
+                    for name, places in groups.items()}  # fmt: skip
+        with ThreadPoolExecutor(self.workers) as pool:
+            models = dict(zip(requests, pool.map(self._model, requests.values()), strict=True))
+        floor = np.zeros(len(candidates))
+        used, step = np.full(len(candidates), np.nan), np.full(len(candidates), np.nan)
+        spec = gpu_spec(self.device.removeprefix("sim:"))
+        for name, places in groups.items():
+            if (found := models[name]) is not None:
+                live, seconds = _evaluate(*found, [shapes[p] for p in places])
+                floor[places] = spec.context_bytes + live if found[2] <= EXACT_SHARE else 0.0
+                used[places] = spec.context_bytes + live
+                step[places] = seconds
+        return Predictions(candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+
+    def _structure(self, space: Space, candidate: Candidate, shape: _Shape) -> str:
+        """What tells one mass model from another, as text."""
+        recipe = space.recipe
+        fixed = {k: v for k, v in space.params(candidate).items() if k not in _VARIABLES and not k.startswith("env.")}
+        tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
+        return json.dumps([fixed, shape.micro * tokens > TILE_TOKENS], sort_keys=True, default=str)
+
+    def _request(self, name: str, space: Space, members: list[tuple[Candidate, _Shape]]) -> dict[str, object]:
+        recipe = space.recipe
+        _, large = json.loads(name)
+        values = merge(recipe.values, space.yaml_changes(members[0][0]))
+        shapes = [shape for _, shape in members]
+        hold_out = shapes[len(shapes) // 2]
+
+        def span(numbers: list[int]) -> tuple[int, int]:
+            return min(numbers), max(numbers)
+
+        grpo = recipe.trainer == "grpo"
+        hold = {"B": hold_out.micro, "accumulation": min(hold_out.accumulation, 2 * hold_out.chunk),
+                "chunk": hold_out.chunk, "r": hold_out.rank, "C": hold_out.completion}  # fmt: skip
+        return {
+            "trainer": recipe.trainer, "values": values, "device": self.device, "worst_case": str(self.worst_case),
+            "large": large, "reused": grpo and recipe.generation_batch_size > recipe.effective_batch_size,
+            "varies_rank": recipe.uses_lora,
+            "ranges": {
+                "B": span([s.micro for s in shapes]), "G": span([s.generated for s in shapes]),
+                "C": span([s.completion for s in shapes]), "r": span([s.rank for s in shapes]),
+            },
+            "hold_out": hold,
+        }  # fmt: skip
+
+    def _model(self, request: Mapping[str, object]) -> tuple[MassModel, int, float] | None:
+        """The model, the architecture's layers, and by what share the hold-out missed; None where a trace failed."""
+        name = _key(request, self.worst_case)
+        kept = self.kept / name
+        found = _read(kept)
+        if found is None:
+            folder = self.scratch / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "request.json", {**request, "answer": str(folder / "model.json")})
+            try:
+                self.server.call(
+                    {
+                        "entry": "autofit.probing.forecast_worker:run", "argument": str(folder / "request.json"),
+                        "cwd": str(Path.cwd()), "log": str(folder / "forecast.log"), "env": {},
+                        "deadline_s": _DEADLINE_S,
+                    }
+                )  # fmt: skip
+            except EnvironmentFault:
+                return None
+            found = _read(folder)
+            if found is not None:
+                _keep(folder, kept)
+        return found
+
+
+def _read(folder: Path) -> tuple[MassModel, int, float] | None:
+    answer = read_json(folder / "model.json")
+    if answer is None or "error" in answer or not (folder / "model.npz").exists():
+        return None
+    return MassModel.load(folder / "model.npz"), int(str(answer["layers"])), float(str(answer["mismatch"]))
+
+
+def _keep(folder: Path, kept: Path) -> None:
+    """Put a model where the next search finds it; a full disk or another search's copy is no reason to fail."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(kept)
+    except OSError:
+        pass
+
+
+def _shape(space: Space, candidate: Candidate) -> _Shape:
+    micro, accumulation, chunk, _ = space.split(candidate)
+    params = {**space.recipe.resolved, **space.params(candidate)}
+
+    def number(name: str) -> int:
+        value = cast(Value, params.get(name))
+        return int(value) if isinstance(value, int | float) else 0
+
+    return _Shape(micro, accumulation, chunk, number("max_completion_length"), number("lora_r"))
+
+
+def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats]:
+    """(most live bytes, seconds of an optimizer step) of each shape; equal shapes are evaluated once."""
+    unique = list(dict.fromkeys(shapes))
+    columns = np.array([(s.micro, s.generated, s.completion, s.rank, s.accumulation, s.chunk) for s in unique], float)
+    values = dict(zip(("B", "G", "C", "r"), columns.T[:4], strict=True))
+    accumulation, chunk = columns[:, 4], columns[:, 5]
+    live = np.zeros(len(unique))
+    for phase, peak in model.peaks(values, layers).items():
+        later = phase.endswith("+")  # while gradients of an earlier micro-batch are alive
+        happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
+        live = np.maximum(live, np.where(happens, peak, 0.0))
+    once = np.ones(len(unique))
+    often = {"update": accumulation, "optimizer": once, "between": once}
+    seconds = np.zeros(len(unique))
+    for segment, each in model.seconds(values, layers, values["C"]).items():
+        seconds += often.get(segment, accumulation / chunk) * each
+    order = {shape: place for place, shape in enumerate(unique)}
+    places = [order[shape] for shape in shapes]
+    return live[places], seconds[places]
+
+
+def _key(request: Mapping[str, object], worst_case: Path) -> str:
+    """A hash of all that a model depends on: what is traced, and the code that traces it."""
+    unread = (
+        "output_dir",
+        "run_name",
+        "logging_dir",
+        "seed",
+        "learning_rate",
+        "max_steps",
+        "num_train_epochs",
+        *_VARIABLES,
+    )
+    values = {k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread}
+    architecture = Path(str(values.get("model_name_or_path"))) / "config.json"
+    content = architecture.read_bytes() if architecture.is_file() else b""
+    rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
+    parts = [values, rest, _code(), read_json(worst_case)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode() + content).hexdigest()[:24]
+
+
+@cache
+def _code() -> str:
+    """A hash of the simulation's own code and the versions of what it runs."""
+    import trainers
+
+    digest = hashlib.sha256(json.dumps([version(p) for p in _PACKAGES]).encode())
+    here = Path(__file__).parent
+    for folder in (here / "fakegpu", here / "probing", Path(str(trainers.__file__)).parent):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
