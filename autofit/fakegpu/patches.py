@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from autofit.fakegpu import cuda_api, distributed, libraries, quant, rollout, tensors
+from autofit.fakegpu import cuda_api, distributed, kernels, libraries, quant, recurrent, rollout, saving, tensors
 from autofit.fakegpu.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.sdpa import Attention
 
@@ -186,7 +186,11 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     )
     yield Patch(torch, "Generator", libraries.FakeGenerator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
-    yield Patch(torch, "save", libraries.save_nothing(torch.save), "fakes have no bytes to save")
+    for owner, name, value, reason in (
+        *saving.torch_checkpoints(gpu), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *kernels.other_kernels(gpu), *kernels.other_ways(gpu),
+    ):  # fmt: skip
+        yield Patch(owner, name, value, reason, create=True)
     original = torch._C._nn.scaled_dot_product_attention
     attention = Attention(gpu.spec.compute_capability, original, gpu.mode, gpu.attention_kernels)
     for module in list(sys.modules.values()):
