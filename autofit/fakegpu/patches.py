@@ -212,6 +212,7 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
     "accelerate.state": libraries.accelerate_state,
     "torch.nn.parallel.distributed": distributed.data_parallel,
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
+    "transformers.integrations.bitsandbytes": quant.transformers_quantising,
     "bitsandbytes.nn.modules": quant.bitsandbytes_modules,
     "bitsandbytes.functional": quant.bitsandbytes_functional,
 }
