@@ -137,7 +137,7 @@ _ALL = (
     _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=501, gb_per_s=1555,
           tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
           context_source=_CONTEXT_MEASURED,
-          capacity_source=_printed("40326 and 40339 MiB, 39.50 GiB",
+          capacity_source=_printed("39.38 GiB (nine public logs), 40339 MiB, 39.50 GiB",
                                    "bottlerocket-os/bottlerocket#3873, TianheWu/CoSeR#10")),
     _spec("a100-80gb", "NVIDIA A100-SXM4-80GB", capacity_mib=81037, context_mib=501, gb_per_s=2039,
           tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
