@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_NO_KERNEL = {
+NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
     "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
 }  # fmt: skip
@@ -81,7 +81,7 @@ class Clock:
     def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
         """Account for one operation on the GPU: a view costs the host only, a kernel both."""
         name = func._schema.name[6:]
-        if func.is_view or name in _NO_KERNEL:
+        if func.is_view or name in NO_KERNEL:
             self.host_s += self.costs.view_s
             if self.log is not None:
                 self.log.view()

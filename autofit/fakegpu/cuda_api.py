@@ -230,6 +230,64 @@ class CudaApi:
         self.gpu.tracer.clear_workspaces()
 
 
+class FakeCudaGraph:
+    """torch.cuda.CUDAGraph: capturing runs the code; a replay takes the time that the capture took."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._gpu = _current()
+        self._started_s = self._seconds = 0.0
+        self._gpu.note("a CUDA graph's replay is timed as its capture, and its memory is that of its own stream's pool")
+
+    def capture_begin(self, *args: object, **kwargs: object) -> None:
+        self._started_s = self._gpu.clock.now_s
+
+    def capture_end(self) -> None:
+        self._seconds = self._gpu.clock.now_s - self._started_s
+
+    def replay(self) -> None:
+        self._gpu.clock.advance(self._seconds)
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def instantiate(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+def scatter_to_one(tensor: torch.Tensor, *args: object) -> tuple[torch.Tensor, ...]:
+    """torch._C._scatter for `nn.DataParallel` on the only card."""
+    return (tensor.to("cuda"),)
+
+
+def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
+    """What a CPU build lacks of CUDA's lesser functions: graphs, snapshots, markers, DataParallel."""
+    import torch.cuda.graphs
+    import torch.cuda.memory
+    import torch.cuda.nvtx
+
+    reason = "torch.cuda answers for the simulated card"
+
+    def no_snapshot(*args: object, **kwargs: object) -> list[object]:
+        gpu.note("a memory snapshot of the simulated card is empty; see gpu.timeline and gpu.why_peak()")
+        return []
+
+    for module in (torch.cuda, torch.cuda.memory):
+        yield module, "memory_snapshot", no_snapshot, reason
+        yield module, "memory_usage", always(0), reason
+        yield module, "list_gpu_processes", always("GPU:0\nno processes are running"), reason
+    for name in ("_snapshot", "_record_memory_history", "_dump_snapshot"):
+        yield torch.cuda.memory, name, no_snapshot, reason
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        yield torch.cuda.nvtx, name, always(0), reason
+    for module in (torch.cuda, torch.cuda.graphs):
+        yield module, "CUDAGraph", FakeCudaGraph, reason
+        yield module, "graph_pool_handle", always((0, 0)), reason
+    yield torch.cuda.graph, "default_capture_stream", None, reason
+    yield torch._C, "_host_emptyCache", nothing, reason
+    yield torch._C, "_scatter", scatter_to_one, reason
+
+
 def nothing(*args: object, **kwargs: object) -> None:
     """For calls that only matter to a real device: seeding it, collecting its handles, initialising it."""
 

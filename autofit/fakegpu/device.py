@@ -210,6 +210,11 @@ def fake_gpu(
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     if _ACTIVE:
         raise FakeGpuError("a simulated GPU is already active; blocks do not nest")
+    if not 0 <= occupied_bytes < card.allocatable_bytes:
+        raise FakeGpuError(
+            f"occupied_bytes must be from 0 to below {card.allocatable_bytes}, what the {card.name} has beside its "
+            f"CUDA context; got {occupied_bytes}"
+        )
     chosen, reason = _choose_mode(mode)
     gpu = FakeGpu(
         card,

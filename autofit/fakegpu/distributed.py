@@ -81,6 +81,14 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     yield module, "_sync_module_states", lambda *args, **kwargs: None, reason
 
 
+def note_collectives(gpu: FakeGpu) -> None:
+    """The clock knows one card: what crosses between cards is not in its time, nor NCCL's own buffers in its bytes."""
+    import torch.distributed as distributed
+
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        gpu.note("the time of collectives between cards and NCCL's own buffers are not counted")
+
+
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """DTensor finds output shapes by running operations on fakes of the whole, unsharded size: not memory."""
     owner = module.ShardingPropagator

@@ -127,6 +127,8 @@ def _describe_options(kwargs: Mapping[str, object], key: list[object]) -> bool:
 
 def _remember(func: OpOverload, args: Sequence[object], out: object) -> tuple[type | None, tuple[Output, ...]] | None:
     """What to build next time; None if it must always go torch's way."""
+    if torch.Tag.inplace_view in func.tags:
+        return None  # transpose_ and its like return their input, and change its shape
     if not isinstance(args[0] if args else None, (FakeTensor, list, tuple)):
         return None
     used = {t.untyped_storage()._cdata for t in _tensors(args)}

@@ -53,19 +53,6 @@ def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
     return compile_
 
 
-def save_nothing(original: Callable[..., object]) -> Callable[..., object]:
-    """`torch.save` of anything with fakes in it writes an empty file."""
-
-    def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
-        if not _holds_fake(obj):
-            original(obj, f, *args, **kwargs)
-        elif isinstance(f, (str, os.PathLike)):
-            with open(f, "wb"):
-                pass
-
-    return save
-
-
 def safetensors_save(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     original = cast("Callable[..., object]", module.save_file)
 

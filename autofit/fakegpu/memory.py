@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 import torch
 
 from autofit.fakegpu.allocator import Block, CachingAllocator, OutOfCapacityError
+from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.replay import EventLog
 from autofit.fakegpu.specs import GpuSpec
 
@@ -64,6 +65,8 @@ class SimulatedMemory:
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor holds its shard
         if tensor.device.type != self.device_type:
             return
+        if tensor.layout is not torch.strided:
+            raise FakeGpuError(f"{tensor.layout} tensors are not simulated (nn.Embedding(sparse=True) makes them)")
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -176,6 +179,13 @@ class SimulatedMemory:
         for key, index in self._live.items():
             if index in stand_ins:
                 self._live[key] = stand_ins[index]
+
+    def take_over(self, heir: torch.Tensor, owner: torch.Tensor) -> None:
+        """The memory of `owner` is that of `heir` from now on: something was written in place after all."""
+        old, new = owner.untyped_storage(), heir.untyped_storage()
+        if old._cdata in self._live and new._cdata not in self._live:
+            self._live[new._cdata] = self._live.pop(old._cdata)
+            self._watch(new)
 
     def enter_phase(self, name: str) -> None:
         self.phase = name

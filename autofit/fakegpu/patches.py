@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from autofit.fakegpu import cuda_api, distributed, libraries, quant, rollout, tensors
+from autofit.fakegpu import cuda_api, distributed, kernels, libraries, quant, recurrent, rollout, saving, tensors, vllm
 from autofit.fakegpu.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.sdpa import Attention
 
@@ -80,7 +80,7 @@ class Registry:
 
     def patch_library(self, module: ModuleType) -> None:
         for owner, name, value, reason in _LIBRARIES[module.__name__](self.gpu, module):
-            self.put(Patch(owner, name, value, reason))
+            self.put(Patch(owner, name, value, reason, create=module.__name__ in _COMPLETED))
 
     def on_undo(self, action: Callable[[], None]) -> None:
         self._undo.append(action)
@@ -188,7 +188,12 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     )
     yield Patch(torch, "Generator", libraries.FakeGenerator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
-    yield Patch(torch, "save", libraries.save_nothing(torch.save), "fakes have no bytes to save")
+    distributed.note_collectives(gpu)
+    for owner, name, value, reason in (
+        *saving.torch_checkpoints(gpu), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *kernels.other_kernels(gpu), *kernels.other_ways(gpu),
+    ):  # fmt: skip
+        yield Patch(owner, name, value, reason, create=True)
     original = torch._C._nn.scaled_dot_product_attention
     attention = Attention(gpu.spec.compute_capability, original, gpu.mode, gpu.attention_kernels)
     for module in list(sys.modules.values()):
@@ -206,14 +211,19 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
     "transformers.cache_utils": libraries.transformers_cache,
     "trl.kernels.chunked_logprob": libraries.trl_triton,
     "trl.kernels.chunked_divergence": libraries.trl_triton,
+    "trl.generation.vllm_generation": vllm.trl_vllm,
     "safetensors.torch": libraries.safetensors_save,
     "accelerate.state": libraries.accelerate_state,
     "torch.nn.parallel.distributed": distributed.data_parallel,
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
+    "transformers.integrations.bitsandbytes": quant.transformers_quantising,
     "bitsandbytes.nn.modules": quant.bitsandbytes_modules,
     "bitsandbytes.functional": quant.bitsandbytes_functional,
 }
 
+
+# What these import only where another package is installed is created.
+_COMPLETED = ("trl.generation.vllm_generation",)
 
 # These bind CUDA libraries while they are imported, so they must not see the simulated card then.
 _LOADED_WITHOUT_CUDA = ("bitsandbytes",)

@@ -60,6 +60,26 @@ def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target
     yield module, "name2qmap", dict(module.name2qmap), "code tables made inside are fakes and must not stay"
 
 
+def transformers_quantising(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """`from_pretrained` with a bitsandbytes config: transformers only warns when there is nothing to quantise."""
+    original = cast("Callable[..., torch.nn.Module]", module.replace_with_bnb_linear)
+
+    def replace(model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+        plain = {id(layer) for layer in model.modules()}
+        replaced = original(model, *args, **kwargs)
+        if all(id(layer) in plain for layer in replaced.modules()):
+            raise FakeGpuError(_NOTHING_TO_QUANTISE)
+        return replaced
+
+    yield module, "replace_with_bnb_linear", replace, "a request that changes nothing is an error"
+
+
+_NOTHING_TO_QUANTISE = (
+    "there is no linear layer to quantise (the output head and modules to skip do not count); drop load_in_4bit or "
+    "load_in_8bit for this model"
+)
+
+
 def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
     """A FakeTensor that passes `isinstance(..., Params4bit)`; the fake's dispatch wins, bitsandbytes' methods stay."""
 
@@ -137,7 +157,7 @@ def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConf
     replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=quantization_config)
     replaced = [name for name in originals if type(model.get_submodule(name)) is not torch.nn.Linear]
     if not replaced:
-        raise FakeGpuError("there is no linear layer to quantise; drop quantization_config for this model")
+        raise FakeGpuError(_NOTHING_TO_QUANTISE)
     for name in replaced:
         _fill(model.get_submodule(name), originals.pop(name))
     originals.clear()

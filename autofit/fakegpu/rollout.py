@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -151,14 +151,15 @@ def _grown(before: tuple[int, ...], last: tuple[int, ...], steps: int) -> tuple[
 def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
     """Patches of `GenerationMixin`: where a decode loop starts, and where it asks whether to go on."""
     mixin = module.GenerationMixin
-    running: list[RolloutSynthesis] = []
+    running: list[RolloutSynthesis | _Countdown] = []
     reason = "a rollout is played from its first tokens, not simulated token by token"
     yield mixin, "_sample", _sample(gpu, running, mixin._sample), reason
+    yield mixin, "_beam_search", _beam_search(running, mixin._beam_search), "its end depends on unknown scores"
     yield mixin, "_has_unfinished_sequences", _has_unfinished(running, mixin._has_unfinished_sequences), reason
 
 
 def _sample(
-    gpu: FakeGpu, running: list[RolloutSynthesis], original: Callable[..., torch.Tensor]
+    gpu: FakeGpu, running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
     def sample(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         criteria, settings = kwargs.get("stopping_criteria"), kwargs.get("generation_config")
@@ -185,7 +186,39 @@ def _sample(
     return sample
 
 
-def _has_unfinished(running: list[RolloutSynthesis], original: Callable[..., bool]) -> Callable[..., bool]:
+class _Countdown:
+    """A beam search whose scores are unknown: it goes on to the last token, as the worst case does."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def at_boundary(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def _beam_search(
+    running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def beam_search(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        criteria = cast("_HasLength", args[1] if len(args) > 1 else kwargs["stopping_criteria"])
+        if not isinstance(input_ids, FakeTensor) or criteria.max_length is None:
+            return original(model, input_ids, *args, **kwargs)
+        countdown = _Countdown(criteria.max_length - input_ids.shape[1])
+        running.append(countdown)
+        try:
+            return original(model, input_ids, *args, **kwargs)
+        finally:
+            running.remove(countdown)
+
+    return beam_search
+
+
+class _HasLength(Protocol):
+    max_length: int | None
+
+
+def _has_unfinished(running: list[RolloutSynthesis | _Countdown], original: Callable[..., bool]) -> Callable[..., bool]:
     def has_unfinished(model: torch.nn.Module, this_peer_finished: bool, *args: object, **kwargs: object) -> bool:
         if running and running[-1].at_boundary():
             return False

@@ -1,27 +1,38 @@
 """What we know of each GPU, with its source. No torch here.
 
 `capacity_bytes` is what the driver reports to a program (torch's `total_memory`), which is less than the size on the
-box. Where drivers differ, the smallest figure seen often is taken, so that a predicted fit is not an optimistic one.
+box. Drivers differ (newer ones keep more for themselves), and the smallest of the figures found is taken, so that a
+predicted fit is not an optimistic one. nvidia-smi and NVML print a larger total, with what the driver keeps: 81559 MiB
+for an H100 80GB, 46068 for an L40S, 24564 for an RTX 4090, which torch prints as 81004 to 81090, 45481 to 45589 and
+24081 to 24217. Sources were read in November 2026.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 
-from autofit.fakegpu.errors import UnknownGpuError
+from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
 
 MIB = 1 << 20
 
 _WHITEPAPER = "vendor data sheet (dense rates, boost clock)"
-_PRINTED = "total_memory as torch prints it on this card, seen in public logs"
-_REPORTED = "total capacity in torch's out-of-memory messages in public issue threads; the low end"
-_UNVERIFIED = "from memory of such messages; not checked against a source, may be off by 1 %"
+_UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1 %"
 _CONTEXT_MEASURED = "CUDA context measured on this card (notes/trl.md)"
 _CONTEXT_SCALED = "estimate: A100's measured 501 MiB scaled by SM count; not measured, may be off by 150 MiB"
 _CONTEXT_SCALED_T4 = "estimate: T4's measured 135 MiB scaled by SM count; not measured, may be off by 150 MiB"
 _CONTEXT_SCALED_L4 = "estimate: L4's measured 226 MiB scaled by SM count; not measured, may be off by 150 MiB"
+# A bare context is smaller, since kernels are loaded when they first run: seen are 426 MiB on an RTX 6000 Ada (torch
+# 2.10, CUDA 13.0; github unslothai/unsloth-zoo#1053) and 256 MiB on an RTX 3090 (torch 2.7, CUDA 12.8; InvokeAI#9413).
+_CONTEXT_ADA = f"{_CONTEXT_SCALED_L4}; bare on an RTX 6000 Ada (142 SMs): 426 MiB, unslothai/unsloth-zoo#1053"
+_CONTEXT_3090 = f"{_CONTEXT_SCALED}; a bare one was 256 MiB, invoke-ai/InvokeAI#9413"
+
+
+def _printed(seen: str, where: str) -> str:
+    """Where a capacity comes from: torch's total_memory as logs show it, or as its out-of-memory messages round it."""
+    return f"torch's total_memory, seen: {seen}; {where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +54,36 @@ class GpuSpec:
     rates_source: str = "given by the caller"
     context_source: str = "given by the caller"
 
+    def __post_init__(self) -> None:
+        """Refuse a card that cannot be, in one message that names every bad field."""
+        amounts = (
+            "capacity_bytes", "bandwidth_bytes_per_s", "half_flops_per_s", "tf32_flops_per_s", "fp32_flops_per_s",
+            "sm_count", "host_link_bytes_per_s",
+        )  # fmt: skip
+        wrong = [
+            f"{name} must be a number above 0; got {getattr(self, name)!r}"
+            for name in amounts
+            if not _is_number(getattr(self, name)) or not 0 < getattr(self, name) < math.inf
+        ]
+        if not wrong and not (_is_number(self.context_bytes) and 0 <= self.context_bytes < self.capacity_bytes):
+            wrong.append(f"context_bytes must be from 0 to below capacity_bytes={self.capacity_bytes}; got "
+                         f"{self.context_bytes!r}")  # fmt: skip
+        capability = self.compute_capability
+        if not (isinstance(capability, tuple) and [type(part) for part in capability] == [int, int]):
+            wrong.append(f"compute_capability must be two whole numbers such as (8, 0); got {capability!r}")
+        elif capability < (5, 0):
+            wrong.append(f"compute_capability must be (5, 0) or later, which torch still runs on; got {capability}")
+        if wrong:
+            raise FakeGpuError(f"the GPU {self.name!r} cannot be: {'; '.join(wrong)}")
+
     @property
     def allocatable_bytes(self) -> int:
         """Bytes left to torch's allocator on an otherwise idle card: capacity less the CUDA context."""
         return self.capacity_bytes - self.context_bytes
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _spec(
@@ -83,50 +120,86 @@ def _spec(
 
 
 _ALL = (
-    _spec("t4", "Tesla T4", capacity_mib=14910, context_mib=135, gb_per_s=320, tflops=(65, 8.1, 8.1),
-          capability=(7, 5), sm_count=40, context_source=_CONTEXT_MEASURED, host_gb_per_s=10),
-    _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16151, context_mib=270, gb_per_s=900,
+    _spec("t4", "Tesla T4", capacity_mib=14912, context_mib=135, gb_per_s=320, tflops=(65, 8.1, 8.1),
+          capability=(7, 5), sm_count=40, context_source=_CONTEXT_MEASURED, host_gb_per_s=10,
+          capacity_source=_printed("14912 to 15110 MiB",
+                                   "lowest with torch 2.2 in a public Ultralytics log")),
+    _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16130, context_mib=270, gb_per_s=900,
           tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80, context_source=_CONTEXT_SCALED_T4,
-          host_gb_per_s=10),
-    _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32501, context_mib=270, gb_per_s=900,
+          host_gb_per_s=10,
+          capacity_source=_printed("16130 to 16160 MiB",
+                                   "public Ultralytics and torch logs, torch 1.7")),
+    _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32494, context_mib=270, gb_per_s=900,
           tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80, context_source=_CONTEXT_SCALED_T4,
-          host_gb_per_s=10),
+          host_gb_per_s=10,
+          capacity_source=_printed("32494 MiB (torch 2.6, Ultralytics log); 31.74 GiB",
+                                   "haotian-liu/LLaVA#812")),
     _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=501, gb_per_s=1555,
-          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108, capacity_source=_PRINTED,
-          context_source=_CONTEXT_MEASURED),
+          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
+          context_source=_CONTEXT_MEASURED,
+          capacity_source=_printed("39.38 GiB (nine public logs), 40339 MiB, 39.50 GiB",
+                                   "bottlerocket-os/bottlerocket#3873, TianheWu/CoSeR#10")),
     _spec("a100-80gb", "NVIDIA A100-SXM4-80GB", capacity_mib=81037, context_mib=501, gb_per_s=2039,
-          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108, capacity_source=_REPORTED,
-          context_source=_CONTEXT_MEASURED),
-    _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24245, context_mib=380, gb_per_s=936,
-          tflops=(71, 35.6, 35.6), capacity_source=_REPORTED, capability=(8, 6), sm_count=82),
-    _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48539, context_mib=390, gb_per_s=768,
-          tflops=(154.8, 77.4, 38.7), capability=(8, 6), sm_count=84),
-    _spec("a5000", "NVIDIA RTX A5000", capacity_mib=24238, context_mib=297, gb_per_s=768,
-          tflops=(111.1, 55.6, 27.8), capability=(8, 6), sm_count=64),
-    _spec("a40", "NVIDIA A40", capacity_mib=45403, context_mib=390, gb_per_s=696,
-          tflops=(149.7, 74.8, 37.4), capability=(8, 6), sm_count=84),
+          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
+          context_source=_CONTEXT_MEASURED,
+          capacity_source=_printed("79.14 GiB, 81051 MiB",
+                                   "lianqi1008/Control-GIC#6, ultralytics/ultralytics#22877")),
+    _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24124, context_mib=380, gb_per_s=936,
+          tflops=(71, 35.6, 35.6), capability=(8, 6), sm_count=82, context_source=_CONTEXT_3090,
+          capacity_source=_printed("24124 (torch 2.13, CUDA 13.0) to 24268 MiB",
+                                   "public Ultralytics logs")),
+    _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48538, context_mib=390, gb_per_s=768,
+          tflops=(154.8, 77.4, 38.7), capability=(8, 6), sm_count=84,
+          capacity_source=_printed("47.40 GiB (a public report), 48670 MiB; with ECC on 44.55 GiB",
+                                   "ultralytics/ultralytics#19084")),
+    _spec("a5000", "NVIDIA RTX A5000", capacity_mib=24114, context_mib=297, gb_per_s=768,
+          tflops=(111.1, 55.6, 27.8), capability=(8, 6), sm_count=64,
+          capacity_source=_printed("24114 to 24248 MiB; with ECC on 22721",
+                                   "public torch and Ultralytics logs")),
+    _spec("a40", "NVIDIA A40", capacity_mib=45416, context_mib=390, gb_per_s=696,
+          tflops=(149.7, 74.8, 37.4), capability=(8, 6), sm_count=84,
+          capacity_source=_printed("45416 MiB, 44.42 GiB; with ECC off 48688",
+                                   "public torch logs")),
     _spec("a10", "NVIDIA A10", capacity_mib=22502, context_mib=334, gb_per_s=600,
           tflops=(125, 62.5, 31.2), capability=(8, 6), sm_count=72),
-    _spec("a10g", "NVIDIA A10G", capacity_mib=22502, context_mib=371, gb_per_s=600,
-          tflops=(70, 35, 31.5), capability=(8, 6), sm_count=80),
-    _spec("rtx4090", "NVIDIA GeForce RTX 4090", capacity_mib=24207, context_mib=499, gb_per_s=1008,
-          tflops=(165.2, 82.6, 82.6), capability=(8, 9), sm_count=128, capacity_source=_REPORTED,
-          context_source=_CONTEXT_SCALED_L4),
-    _spec("l4", "NVIDIA L4", capacity_mib=22478, context_mib=226, gb_per_s=300, tflops=(121, 60, 30.3),
-          capability=(8, 9), sm_count=58, context_source=_CONTEXT_MEASURED),
-    _spec("l40s", "NVIDIA L40S", capacity_mib=45457, context_mib=553, gb_per_s=864,
-          tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142, context_source=_CONTEXT_SCALED_L4),
+    _spec("a10g", "NVIDIA A10G", capacity_mib=22587, context_mib=371, gb_per_s=600,
+          tflops=(70, 35, 31.5), capability=(8, 6), sm_count=80,
+          capacity_source=_printed("22587 and 22723 MiB",
+                                   "public torch logs")),
+    _spec("rtx4090", "NVIDIA GeForce RTX 4090", capacity_mib=24081, context_mib=499, gb_per_s=1008,
+          tflops=(165.2, 82.6, 82.6), capability=(8, 9), sm_count=128,
+          context_source=_CONTEXT_ADA,
+          capacity_source=_printed("23.52 GiB, 24081 to 24217 MiB on Linux",
+                                   "Soul-AILab/SoulX-FlashTalk#5 and Ultralytics logs")),
+    _spec("l4", "NVIDIA L4", capacity_mib=22563, context_mib=226, gb_per_s=300, tflops=(121, 60, 30.3),
+          capability=(8, 9), sm_count=58, context_source=_CONTEXT_MEASURED,
+          capacity_source=_printed("22563 (torch 2.11) and 22693 MiB",
+                                   "public Ultralytics logs")),
+    _spec("l40s", "NVIDIA L40S", capacity_mib=45481, context_mib=553, gb_per_s=864,
+          tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142, context_source=_CONTEXT_ADA,
+          capacity_source=_printed("44.42 GiB, 45495 and 45589 MiB",
+                                   "stepfun-ai/Step-Video-T2V#8")),
     _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=612, gb_per_s=3350,
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45),
-    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81004, context_mib=529, gb_per_s=2000,
-          tflops=(756, 378, 51), capability=(9, 0), sm_count=114, host_gb_per_s=45),
+          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
+          capacity_source=_printed("79.11 GiB, 81082 to 81090 MiB",
+                                   "vllm-project/vllm#27508")),
+    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=529, gb_per_s=2000,
+          tflops=(756, 378, 51), capability=(9, 0), sm_count=114, host_gb_per_s=45,
+          capacity_source=_printed("81008 MiB",
+                                   "a public torch log")),
     _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=612, gb_per_s=4800,
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, capacity_source=_PRINTED, host_gb_per_s=45),
+          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
+          capacity_source=_printed("143156 MiB",
+                                   "public Ultralytics logs, torch 2.11")),
     _spec("b200", "NVIDIA B200", capacity_mib=182630, context_mib=687, gb_per_s=8000,
-          tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, host_gb_per_s=45),
-    _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32109, context_mib=663, gb_per_s=1792,
+          tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, host_gb_per_s=45,
+          capacity_source=_printed("178.35 GiB, 182631 and 182642 MiB",
+                                   "public torch logs")),
+    _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32102, context_mib=663, gb_per_s=1792,
           tflops=(209.5, 104.8, 104.8), capability=(12, 0), sm_count=170, context_source=_CONTEXT_SCALED_L4,
-          host_gb_per_s=45),
+          host_gb_per_s=45,
+          capacity_source=_printed("32102 (torch 2.12, CUDA 13.0) and 32120 MiB on Linux",
+                                   "public Ultralytics logs")),
 )  # fmt: skip
 
 GPU_SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _ALL}

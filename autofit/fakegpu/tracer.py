@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +65,8 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._item(args[0])
+        if torch.is_inference_mode_enabled() and (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
+            return whole
         self.operation_count += 1
         out = self._run(func, args, kwargs)
         self.shadows.follow(func, args, kwargs, out)
@@ -71,6 +74,13 @@ class Tracer(TorchDispatchMode):
         self._track(out, name)
         self._charge(func, args, kwargs, out, name)
         return out
+
+    def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """In inference mode composite operations arrive whole (linear, item): run their parts, each seen here again."""
+        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
 
     # ------------------------------------------------------------------ values
     def _item(self, tensor: FakeTensor) -> float | int | bool:

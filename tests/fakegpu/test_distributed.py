@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,11 +17,19 @@ MIB = 1 << 20
 WORKSPACES_MIB = 2 * 8320 / 1024
 
 
+@contextmanager
+def ranks(count: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def eight_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with ranks(8):
+        yield
 
 
 @pytest.mark.usefixtures("eight_ranks")
@@ -56,6 +65,63 @@ def test_fsdp2_holds_an_eighth_and_gathers_a_layer_at_a_time() -> None:
             optimizer.zero_grad()
         assert torch.cuda.memory_allocated() / MIB == pytest.approx(3 * shards + WORKSPACES_MIB, abs=0.5)
         assert torch.cuda.max_memory_allocated() / MIB < 3 * shards + WORKSPACES_MIB + 8 * 32
+
+
+def _train_sharded(world_size: int, *, offload: bool) -> tuple[float, float, list[str]]:
+    """MiB held after two steps, the peak of the second, and the notes, of eight layers of 64 MiB in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    with ranks(world_size), fake_gpu("a100-80gb") as gpu:
+        mesh = init_device_mesh("cuda", (world_size,))
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)])
+        if not offload:
+            model.cuda()
+        for module in (*model, model):
+            fully_shard(
+                module, mesh=mesh, mp_policy=mixed, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy()
+            )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(torch.randn(4, 4096, device="cuda")).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        held, peak = torch.cuda.memory_allocated() / MIB, torch.cuda.max_memory_allocated() / MIB
+    return held, peak, gpu.notes
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64])
+def test_fsdp2_divides_what_is_held_by_the_world_size(world_size: int) -> None:
+    held, peak, notes = _train_sharded(world_size, offload=False)
+    shards = 8 * 64 / world_size
+    assert held == pytest.approx(3 * shards + WORKSPACES_MIB, abs=0.5)  # parameters and two moments
+    gathered, foreach = 4 * shards + 64 + 5 * 32, 5 * shards  # gradients with a few layers, or with AdamW's temporaries
+    assert 3 * shards < peak - WORKSPACES_MIB < max(gathered, foreach) + 0.5
+    assert any("collectives" in note for note in notes)
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_fsdp2_with_offload_holds_only_the_gathered_layers_on_the_card(world_size: int) -> None:
+    held, peak, _ = _train_sharded(world_size, offload=True)
+    assert held == pytest.approx(WORKSPACES_MIB, abs=0.5)
+    assert peak - WORKSPACES_MIB < 64 + 5 * 32 + 64 / world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_ddp_holds_the_same_at_any_world_size(world_size: int) -> None:
+    with ranks(world_size), fake_gpu("a100-80gb"):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 8192, bias=False).cuda(), device_ids=[0])
+        with model.no_sync():
+            model(torch.randn(4, 2048, device="cuda")).sum().backward()
+        model(torch.randn(4, 2048, device="cuda")).sum().backward()
+        held = torch.cuda.memory_allocated() / MIB
+        metric = torch.ones(4, device="cuda")
+        dist.all_reduce(metric)
+        dist.barrier()
+    assert held == pytest.approx(64 * 3 + WORKSPACES_MIB, abs=0.5)
 
 
 def test_a_loop_that_halves_its_batch_finds_one_that_fits() -> None:

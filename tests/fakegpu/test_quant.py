@@ -65,6 +65,14 @@ def test_a_model_without_linear_layers_is_refused_in_one_sentence() -> None:
             quantize_model(model, BitsAndBytesConfig(load_in_4bit=True))
 
 
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_loading_a_model_without_linear_layers_quantised_is_refused_too(bits: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config(num_hidden_layers=0)).save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(**{bits: True})
+    with fake_gpu("l4"), pytest.raises(FakeGpuError, match=r"no linear layer to quantise .* drop load_in_4bit"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+
+
 def test_real_quantisation_works_after_the_block() -> None:
     with fake_gpu("l4"):
         bnb.nn.Linear4bit(256, 256).cuda()

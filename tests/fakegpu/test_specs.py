@@ -1,7 +1,12 @@
+"""The table of GPUs: forgiving names, sources for every figure, and no card that cannot be."""
+
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
+from autofit.fakegpu import FakeGpuError, GpuSpec, fake_gpu
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
 
@@ -22,3 +27,40 @@ def test_names_are_forgiving() -> None:
 def test_an_unknown_name_gets_one_message_with_the_near_ones() -> None:
     with pytest.raises(UnknownGpuError, match=r"unknown GPU 'rtx4080'; did you mean rtx.*\?"):
         gpu_spec("rtx4080")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity_bytes": 0}, "capacity_bytes must be a number above 0; got 0"),
+        ({"capacity_bytes": "24GB"}, "capacity_bytes must be a number above 0; got '24GB'"),
+        ({"bandwidth_bytes_per_s": 0.0, "sm_count": -1}, "bandwidth_bytes_per_s .* got 0.0; sm_count .* got -1"),
+        ({"half_flops_per_s": float("nan")}, "half_flops_per_s must be a number above 0; got nan"),
+        ({"fp32_flops_per_s": float("inf")}, "fp32_flops_per_s .* got inf"),
+        ({"context_bytes": 1 << 50}, "context_bytes must be from 0 to below capacity_bytes="),
+        ({"compute_capability": (8.6, 0)}, "compute_capability must be two whole numbers"),
+        ({"compute_capability": (3, 5)}, "torch still runs on"),
+    ],
+)
+def test_a_card_that_cannot_be_is_refused_in_one_line(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(FakeGpuError, match=message) as raised:
+        replace(gpu_spec("l4"), **changes)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("occupied_bytes", [-1, 1 << 40])
+def test_others_cannot_hold_more_than_there_is(occupied_bytes: int) -> None:
+    with (
+        pytest.raises(FakeGpuError, match="occupied_bytes must be from 0"),
+        fake_gpu("l4", occupied_bytes=occupied_bytes),
+    ):
+        pass
+
+
+def test_a_card_of_ones_own_runs() -> None:
+    card = GpuSpec(
+        name="mine", full_name="My Card", capacity_bytes=8 << 30, context_bytes=1 << 28, bandwidth_bytes_per_s=5e11,
+        half_flops_per_s=5e13, tf32_flops_per_s=2e13, fp32_flops_per_s=2e13, compute_capability=(8, 6), sm_count=30,
+    )  # fmt: skip
+    with fake_gpu(card) as gpu:
+        assert gpu.spec.capacity_source == "given by the caller"

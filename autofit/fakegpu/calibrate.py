@@ -1,0 +1,146 @@
+"""What eager PyTorch costs on this host, measured in a second on the CPU and kept in a JSON file; never required.
+
+The host's share of a step is Python and dispatch, which a model of a few elements shows without a GPU: its kernels do
+almost nothing. A CUDA launch costs the driver's call on top, which a CPU cannot show, so `launch_s` is a lower bound
+until a real probe corrects it (`fit_to_probe`), as it does the shares of the card's peak rates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.fakegpu.clock import NO_KERNEL, HostCosts
+from autofit.fakegpu.errors import FakeGpuError
+
+WIDTH = 4
+LAYERS = 8
+RUNS = 30
+
+
+def measure_host_costs() -> HostCosts:
+    """Seconds of this host for each kernel and each view, from a tiny model's forward and backward (about a second)."""
+    norms = [torch.nn.LayerNorm(WIDTH) for _ in range(LAYERS)]
+    linears = [[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
+    everything = torch.nn.ModuleList([*norms, *(linear for four in linears for linear in four)])
+    x = torch.randn(1, 2, WIDTH)
+
+    def step() -> None:
+        hidden = x
+        for norm, (query, key, value, out) in zip(norms, linears, strict=True):
+            y = norm(hidden)
+            scores = query(y) @ key(y).transpose(-1, -2)
+            hidden = hidden + torch.nn.functional.silu(out(scores.softmax(-1) @ value(y)))
+        hidden.sum().backward()
+        everything.zero_grad()
+
+    with _Counter() as counter:
+        step()
+    view_s = _fastest(lambda: [x.view(-1, WIDTH).transpose(0, 1) for _ in range(500)]) / 1000
+    launch_s = (_fastest(step) - counter.views * view_s) / counter.kernels
+    return HostCosts(launch_s=max(launch_s, view_s), view_s=view_s)
+
+
+def fit_to_probe(
+    costs: HostCosts,
+    *,
+    predicted_rollout_s: float | None = None,
+    measured_rollout_s: float | None = None,
+    predicted_update_s: float | None = None,
+    measured_update_s: float | None = None,
+) -> HostCosts:
+    """The costs after one real probe: an update is bound by the card's rates, a rollout of single tokens by the host.
+
+    One correction by the ratio of measured to predicted, not a fit; a share of a peak rate stays at most 1.
+    """
+    for given in (predicted_rollout_s, measured_rollout_s, predicted_update_s, measured_update_s):
+        if given is not None and not given > 0:
+            raise FakeGpuError(f"a probe's seconds must be above 0; got {given}")
+    if measured_update_s and predicted_update_s:
+        share = predicted_update_s / measured_update_s
+        costs = replace(
+            costs, flops_frac=min(1.0, costs.flops_frac * share), bandwidth_frac=min(1.0, costs.bandwidth_frac * share)
+        )
+    if measured_rollout_s and predicted_rollout_s:
+        slower = measured_rollout_s / predicted_rollout_s
+        costs = replace(costs, launch_s=costs.launch_s * slower, view_s=costs.view_s * slower)
+    return costs
+
+
+def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
+    """Write the costs with where they come from, put in place whole."""
+    record = {
+        "host_costs": asdict(costs),
+        "source": source,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def load_host_costs(path: Path) -> HostCosts | None:
+    """What `save_host_costs` wrote; None where there is no file. A file that is damaged is one FakeGpuError."""
+    try:
+        record = json.loads(path.read_text())
+        held = record["host_costs"]
+        costs = HostCosts(**{field.name: float(held[field.name]) for field in fields(HostCosts)})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise FakeGpuError(f"{path} holds no host costs ({type(error).__name__}: {error}); delete it") from error
+    wrong = [field.name for field in fields(HostCosts) if not 0 < getattr(costs, field.name) < 60]
+    if wrong:
+        raise FakeGpuError(f"{path} holds host costs that cannot be ({', '.join(wrong)}); delete it")
+    return costs
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations as the clock does: a view, or a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.views = 0
+        self.kernels = 0
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func.is_view or func._schema.name[6:] in NO_KERNEL:
+            self.views += 1
+        else:
+            self.kernels += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of some runs: the others were disturbed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return min(seconds)

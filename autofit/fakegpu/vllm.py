@@ -1,0 +1,203 @@
+"""A stand-in for vLLM in TRL's colocate mode, where vLLM is not installed or has no card to start on.
+
+What TRL 1.16 does (`trl/generation/vllm_generation.py`): one engine in the training process, given a share `u` of the
+card; with sleep mode it sleeps at level 2 outside of generation, wakes its weights when they are synchronised and its
+KV cache when it generates. Here the engine takes its weights and, for the rest of `u` times the card, its KV cache from
+the simulated allocator, on a stream of its own so that nothing else reuses them; sleeping gives both back.
+
+Not known without a card, and in `gpu.notes`: what vLLM keeps while it sleeps (CUDA graphs, its own workspaces) and what
+it takes beside its share. Its seconds are a roofline: weights and KV cache read once a token, no scheduling.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Protocol, cast
+from unittest import mock
+
+import torch
+
+from autofit.fakegpu.errors import FakeGpuError
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.device import FakeGpu
+
+Target = tuple[object, str, object, str]
+_STREAM = 1 << 20  # no stream of the training code has this number
+_NOTE = (
+    "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
+    "takes beside its share is not known, and its seconds are a roofline without scheduling"
+)
+
+
+class _Settings(Protocol):
+    """What TRL gives `vllm.SamplingParams`, as far as it matters here."""
+
+    max_tokens: int
+    logprobs: int | None
+
+
+class SamplingParams(SimpleNamespace):
+    """vllm.SamplingParams: whatever it is given."""
+
+
+class FakeEngine:
+    """`vllm.LLM` for one simulated card."""
+
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        model: torch.nn.Module,
+        *,
+        gpu_memory_utilization: float,
+        max_model_len: int | None,
+        max_num_seqs: int,
+        tensor_parallel_size: int,
+    ) -> None:
+        if not 0 < gpu_memory_utilization <= 1:
+            raise FakeGpuError(
+                f"vllm_gpu_memory_utilization must be above 0 and at most 1; got {gpu_memory_utilization}"
+            )
+        self._gpu = gpu
+        self._config = _text_config(model)
+        self._weights_bytes = _weights_bytes(model) // tensor_parallel_size
+        self._kv_bytes = int(gpu_memory_utilization * gpu.spec.capacity_bytes) - self._weights_bytes
+        self._parameters = _weights_bytes(model) // 2
+        self._ranks = tensor_parallel_size
+        self._most_sequences = max_num_seqs
+        self._held: dict[str, int] = {}
+        if self._kv_bytes <= 0:
+            raise torch.OutOfMemoryError(
+                f"vLLM's weights of {self._weights_bytes} bytes leave no room for a KV cache in its share of "
+                f"vllm_gpu_memory_utilization={gpu_memory_utilization} of the card"
+            )
+        gpu.note(_NOTE)
+        longest = max_model_len or getattr(self._config, "max_position_embeddings", 1 << 20)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights)))
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=longest),
+            model_executor=SimpleNamespace(driver_worker=worker),
+        )
+        self.wake_up()
+
+    # ------------------------------------------------------------------ memory
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the weights, the KV cache, or both; raises torch.OutOfMemoryError where the card is too full."""
+        memory = self._gpu.memory
+        for tag, nbytes, category in (
+            ("weights", self._weights_bytes, "weights"),
+            ("kv_cache", self._kv_bytes, "KV cache"),
+        ):
+            if tag in self._held or (tags is not None and tag not in tags):
+                continue
+            before, memory.stream = memory.stream, _STREAM
+            try:
+                self._held[tag] = memory.allocate(nbytes, category, f"vLLM {tag}")
+            finally:
+                memory.stream = before
+
+    def sleep(self, level: int = 1) -> None:
+        """Give weights and KV cache back to the driver (level 1 keeps a copy of the weights on the host)."""
+        for index in self._held.values():
+            self._gpu.memory.release(index)
+        self._held.clear()
+        self._gpu.memory.allocator.empty_cache()
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self._gpu.clock.kernel(flops=0, nbytes=2 * tensor.numel() * tensor.element_size(), rate=1.0)
+
+    # ------------------------------------------------------------------ generation
+    def generate(
+        self, prompts: Sequence[dict[str, list[int]]], sampling_params: _Settings, use_tqdm: bool = False
+    ) -> list[SimpleNamespace]:
+        """Completions of full length, as the worst case has them; the clock moves by what decoding takes."""
+        ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        self._spend([len(row) for row in ids], sampling_params.max_tokens)
+        token = int(getattr(self._config, "vocab_size", 3)) // 3  # never an end-of-sequence token
+        logprobs = None
+        if sampling_params.logprobs is not None:
+            logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)}] * sampling_params.max_tokens
+        completion = SimpleNamespace(token_ids=[token] * sampling_params.max_tokens, logprobs=logprobs)
+        return [SimpleNamespace(prompt_token_ids=row, outputs=[completion]) for row in ids]
+
+    def _spend(self, prompt_lengths: Sequence[int], tokens: int) -> None:
+        """Prefill at the card's rate; each decode step reads all weights and the KV cache of the running sequences."""
+        clock, costs = self._gpu.clock, self._gpu.clock.costs
+        per_token = self._kv_bytes_per_token()
+        mean = sum(prompt_lengths) / max(1, len(prompt_lengths))
+        fits = max(1, int(self._kv_bytes // (per_token * (mean + tokens))))
+        together = min(len(prompt_lengths), self._most_sequences, fits)
+        waves = math.ceil(len(prompt_lengths) / max(1, together))
+        rate = self._gpu.spec.half_flops_per_s * costs.flops_frac * self._ranks
+        bandwidth = self._gpu.spec.bandwidth_bytes_per_s * costs.bandwidth_frac
+        prefill_s = 2 * self._parameters * sum(prompt_lengths) / rate
+        read = self._weights_bytes + together * (mean + tokens / 2) * per_token
+        step_s = max(read / bandwidth, 2 * self._parameters * together / rate)
+        clock.synchronize()
+        clock.advance(prefill_s + waves * tokens * step_s)
+
+    def _kv_bytes_per_token(self) -> int:
+        config = self._config
+        heads = getattr(config, "num_attention_heads", 1)
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 1) // heads
+        return max(1, 2 * 2 * getattr(config, "num_hidden_layers", 1) * key_heads * dim // self._ranks)
+
+
+def _text_config(model: torch.nn.Module) -> object:
+    config = getattr(model, "config", None)
+    return cast("object", getattr(config, "get_text_config", lambda: config)())
+
+
+def _weights_bytes(model: torch.nn.Module) -> int:
+    """vLLM's copy of the base model: 2 bytes a weight (dtype "auto" makes half of fp32), packed ones as they are."""
+    seen: dict[int, int] = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        packed = not parameter.dtype.is_floating_point
+        seen[id(parameter)] = parameter.numel() * (parameter.element_size() if packed else 2)
+    return sum(seen.values())
+
+
+def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Patches of `trl.generation.vllm_generation`: vLLM is there, and its engine is the stand-in."""
+    owner = module.VLLMGeneration
+    models: list[torch.nn.Module] = []
+
+    def start(self: object) -> None:
+        models.append(self.model)  # type: ignore[attr-defined]
+        try:
+            with mock.patch.dict(os.environ):  # it sets RANK and its like, from which accelerate would start NCCL
+                original(self)
+        finally:
+            models.pop()
+
+    def engine(
+        model: str,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        **rest: object,
+    ) -> FakeEngine:
+        return FakeEngine(
+            gpu, models[-1], gpu_memory_utilization=gpu_memory_utilization, max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
+
+    original = cast("Callable[[object], None]", owner._init_vllm)
+    reason = "vLLM cannot run on a card that is not there"
+    for name, value in (
+        ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", SimpleNamespace),
+        ("is_vllm_available", lambda *_: True),
+    ):  # fmt: skip
+        yield module, name, value, reason
+    yield owner, "_init_vllm", start, reason

@@ -1,0 +1,68 @@
+"""This host's costs: measured without a GPU, corrected by a probe, kept in a file, and used by the clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autofit.fakegpu import FakeGpuError, HostCosts, fake_gpu
+from autofit.fakegpu.calibrate import fit_to_probe, load_host_costs, measure_host_costs, save_host_costs
+
+
+def test_a_kernel_costs_microseconds_and_more_than_a_view() -> None:
+    costs = measure_host_costs()
+    assert 1e-7 < costs.view_s <= costs.launch_s < 1e-3
+    assert costs.flops_frac == HostCosts().flops_frac  # what only a card can show stays
+
+
+def test_the_clock_follows_the_costs() -> None:
+    def seconds(costs: HostCosts | None) -> float:
+        with fake_gpu("h100", host_costs=costs) as gpu:
+            x = torch.zeros(4, device="cuda")
+            for _ in range(100):
+                x = x + 1
+        return gpu.elapsed_s
+
+    assert seconds(HostCosts(launch_s=8e-5)) > 5 * seconds(None)
+
+
+def test_costs_are_kept_with_their_source_and_date(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "host.json"
+    assert load_host_costs(path) is None
+    costs = HostCosts(launch_s=5e-6, flops_frac=0.6)
+    save_host_costs(costs, path, source="a tiny model on the CPU")
+    assert load_host_costs(path) == costs
+    record = json.loads(path.read_text())
+    assert record["source"] == "a tiny model on the CPU"
+    assert record["measured_at"].endswith("+00:00")
+    assert [file.name for file in path.parent.iterdir()] == ["host.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"host_costs": {"launch_s": 1}}', "[1]"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "host.json"
+    path.write_text(text)
+    with pytest.raises(FakeGpuError, match="holds no host costs"):
+        load_host_costs(path)
+
+
+def test_costs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    save_host_costs(HostCosts(launch_s=-1.0), path, source="a bad day")
+    with pytest.raises(FakeGpuError, match=r"cannot be \(launch_s\)"):
+        load_host_costs(path)
+
+
+def test_a_probe_corrects_rates_by_its_update_and_the_host_by_its_rollout() -> None:
+    costs = fit_to_probe(
+        HostCosts(), predicted_update_s=1.0, measured_update_s=1.4, predicted_rollout_s=2.0, measured_rollout_s=3.0
+    )
+    assert costs == replace(HostCosts(), flops_frac=0.7 / 1.4, bandwidth_frac=0.8 / 1.4, launch_s=1.2e-5,
+                            view_s=1.5e-6 * 1.5)  # fmt: skip
+    assert fit_to_probe(HostCosts(), predicted_update_s=2.0, measured_update_s=1.0).flops_frac == 1.0
+    with pytest.raises(FakeGpuError, match="above 0"):
+        fit_to_probe(HostCosts(), measured_update_s=0.0)

@@ -1,0 +1,92 @@
+"""GRPO with a colocated vLLM that is not installed: its share of the card, its sleep, completions and seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from autofit.fakegpu import FakeGpu, FakeGpuError, fake_gpu
+
+from .tiny_trainers import Case, build_model, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GIB = 1 << 30
+
+
+def _train(folder: Path, *, share: float, sleep: bool, gpu: str = "l4", tokens: int = 32) -> tuple[FakeGpu, float]:
+    """One step of GRPO on the card; the card, and the mean completion length that the trainer logged."""
+    with fake_gpu(gpu) as card:
+        trainer = GRPOTrainer(
+            model=build_model(Case(kind="grpo")),
+            reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
+            args=GRPOConfig(
+                output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_steps=2, report_to=[],
+                max_completion_length=tokens, bf16=True, save_strategy="no", disable_tqdm=True, use_vllm=True,
+                vllm_mode="colocate", vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=sleep,
+                logging_steps=1,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3", "t4 t5 t6 t7"] * 8}),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        trainer.train()
+        held = torch.cuda.memory_allocated()
+    card.note(f"held {held}")
+    return card, trainer.state.log_history[0]["completions/mean_length"]
+
+
+def _held(gpu: FakeGpu) -> int:
+    return int(gpu.notes[-1].removeprefix("held "))
+
+
+def test_vllm_takes_its_share_and_completions_have_full_length(tmp_path: Path) -> None:
+    gpu, length = _train(tmp_path, share=0.3, sleep=False)
+    share = int(0.3 * gpu.spec.capacity_bytes)
+    assert length == 32
+    assert share < gpu.peak_allocated_bytes < share + GIB
+    assert _held(gpu) > share
+    assert any("vLLM was not run" in note for note in gpu.notes)
+    assert gpu.elapsed_s > 0
+
+
+def test_asleep_it_holds_nothing_but_the_peak_is_while_it_is_awake(tmp_path: Path) -> None:
+    gpu, length = _train(tmp_path, share=0.3, sleep=True)
+    share = int(0.3 * gpu.spec.capacity_bytes)
+    assert length == 32
+    assert _held(gpu) < GIB
+    assert gpu.peak_allocated_bytes > share
+    assert gpu.device_used_bytes > share + gpu.spec.context_bytes
+
+
+def test_a_share_that_does_not_fit_beside_the_model_runs_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        _train(tmp_path, share=1.0, sleep=False)
+
+
+def test_a_share_below_the_weights_says_which_setting(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="vllm_gpu_memory_utilization=1e-05"):
+        _train(tmp_path, share=1e-5, sleep=False)
+
+
+def test_a_share_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FakeGpuError, match=r"vllm_gpu_memory_utilization must be above 0 and at most 1; got 1.5"):
+        _train(tmp_path, share=1.5, sleep=False)
+
+
+def test_the_roll_out_is_bound_by_the_cards_bandwidth(tmp_path: Path) -> None:
+    slow, _ = _train(tmp_path, share=0.3, sleep=False, gpu="l4", tokens=512)
+    fast, _ = _train(tmp_path, share=0.3, sleep=False, gpu="h200", tokens=512)
+    assert slow.elapsed_s > fast.elapsed_s
+
+
+def test_trl_knows_no_vllm_after_the_block(tmp_path: Path) -> None:
+    import trl.generation.vllm_generation as module
+
+    with fake_gpu("l4"):
+        assert module.is_vllm_available()
+    assert not module.is_vllm_available()
