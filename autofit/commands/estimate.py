@@ -1,0 +1,46 @@
+"""`autofit estimate`: one config on a simulated card."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from autofit.commands.common import DONE, NOTHING_FITS, given, prepared
+from autofit.units import parse_bytes, parse_seconds
+
+
+def estimate(options: argparse.Namespace) -> int:
+    import tempfile
+
+    from autofit.estimate import estimate, estimate_json, estimate_table, plot_phases
+    from autofit.hardware import choose_device, choose_target
+    from autofit.probing.prepare import worst_case_path
+    from autofit.probing.warm import WarmServer
+
+    device = choose_device("sim", options.gpu)
+    capacity = choose_target(given("--target-vram", options.target_vram, parse_bytes), device)
+    deadline_s = given("--deadline", options.deadline, parse_seconds) or 0
+    options.world_size, options.trainer = 1, "grpo"
+    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
+        folder = Path(temporary)
+        server = WarmServer(folder)
+        try:
+            recipe = prepared(options.recipe, options, device, folder / "inspection", server)
+            recipe.check()
+            result = estimate(
+                recipe, device, capacity, folder=folder / "probe", server=server,
+                worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
+            )  # fmt: skip
+        finally:
+            server.close()
+    if options.plot is not None:
+        plot_phases(result, capacity, options.plot)
+    if options.json:
+        print(json.dumps(estimate_json(result, capacity)))
+    else:
+        from rich.console import Console
+
+        table, sentence = estimate_table(result, capacity)
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        print(sentence)
+    return DONE if estimate_json(result, capacity)["fits"] else NOTHING_FITS
