@@ -5,11 +5,13 @@ import contextlib
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from autofit.baseline import PROMPT_TOKENS, baseline_path
 from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from autofit.probing.warm import WarmServer
@@ -50,14 +52,47 @@ def warm(folder: Path) -> "WarmServer":
         raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
 
 
+def describe(device: str, target_bytes: int) -> str:
+    """Where probes run and how much of it they may use, in words."""
+    from autofit.fakegpu.specs import gpu_spec
+
+    target = format_bytes(target_bytes)
+    if not device.startswith("sim:"):
+        return f"{device}, {target}: measured"
+    spec = gpu_spec(device.removeprefix("sim:"))
+    return f"{spec.name} ({spec.full_name}, {format_bytes(spec.capacity_bytes)}) simulated, {target} of it: predicted"
+
+
+def settings(given: Sequence[str]) -> dict[str, object]:
+    """{key: value} of `--set key=value` options, each value read as YAML; of a key given twice the last one counts."""
+    import yaml
+
+    changes: dict[str, object] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set takes key=value, for example --set lora_r=8; got {text!r}")
+        try:
+            changes[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key.strip()}: the value is not valid YAML; got {value!r}") from error
+    return changes
+
+
 def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
+    """The recipe in `path` as the options change it; its worst case in `scratch`, which is dropped on an error."""
     from autofit.probing.prepare import prepare
 
+    prompt_tokens = getattr(options, "prompt_tokens", None)
+    if prompt_tokens is None and path == baseline_path():
+        prompt_tokens = PROMPT_TOKENS
+    if prompt_tokens is not None and not device.startswith("sim:"):
+        raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         recipe = prepare(
             path, trainer=trainer(options.trainer), device=device, folder=scratch, server=server,
-            world_size=options.world_size,
+            world_size=options.world_size, changes=settings(getattr(options, "set", ())), prompt_tokens=prompt_tokens,
         )  # fmt: skip
     except AutofitError:
         remove(scratch)

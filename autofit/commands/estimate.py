@@ -5,7 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from autofit.commands.common import DONE, NOTHING_FITS, given, prepared
+from autofit.baseline import baseline_path
+from autofit.commands.common import DONE, NOTHING_FITS, at_least_one, describe, given, prepared, say, trainer
+from autofit.errors import ConfigError
 from autofit.units import parse_bytes, parse_seconds
 
 
@@ -13,20 +15,24 @@ def estimate(options: argparse.Namespace) -> int:
     import tempfile
 
     from autofit.estimate import estimate, estimate_json, estimate_table, plot_phases
-    from autofit.hardware import choose_device, choose_target
+    from autofit.hardware import choose_device_and_target
     from autofit.probing.prepare import worst_case_path
     from autofit.probing.warm import WarmServer
 
-    device = choose_device("sim", options.gpu)
-    capacity = choose_target(given("--target-vram", options.target_vram, parse_bytes), device)
+    at_least_one("--prompt-tokens", options.prompt_tokens)
+    if trainer(options.trainer) != "grpo":
+        raise ConfigError(f"estimate reads grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
+    asked_bytes = given("--target-vram", options.target_vram, parse_bytes)
+    device, capacity = choose_device_and_target("sim", options.gpu, asked_bytes)
     deadline_s = given("--deadline", options.deadline, parse_seconds) or 0
-    options.world_size, options.trainer = 1, "grpo"
+    options.world_size = 1
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
         folder = Path(temporary)
         server = WarmServer(folder)
         try:
-            recipe = prepared(options.recipe, options, device, folder / "inspection", server)
+            recipe = prepared(options.recipe or baseline_path(), options, device, folder / "inspection", server)
             recipe.check()
+            say(f"{recipe.resolved['model_name_or_path']} on {describe(device, capacity)}")
             result = estimate(
                 recipe, device, capacity, folder=folder / "probe", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from autofit.commands.common import DONE, INTERRUPTED, dir_option, say, terminate_like_interrupt
+from autofit.errors import ConfigError
 
 
 def promote(options: argparse.Namespace) -> int:
@@ -18,6 +19,11 @@ def promote(options: argparse.Namespace) -> int:
     say(f"wrote {options.out or promotion.yaml_path}")
     if options.write_only:
         return DONE
+    if not promotion.values.get("dataset_name") and not promotion.values.get("datasets"):
+        raise ConfigError(
+            f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
+            f"reward_funcs to {options.out or promotion.yaml_path} and run it with: trl {promotion.trainer} --config"
+        )
     with exclusive(options.dir / "locks", promotion.folder.name):
         how = launch(promotion, study_folder=options.dir, restart=options.restart)
         say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")

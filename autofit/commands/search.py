@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
+    describe,
     given,
     ignore_interrupts,
     prepared,
@@ -42,8 +44,6 @@ def search(options: argparse.Namespace) -> int:
     server = warm(folder)
     try:
         plan, scratch = _plan(options, server)
-        for name, text in plan.recipe.describe():
-            say(f"{name:>16}: {text}")
         with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
             study = open_study(plan)
             _keep_worst_case(scratch, plan.probes_folder)
@@ -65,9 +65,12 @@ def search(options: argparse.Namespace) -> int:
 def _check_search(options: argparse.Namespace) -> None:
     if options.demo and options.recipe is not None:
         raise ConfigError(f"give a recipe or --demo, not both; got {options.recipe} and --demo")
-    if not options.demo and options.recipe is None:
-        raise ConfigError("a search needs a recipe: give the path of a YAML file, or --demo")
-    for name in ("trials", "plateau", "measured_steps", "parallel", "world_size"):
+    if options.recipe is None and not options.demo and options.device in ("cpu", "cuda"):
+        raise ConfigError(
+            f"the built-in baseline has made-up prompts and runs on a simulated card; give a recipe or leave --device "
+            f"{options.device} out"
+        )
+    for name in ("trials", "plateau", "measured_steps", "parallel", "world_size", "prompt_tokens"):
         at_least_one("--" + name.replace("_", "-"), getattr(options, name))
     if options.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", options.study):
         raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {options.study!r}")
@@ -79,15 +82,18 @@ def _check_search(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
-    from autofit.hardware import choose_device, choose_target, gpus
+    from autofit.hardware import choose_device_and_target, gpus
     from autofit.space import Space, load_space
     from autofit.tuning.search import Plan
 
     budget = given("--time-budget", options.time_budget, parse_seconds)
     deadline_s = given("--deadline", options.deadline, parse_seconds) or 0
-    asked = "cpu" if options.demo and options.device == "auto" and options.gpu is None else options.device
-    device = choose_device(asked, options.gpu)
-    target = choose_target(given("--target-vram", options.target_vram, parse_bytes), device)
+    asked = options.device
+    if asked == "auto" and options.gpu is None:
+        asked = "cpu" if options.demo else "auto" if options.recipe is not None else "sim"
+    device, target = choose_device_and_target(
+        asked, options.gpu, given("--target-vram", options.target_vram, parse_bytes)
+    )
     headroom = 0 if device == "cpu" else target // 50
     if options.headroom is not None:
         headroom = 0 if options.headroom in ("0", "0B") else given("--headroom", options.headroom, parse_bytes) or 0
@@ -96,9 +102,11 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
         )
     knobs = load_space(options.space, trainer=options.trainer)
-    path = _demo_recipe() if options.demo else options.recipe
+    path = _demo_recipe() if options.demo else options.recipe or baseline_path()
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
     recipe = prepared(path, options, device, scratch, server)
+    for name, text in (*recipe.describe(), ("device", describe(device, target))):
+        say(f"{name:>16}: {text}")
     space = Space.of(recipe, knobs, allow=options.allow, device=device)
     _check_target(recipe, target - headroom, options.allow)
     open_ended = budget is not None or options.plateau is not None
@@ -114,10 +122,12 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
 
 def _keep_worst_case(scratch: Path, folder: Path) -> None:
     """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
+    from autofit.probing import stand_in
     from autofit.probing.prepare import worst_case_path
 
     folder.mkdir(parents=True, exist_ok=True)
     if not worst_case_path(folder).exists():  # the same study has the same one
+        stand_in.keep(scratch, folder)
         shutil.rmtree(folder / "worst_row", ignore_errors=True)
         os.replace(scratch / "worst_row", folder / "worst_row")
         os.replace(worst_case_path(scratch), worst_case_path(folder))
