@@ -79,6 +79,12 @@ def settings(given: Sequence[str]) -> dict[str, object]:
     return changes
 
 
+def check_prompt_tokens(options: argparse.Namespace, device: str) -> None:
+    """Refuse made-up prompts on a device that trains on real ones."""
+    if options.prompt_tokens is not None and not device.startswith("sim:"):
+        raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
+
+
 def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
     """The recipe in `path` as the options change it; its worst case in `scratch`, which is dropped on an error."""
     from autofit.probing.prepare import prepare
@@ -86,8 +92,6 @@ def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path
     prompt_tokens = getattr(options, "prompt_tokens", None)
     if prompt_tokens is None and path == baseline_path():
         prompt_tokens = PROMPT_TOKENS
-    if prompt_tokens is not None and not device.startswith("sim:"):
-        raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         recipe = prepare(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
+    check_prompt_tokens,
     describe,
     given,
     ignore_interrupts,
@@ -94,6 +95,7 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
     device, target = choose_device_and_target(
         asked, options.gpu, given("--target-vram", options.target_vram, parse_bytes)
     )
+    check_prompt_tokens(options, device)
     headroom = 0 if device == "cpu" else target // 50
     if options.headroom is not None:
         headroom = 0 if options.headroom in ("0", "0B") else given("--headroom", options.headroom, parse_bytes) or 0
