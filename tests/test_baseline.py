@@ -30,6 +30,7 @@ def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["fidelity"], found["counts"]["fit"], found["target_bytes"]) == ("predicted", 1, 40 * 10**9)
+    assert found["device"] == "sim:a100-40gb"
     assert "a100-40gb (NVIDIA A100-SXM4-40GB, 42.28 GB) simulated, 40.00 GB of it: predicted" in done.stderr
     assert "1024 prompt + 128 completion tokens" in done.stderr
     promoted = autofit(tmp_path, "promote", "best")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import tiny
 import yaml
 from transformers import AutoConfig, AutoTokenizer
 
+from autofit import catalogue
 from autofit.errors import ConfigError
 from autofit.probing import stand_in
 from autofit.probing.inspection import inspect
@@ -56,12 +58,22 @@ def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model
     assert AutoConfig.from_pretrained(made).hidden_size == 32
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert len(tokenizer) == tiny.WORDS
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hello you"}], add_generation_prompt=True)
-    assert len(rendered["input_ids"]) == 5
+    messages = [{"role": "user", "content": "a"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "user a <eos> assistant "
 
 
-def test_the_prompt_is_as_long_as_it_was_said_for_any_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+ONE_OF_EACH_TYPE = {str(a.config["model_type"]): a.config for a in map(catalogue.architecture, catalogue.names()) if a}
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 500}
+
+
+@pytest.mark.parametrize("config", [*ONE_OF_EACH_TYPE.values(), GPT2], ids=lambda config: config["model_type"])
+def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
+    config: Mapping[str, object], tmp_path: Path
+) -> None:
+    """transformers loads the tokenizers of some models by classes of their own, and some of those without any file."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(config)))
+    tokenizer = AutoTokenizer.from_pretrained(stand_in_model(str(tmp_path), tmp_path / "i"))
     for tokens in (1, 50):
         made = stand_in.made_up_dataset("grpo", tokens, tokenizer, tmp_path, text_column=None)
         row = json.loads((Path(made) / "train.jsonl").read_text())

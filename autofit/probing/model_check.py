@@ -69,7 +69,9 @@ def _is_linear(module: Any) -> bool:
 
 def _names(model: Any) -> list[str]:
     """The last parts of the names of the linear layers, in the model's order."""
-    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module)))
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if _is_linear(module) and module is not head)
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
 
 
 def _linear_names(model: Any) -> str:

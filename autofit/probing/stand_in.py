@@ -15,7 +15,11 @@ from autofit.errors import ConfigError
 
 _MODEL = "model"  # the folders below the one that an inspection leaves to its probes
 _SAMPLES = "made_up"
-_WORDS = 1000  # of the tokenizer; bytes and times follow the model's vocabulary, and a small tokenizer loads in 2 ms
+_WORDS = 260  # of the tokenizer; bytes and times follow the model's vocabulary, and a small tokenizer loads in 2 ms
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tokenizer.tiktoken",
+)  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 # Columns of a made-up sample, and the share of its tokens that each has; DPO's answers follow its prompt.
 _COLUMNS = {
@@ -80,9 +84,21 @@ def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
             return _write(home, config, copied=None)
     try:
         AutoTokenizer.from_pretrained(name, **loading)
-        return name
     except (OSError, ValueError, KeyError, TypeError):
-        return _write(home, config, copied=Path(name) if Path(name).is_dir() else None)
+        pass
+    else:
+        if _has_vocabulary(name, loading.get("revision")):  # without a file some classes load, and know no word
+            return name
+    return _write(home, config, copied=Path(name) if Path(name).is_dir() else None)
+
+
+def _has_vocabulary(name: str, revision: str | None) -> bool:
+    """Whether there is a file with the tokens of `name`, in its folder or (fetched by now) the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return any((Path(name) / file).exists() for file in _VOCABULARIES)
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _VOCABULARIES)
 
 
 def unknown_model(name: str, *, simulated: bool = True) -> str:
@@ -137,7 +153,7 @@ def _missing(content: Mapping[str, object]) -> list[str]:
 
 
 def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> str:
-    """A folder with `config`, a tokenizer of made-up words, and the code that lies beside a `copied` config."""
+    """A folder with `config`, a small tokenizer, and the code that lies beside a `copied` config."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -149,13 +165,21 @@ def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> 
 
 
 def _tokenizer(words: int) -> Any:
-    """A tokenizer of `words` words and a chat template: a word is a token, whatever it is."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """A tokenizer of at most `words` tokens and a chat template: bytes, and " a", of which made-up prompts consist.
+
+    It is of bytes, as transformers loads some models' tokenizers (Qwen2's) by a class that understands no other kind.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<eos>", "<pad>", "<unk>", *(f"w{i}" for i in range(words - 3))]
-    raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = ["<eos>", "<pad>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda byte: (byte not in "aĠ", byte))
+    names = [*special, *alphabet[:2], "Ġa", *alphabet[2:]][:words]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(name, special=True) for name in special])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", padding_side="left"
     )
@@ -171,7 +195,7 @@ def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, 
     home = folder / _SAMPLES
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    row = {column: _text(round(tokens * share), tokenizer) for column, share in _COLUMNS[trainer].items()}
+    row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}
     if trainer == "sft" and text_column:
         row = {text_column: row["text"]}
     (home / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -180,11 +204,13 @@ def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, 
 
 def _text(tokens: int, tokenizer: Any) -> str:
     """A text of `tokens` tokens: one word over and over, of which every tokenizer makes a token each time."""
-    words = max(1, tokens)
+    words = found = 0
     for _ in range(8):
+        words = max(1, words + tokens - found)
         text = " ".join(["a"] * words)
         found = len(tokenizer(text)["input_ids"])
-        if found == tokens or words + tokens - found < 1:
-            break
-        words += tokens - found
-    return text
+        if found == tokens:
+            return text
+    raise ConfigError(
+        f"the model's tokenizer makes {found} tokens of a text that should have {tokens}; ask for {found}"
+    )
