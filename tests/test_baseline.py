@@ -38,7 +38,10 @@ def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(
     assert "no dataset to train on" in promoted.stderr
     tuned = autofit(tmp_path, "promote", "best", "--write-only", "--out", "tuned.yaml")
     assert tuned.returncode == 0, tuned.stderr
-    assert yaml.safe_load((tmp_path / "tuned.yaml").read_text())["model_name_or_path"] == "Qwen/Qwen3-4B"
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert "its prompts were made up: add dataset_name" in text
+    assert yaml.safe_load(text)["model_name_or_path"] == "Qwen/Qwen3-4B"
+    assert "use_cpu" not in text  # it was predicted for a card
 
 
 def test_an_estimate_takes_settings_and_the_card_of_its_target(tmp_path: Path) -> None:

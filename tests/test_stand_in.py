@@ -47,6 +47,8 @@ def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: P
     changes = stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i")
     assert AutoConfig.from_pretrained(changes["model_name_or_path"]).num_hidden_layers == 28
     assert changes["reward_funcs"] == ["autofit.probing.stand_in.no_reward"]
+    inspected(tiny_recipe)  # everything is at hand again
+    assert stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
 
 
 def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model: Path, tmp_path: Path) -> None:

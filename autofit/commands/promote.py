@@ -9,7 +9,7 @@ from autofit.errors import ConfigError
 
 def promote(options: argparse.Namespace) -> int:
     from autofit.files import write_atomically
-    from autofit.promotion import follow, launch, model_path, plan_promotion, stop
+    from autofit.promotion import follow, has_dataset, launch, model_path, plan_promotion, stop
     from autofit.tuning.study import exclusive
 
     terminate_like_interrupt()
@@ -19,7 +19,7 @@ def promote(options: argparse.Namespace) -> int:
     say(f"wrote {options.out or promotion.yaml_path}")
     if options.write_only:
         return DONE
-    if not promotion.values.get("dataset_name") and not promotion.values.get("datasets"):
+    if not has_dataset(promotion.values):
         raise ConfigError(
             f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
             f"reward_funcs to {options.out or promotion.yaml_path} and run it with: trl {promotion.trainer} --config"

@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.probing.model_check import check_model
-from autofit.probing.stand_in import made_up_dataset, read_config, stand_in_model, unknown_model
+from autofit.probing.stand_in import clear, made_up_dataset, read_config, stand_in_model, unknown_model
 from autofit.probing.trl_config import TrlConfig, parse, plain
 
 _STATE_IT = "or give --prompt-tokens N, the longest prompt in tokens, and a made-up one stands in for the dataset"
@@ -46,6 +46,7 @@ def inspect(
 
     On a simulated card `prompt_tokens` asks for a made-up prompt of so many tokens in place of the dataset.
     """
+    clear(worst_case.parent)
     with _or_stated(device, prompt_tokens):
         values = with_local_file(values, needed=prompt_tokens is None)
     go_offline_without_a_hub()

@@ -13,8 +13,8 @@ from typing import Any
 from autofit import catalogue
 from autofit.errors import ConfigError
 
-_MODEL = "model"  # the folders below the one that an inspection leaves to its probes
-_SAMPLES = "made_up"
+_MODEL = "stand_in_model"  # the folders below the one that an inspection leaves to its probes
+_SAMPLES = "made_up_samples"
 _WORDS = 260  # of the tokenizer; bytes and times follow the model's vocabulary, and a small tokenizer loads in 2 ms
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
@@ -46,10 +46,16 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     return changes
 
 
+def clear(folder: Path) -> None:
+    """Remove what an earlier inspection left in `folder`."""
+    for name in (_MODEL, _SAMPLES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
 def keep(source: Path, target: Path) -> None:
     """Move the stand-ins of the inspection in `source` to `target`."""
+    clear(target)
     for name in (_MODEL, _SAMPLES):
-        shutil.rmtree(target / name, ignore_errors=True)
         if (source / name).is_dir():
             shutil.move(source / name, target / name)
 
@@ -154,7 +160,6 @@ def _missing(content: Mapping[str, object]) -> list[str]:
 
 def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> str:
     """A folder with `config`, a small tokenizer, and the code that lies beside a `copied` config."""
-    shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for path in copied.glob("*.py") if copied is not None else ():
@@ -193,8 +198,7 @@ def _tokenizer(words: int) -> Any:
 def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None) -> str:
     """A dataset below `folder`, as TRL loads it, of one sample (for GRPO a prompt) of `tokens` tokens."""
     home = folder / _SAMPLES
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
+    home.mkdir(parents=True, exist_ok=True)
     row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}
     if trainer == "sft" and text_column:
         row = {text_column: row["text"]}
