@@ -32,13 +32,13 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     search = _command(commands, "search", "find the Pareto front and the fastest config that fits")
-    search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl grpo --config` takes")
+    _recipe(search)
     search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
-    search.add_argument("--target-vram", metavar="SIZE", help="40GB (40e9 bytes) or 40GiB; default: the whole card")
-    search.add_argument(
-        "--headroom", metavar="SIZE", help="kept free below the target (default: 2%% on cuda, 0 on cpu)"
-    )
-    search.add_argument("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help="where probes run")
+    search.add_argument("--target-vram", metavar="SIZE",
+                        help="40GB (40e9 bytes) or 40GiB; without a card it says which one to simulate")  # fmt: skip
+    search.add_argument("--headroom", metavar="SIZE", help="kept free below the target (default: 2%%, 0 on cpu)")
+    search.add_argument("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto",
+                        help="where probes run (default: cuda where there is a card, else sim)")  # fmt: skip
     search.add_argument("--gpu", metavar="NAME", help="probe on this simulated card, for example a100-40gb: predicted")
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
@@ -59,9 +59,10 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
-    estimate.add_argument("recipe", type=Path, help="the YAML that `trl grpo --config` takes")
-    estimate.add_argument("--gpu", required=True, metavar="NAME", help="the card, for example a100-40gb")
+    _recipe(estimate)
+    estimate.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb (default: by --target-vram)")
     estimate.add_argument("--target-vram", metavar="SIZE", help="use only so much of it (default: the whole card)")
+    estimate.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
     estimate.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that it may take")
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
@@ -94,6 +95,16 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
+
+
+def _recipe(parser: _Parser) -> None:
+    """The options that say what is trained."""
+    parser.add_argument("recipe", nargs="?", type=Path,
+                        help="the YAML that `trl grpo --config` takes (default: the built-in baseline)")  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change a key of the recipe; may be given several times")  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=int, metavar="N",
+                        help="on a simulated card: a made-up prompt of N tokens in place of the dataset")  # fmt: skip
 
 
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:

@@ -2,13 +2,21 @@
 
 import os
 from dataclasses import dataclass
+from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.units import format_bytes
 
 Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
+
+# Sizes that cards are sold with, in the "GB" of the box. Of several cards of a size, the usual one is meant: among the
+# 80 GB ones the A100, slower than the H100, so that no time is promised that the older card does not keep.
+_SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
+_USUAL_CARDS = ("t4", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
+_OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB of it
+_GIVE = "give --target-vram SIZE (40GB takes the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,7 @@ def host_memory_bytes() -> int:
 
 
 def choose_device(asked: str, gpu: str | None = None) -> Device:
-    """`cpu`, `cuda` (`auto`: where there is a card) or, when a `gpu` is named, `sim:` and its name.
+    """A device that exists, `cpu` or `cuda` (`auto`: where there is a card), or `sim:` and the `gpu` that is named.
 
     Raises ConfigError for a card that is not there or not known.
     """
@@ -79,13 +87,65 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
             raise ConfigError(f"--gpu names a simulated card, so --device must be auto or sim; got {asked}")
         return f"sim:{_spec(gpu).name}"
     if asked == "sim":
-        raise ConfigError("--device sim needs --gpu NAME, the card to simulate, for example --gpu a100-40gb")
+        raise ConfigError(f"a simulated card needs a name or a size: {_GIVE}")
     if asked == "cpu":
         return "cpu"
     found = gpus()
     if asked == "cuda" and not found:
-        raise ConfigError("--device cuda needs a CUDA card, and the driver lists none; use --device cpu")
+        raise ConfigError("--device cuda needs a CUDA card, and the driver lists none; use --device cpu or --gpu NAME")
     return "cuda" if found else "cpu"
+
+
+def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | None) -> tuple[Device, int]:
+    """Where probes run, and the target in bytes: `auto` is the CUDA card where there is one, else a simulated card.
+
+    A simulated card that is not named is the one whose size `asked_bytes` names (`card_of_size`). A target that names
+    its card by the size on the box ("40GB", "24GiB") is at most what that card's driver reports.
+    Raises ConfigError when neither says which card.
+    """
+    simulated = gpu is not None or asked == "sim" or (asked == "auto" and not gpus())
+    if not simulated or (gpu is not None and asked not in ("auto", "sim")):
+        device = choose_device(asked, gpu)
+        return device, choose_target(asked_bytes, device)
+    if gpu is None and asked_bytes is None:
+        none = "the driver lists no CUDA card, so one is simulated; " if asked == "auto" else ""
+        raise ConfigError(f"{none}say which: {_GIVE}")
+    spec = _spec(gpu) if gpu is not None else card_of_size(cast(int, asked_bytes))
+    device = f"sim:{spec.name}"
+    if asked_bytes is not None and _is_named_by(spec, asked_bytes):
+        asked_bytes = min(asked_bytes, spec.capacity_bytes)
+    return device, choose_target(asked_bytes, device)
+
+
+def card_of_size(size_bytes: int) -> GpuSpec:
+    """The simulated card that `size_bytes` names: the usual one of that size, else of the smallest that has so much.
+
+    Cards are named by the GiB of their chips, of which the driver reports a little less ("40 GB" A100: 39.4 GiB, which
+    is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9 bytes), so both 40GB and 40GiB name the 40 GB card.
+    Raises ConfigError when no card has so much.
+    """
+    named = [spec for spec in GPU_SPECS.values() if _is_named_by(spec, size_bytes)]
+    usual = [spec for spec in named if spec.name in _USUAL_CARDS]
+    if usual or named:
+        return min(usual or named, key=lambda spec: spec.capacity_bytes)
+    larger = [spec for spec in GPU_SPECS.values() if spec.capacity_bytes >= size_bytes and _box_sizes(spec)]
+    if not larger:
+        most = max(GPU_SPECS.values(), key=lambda spec: spec.capacity_bytes)
+        raise ConfigError(
+            f"--target-vram must be within the largest card that is known, {most.name} with "
+            f"{format_bytes(most.capacity_bytes)}; got {format_bytes(size_bytes)}"
+        )
+    return min(larger, key=lambda spec: (_box_sizes(spec), spec.name not in _USUAL_CARDS, spec.capacity_bytes))
+
+
+def _is_named_by(spec: GpuSpec, size_bytes: int) -> bool:
+    return any(size_bytes in (box * 10**9, box * 2**30) for box in _box_sizes(spec))
+
+
+def _box_sizes(spec: GpuSpec) -> tuple[int, ...]:
+    """What the box of the card says, in "GB": the first size that is sold and not below what the driver reports."""
+    sold = next((size for size in _SOLD_SIZES if size * 2**30 >= spec.capacity_bytes), None)
+    return (() if sold is None else (sold,)) + _OTHER_BOX_SIZES.get(spec.name, ())
 
 
 def _spec(name: str) -> GpuSpec:

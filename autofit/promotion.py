@@ -47,24 +47,33 @@ def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promo
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
-    device = str(attrs["device"])
+    searched = device = str(attrs["device"])
     if device.startswith("sim:"):  # the run itself needs a device that exists
         device = choose_device("auto")
-    extra: dict[str, object] = {"use_cpu": True} if device == "cpu" else {}
+    on_cpu: dict[str, object] = {"use_cpu": True}
     own = given.get("output_dir")
-    extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
+    extra: dict[str, object] = on_cpu if searched == "cpu" else {}  # what was predicted for a card is written for one
+    extra = {**extra, "output_dir": str(Path(str(own)) / home.name if own else home.resolve() / "output")}
     changes = cast(dict[str, object], study.get_trials(deepcopy=False)[chosen.number].user_attrs["yaml_changes"])
     resolved = cast(dict[str, object], attrs["resolved"])
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
         f"{describe_changes(chosen.changes, resolved)}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
     )
+    if not has_dataset(given):
+        comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
     path = home / "tuned.yaml"
     write_atomically(path, tuned_yaml(given, {**changes, **extra}, comment=comment))
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
-        values=merge(given, {**changes, **extra}), yaml_path=path, cwd=Path(str(attrs["cwd"])),
+        values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
+        cwd=Path(str(attrs["cwd"])),
     )  # fmt: skip
+
+
+def has_dataset(values: Mapping[str, object]) -> bool:
+    """Whether a recipe names data to train on; the built-in baseline, for one, has made-up prompts."""
+    return bool(values.get("dataset_name") or values.get("datasets"))
 
 
 def _choose(trials: list[Trial], asked: str) -> Trial:

@@ -16,8 +16,10 @@ def front_table(trials: Sequence[Trial], original: Mapping[str, object], target_
     rows = pareto_front(trials)
     if base is not None and base.result is not None and base not in rows:
         rows.append(base)
-    fidelity = next((t.result.fidelity for t in rows if t.result is not None), "measured")
-    table = Table(title=f"Pareto front (step time, device-used), {fidelity}", title_justify="left")
+    result = next((t.result for t in rows if t.result is not None), None)
+    fidelity = "measured" if result is None else result.fidelity
+    where = f" on {result.device_name}" if result is not None and result.device_name else ""
+    table = Table(title=f"Pareto front (step time, device-used), {fidelity}{where}", title_justify="left")
     for name in ("trial", "tier", "changes"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "of target", "step", "completions/s", "speed-up"):
@@ -67,6 +69,7 @@ def to_json(
     return {
         "study": study,
         "target_bytes": target_bytes,
+        "device": next((t.result.device for t in trials if t.result is not None), None),
         "fidelity": next((t.result.fidelity for t in trials if t.result is not None), "measured"),
         "winner": None if best is None else trial_json(best, base),
         "front": [trial_json(t, base) for t in pareto_front(trials)],

@@ -99,8 +99,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["search", "--target-vram", "3GB"], "needs a recipe"),
-        (["search", "run.yaml"], "needs a target"),
+        (["search", "run.yaml", "--device", "cpu"], "needs a target"),
         (["search", "run.yaml", "--demo", "--target-vram", "3GB"], "not both"),
         (["search", "gone.yaml", "--target-vram", "3GB"], "gone.yaml does not exist"),
         (["search", ".", "--target-vram", "3GB"], "is a folder"),
@@ -110,7 +109,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         (["search", "empty.yaml", "--target-vram", "3GB"], "is empty"),
         (["search", "binary.yaml", "--target-vram", "3GB"], "UTF-8"),
         (["search", "run.yaml", "--target-vram", "3"], "looks like 40GB"),
-        (["search", "run.yaml", "--target-vram", "9000GB"], "must be within the machine's memory"),
+        (["search", "run.yaml", "--target-vram", "9000GB", "--device", "cpu"], "must be within the machine's memory"),
         (["search", "run.yaml", "--target-vram", "3GB", "--headroom", "4GB"], "--headroom must be below"),
         ([*SEARCH, "--trials", "0"], "--trials must be 1 or more; got 0"),
         ([*SEARCH, "--trials", "many"], "invalid int value"),

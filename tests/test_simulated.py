@@ -92,7 +92,7 @@ def test_a_card_is_named_or_refused() -> None:
     assert choose_target(None, "sim:a100-40gb") > 39 * 2**30
     for device, gpu, message in [
         ("auto", "a1000", "unknown GPU"),
-        ("sim", None, "needs --gpu"),
+        ("sim", None, "needs a name or a size"),
         ("cpu", "t4", "--gpu"),
     ]:
         with pytest.raises(ConfigError, match=message):

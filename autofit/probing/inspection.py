@@ -8,15 +8,19 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlparse
 
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
+from autofit.probing.model_check import check_model
+from autofit.probing.stand_in import clear, made_up_dataset, read_config, stand_in_model, unknown_model
 from autofit.probing.trl_config import TrlConfig, parse, plain
 
+_STATE_IT = "or give --prompt-tokens N, the longest prompt in tokens, and a made-up one stands in for the dataset"
 _DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -27,25 +31,36 @@ def run(request_path: str) -> int:
     values = cast(dict[str, object], request["values"])
     worst_case = Path(str(request["worst_case"]))
     try:
-        answer = inspect(str(request["trainer"]), values, str(request["device"]), worst_case)
+        prompt_tokens = cast(int | None, request.get("prompt_tokens"))
+        answer = inspect(str(request["trainer"]), values, str(request["device"]), worst_case, prompt_tokens)
     except ConfigError as error:
         answer = {"error": str(error)}
     write_json(Path(str(request["answer"])), answer)
     return 0
 
 
-def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Path) -> dict[str, object]:
-    """The resolved recipe as JSON; writes the row with the longest prompt to `worst_case`. Raises ConfigError."""
-    values = with_local_file(values)
+def inspect(
+    trainer: str, values: dict[str, object], device: str, worst_case: Path, prompt_tokens: int | None = None
+) -> dict[str, object]:
+    """The resolved recipe as JSON; writes the row with the longest prompt to `worst_case`. Raises ConfigError.
+
+    On a simulated card `prompt_tokens` asks for a made-up prompt of so many tokens in place of the dataset.
+    """
+    clear(worst_case.parent)
+    with _or_stated(device, prompt_tokens):
+        values = with_local_file(values, needed=prompt_tokens is None)
     go_offline_without_a_hub()
     config = parse(trainer, values, overrides=device_overrides(device))
     answer: dict[str, object] = {"values": plain(values), "resolved": config.resolved}
+    if device.startswith("sim:"):
+        config = _with_stand_ins(trainer, values, config, worst_case.parent, prompt_tokens)
     if trainer != "grpo":
         return answer
     plug_in = importlib.import_module(f"trainers.{trainer}")
     answer |= _model_size(config)
     rewards = plug_in.reward_functions(config)  # a wrong path is said before a large dataset is read
-    rows = plug_in.prompts(config)
+    with _or_stated(device, prompt_tokens):
+        rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
     row_folder = worst_case.parent / "worst_row"
     rows.select([index]).save_to_disk(
@@ -53,7 +68,44 @@ def inspect(trainer: str, values: dict[str, object], device: str, worst_case: Pa
     )  # as datasets keeps it: dates, bytes and images stay what they are
     write_json(worst_case, {"prompt_tokens": tokens})
     content = content_hash(rewards, rows)
-    return answer | {"longest_prompt_tokens": tokens, "num_prompts": len(rows), "content_hash": content}
+    count = len(rows) if prompt_tokens is None else None
+    return answer | {"longest_prompt_tokens": tokens, "num_prompts": count, "content_hash": content}
+
+
+def _with_stand_ins(
+    trainer: str, values: dict[str, object], config: TrlConfig, folder: Path, prompt_tokens: int | None
+) -> TrlConfig:
+    """`config` with what cannot be reached replaced by what stands in for it in `folder`. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    name = config.model.model_name_or_path
+    if not name:
+        raise ConfigError("a recipe needs a model: give model_name_or_path")
+    trust = bool(config.training.trust_remote_code)
+    loading = {"revision": config.model.model_revision, "trust_remote_code": trust}
+    model = stand_in_model(name, folder, **loading)
+    changes: dict[str, object] = {"model_name_or_path": model}
+    if prompt_tokens is None:
+        if model != name:
+            raise ConfigError(f"the tokenizer of {name!r} cannot be reached to count the longest prompt; {_STATE_IT}")
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model, **(loading if model == name else {}))
+        column = getattr(config.training, "dataset_text_field", None)
+        made_up = made_up_dataset(trainer, prompt_tokens, tokenizer, folder, text_column=column)
+        changes |= {"dataset_name": made_up, "dataset_train_split": "train", "dataset_streaming": False}
+        values = {k: v for k, v in values.items() if k not in ("datasets", "dataset_config")}
+    return parse(trainer, values, overrides={**device_overrides("sim:"), **changes})
+
+
+@contextmanager
+def _or_stated(device: str, prompt_tokens: int | None) -> Iterator[None]:
+    """On a simulated card an error about the dataset says what would do without one."""
+    try:
+        yield
+    except ConfigError as error:
+        if not device.startswith("sim:") or prompt_tokens is not None:
+            raise
+        raise ConfigError(f"{error}; {_STATE_IT}") from error
 
 
 def content_hash(rewards: list[Any], rows: Any) -> str:
@@ -70,12 +122,12 @@ def device_overrides(device: str) -> dict[str, object]:
     return {} if device == "cuda" else {"use_cpu": True}
 
 
-def with_local_file(values: dict[str, object]) -> dict[str, object]:
+def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[str, object]:
     """`dataset_name: data.jsonl` said as TRL's parser takes a file: `datasets: [{path: json, data_files: ...}]`."""
     name = values.get("dataset_name")
     if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
         return values
-    if not Path(name).is_file():
+    if needed and not Path(name).is_file():
         raise ConfigError(f"dataset_name {name!r} looks like a file, and there is no such file in {Path.cwd()}")
     rest = {key: value for key, value in values.items() if key != "dataset_name"}
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
@@ -107,18 +159,20 @@ def _model_size(config: TrlConfig) -> dict[str, object]:
     if not name:
         raise ConfigError("a recipe needs a model: give model_name_or_path")
     trust = bool(config.training.trust_remote_code)
+    if Path(name).is_dir():
+        read_config(Path(name))
     try:
         found = AutoConfig.from_pretrained(name, revision=config.model.model_revision, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model_name_or_path must be a folder with a config.json or a name that the model hub has; got {name!r}: "
-            f"{' '.join(str(error).split())[:200]}"
-        ) from error
+        if not Path(name).is_dir():
+            raise ConfigError(unknown_model(name, simulated=False)) from error
+        raise ConfigError(f"{name}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(found, trust_remote_code=trust)
     except Exception as error:
         raise ConfigError(f"{name!r} is no causal language model that transformers can build: {error}") from error
+    check_model(model, config)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = importlib.import_module("trainers.grpo")._dtype(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from autofit.baseline import baseline_path
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full, read_json, write_json
 from autofit.probing.warm import WarmServer
-from autofit.recipe import Recipe, TrainerName, read_yaml_mapping
+from autofit.recipe import Recipe, TrainerName, merge, read_yaml_mapping
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
@@ -18,14 +19,19 @@ def worst_case_path(folder: Path) -> Path:
 
 
 def prepare(
-    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: WarmServer, world_size: int = 1
-) -> Recipe:
-    """The recipe in `path`; leaves the worst-case row in `folder`. Raises ConfigError for what TRL would not take."""
-    values = read_yaml_mapping(path, what="recipe")
+    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: WarmServer, world_size: int = 1,
+    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
+) -> Recipe:  # fmt: skip
+    """The recipe in `path` with `changes` over it; leaves the worst-case row in `folder`.
+
+    On a simulated card `prompt_tokens` stands for the dataset: a made-up prompt of so many tokens is the worst case.
+    Raises ConfigError for what TRL would not take.
+    """
+    values = merge(read_yaml_mapping(path, what="recipe"), changes or {})
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
-        "trainer": trainer, "values": values, "device": device,
+        "trainer": trainer, "values": values, "device": device, "prompt_tokens": prompt_tokens,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
     write_json(folder / "inspect.json", request)
@@ -46,7 +52,8 @@ def prepare(
     if answer is None:
         raise EnvironmentFault(f"reading the recipe {path} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
-        raise ConfigError(f"the recipe {path}: {answer['error']}")
+        what = "the built-in baseline" if path == baseline_path() else f"the recipe {path}"
+        raise ConfigError(f"{what}: {answer['error']}")
     return Recipe(
         trainer=trainer,
         values=cast(Mapping[str, object], answer["values"]),

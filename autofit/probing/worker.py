@@ -20,6 +20,7 @@ from typing import Any
 from datasets import load_from_disk
 
 from autofit.files import is_full, read_json, write_json
+from autofit.probing import stand_in
 from autofit.probing.inspection import go_offline_without_a_hub
 from autofit.probing.keeper import die_with_parent
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
@@ -81,7 +82,8 @@ def run(request_path: str) -> int:
     if isinstance(env, dict):  # an allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
-    if not Path(str(request.values.get("model_name_or_path"))).is_dir():
+    models = {**request.values, **stand_in.overrides(request.values, request.worst_case.parent)}
+    if not Path(str(models.get("model_name_or_path"))).is_dir():
         go_offline_without_a_hub()
     try:
         with memory_of(request.device, request.limit_bytes) as memory:
@@ -206,7 +208,8 @@ def _train_simulated(
 
 def _config(request: ProbeRequest, checkpoints: Path, *, steps: int) -> TrlConfig:
     device = {"use_cpu": True} if request.device == "cpu" else {}
-    overrides = {**QUIET, **device, "max_steps": steps, "output_dir": str(checkpoints)}
+    standing_in = stand_in.overrides(request.values, request.worst_case.parent)
+    overrides = {**QUIET, **device, **standing_in, "max_steps": steps, "output_dir": str(checkpoints)}
     return parse(request.trainer, request.values, overrides=overrides)
 
 

@@ -1,0 +1,52 @@
+"""`autofit estimate`: one config on a simulated card."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from autofit.baseline import baseline_path
+from autofit.commands.common import DONE, NOTHING_FITS, at_least_one, describe, given, prepared, say, trainer
+from autofit.errors import ConfigError
+from autofit.units import parse_bytes, parse_seconds
+
+
+def estimate(options: argparse.Namespace) -> int:
+    import tempfile
+
+    from autofit.estimate import estimate, estimate_json, estimate_table, plot_phases
+    from autofit.hardware import choose_device_and_target
+    from autofit.probing.prepare import worst_case_path
+    from autofit.probing.warm import WarmServer
+
+    at_least_one("--prompt-tokens", options.prompt_tokens)
+    if trainer(options.trainer) != "grpo":
+        raise ConfigError(f"estimate reads grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
+    asked_bytes = given("--target-vram", options.target_vram, parse_bytes)
+    device, capacity = choose_device_and_target("sim", options.gpu, asked_bytes)
+    deadline_s = given("--deadline", options.deadline, parse_seconds) or 0
+    options.world_size = 1
+    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
+        folder = Path(temporary)
+        server = WarmServer(folder)
+        try:
+            recipe = prepared(options.recipe or baseline_path(), options, device, folder / "inspection", server)
+            recipe.check()
+            say(f"{recipe.resolved['model_name_or_path']} on {describe(device, capacity)}")
+            result = estimate(
+                recipe, device, capacity, folder=folder / "probe", server=server,
+                worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
+            )  # fmt: skip
+        finally:
+            server.close()
+    if options.plot is not None:
+        plot_phases(result, capacity, options.plot)
+    if options.json:
+        print(json.dumps(estimate_json(result, capacity)))
+    else:
+        from rich.console import Console
+
+        table, sentence = estimate_table(result, capacity)
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        print(sentence)
+    return DONE if estimate_json(result, capacity)["fits"] else NOTHING_FITS

@@ -1,0 +1,49 @@
+"""`autofit report`: a study's front, its winner and why; what a search ends with."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option
+from autofit.errors import EnvironmentFault
+
+
+def report(options: argparse.Namespace) -> int:
+    from autofit.tuning.study import load_study
+
+    return show_result(options, options.dir, load_study(options.dir, options.study).study_name, "")
+
+
+def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
+    from autofit.tables import front_table, to_json
+    from autofit.tuning.frontier import why, winner
+    from autofit.tuning.search import BROKEN
+    from autofit.tuning.study import load_study, trials_of
+
+    study = load_study(folder, name)
+    trials, attrs = trials_of(study), study.user_attrs
+    target = cast("int | None", attrs.get("target_bytes"))
+    sentence = why(trials, attrs["resolved"], target)
+    screened = int(attrs.get("screened", 0))
+    if stopped == BROKEN:
+        raise EnvironmentFault(f"{sentence}; mend that and run the same command again")
+    if not options.json:
+        from rich.console import Console
+
+        width = None if sys.stdout.isatty() else 150
+        Console(width=width).print(front_table(trials, attrs["resolved"], target))
+        print(f"{sentence}.")
+        print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
+        if winner(trials) is not None:
+            where = dir_option(folder)
+            print(f"Next: autofit promote best{where}   then: autofit ui{where}")
+    else:
+        content = to_json(
+            trials, study=name, target_bytes=target, screened=screened, stopped=stopped, sentence=sentence
+        )
+        print(json.dumps(content))
+    if stopped == "interrupted":
+        return INTERRUPTED
+    return DONE if winner(trials) is not None else NOTHING_FITS

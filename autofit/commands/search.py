@@ -1,0 +1,221 @@
+"""`autofit search`: from the options to a plan, the search itself and its display."""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofit.baseline import baseline_path
+from autofit.commands.common import (
+    at_least_one,
+    check_prompt_tokens,
+    describe,
+    given,
+    ignore_interrupts,
+    prepared,
+    remove,
+    say,
+    terminate_like_interrupt,
+    trainer,
+    warm,
+)
+from autofit.commands.report import show_result
+from autofit.errors import ConfigError
+from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from autofit.probing.warm import WarmServer
+    from autofit.recipe import Recipe
+    from autofit.tuning.frontier import Trial
+    from autofit.tuning.search import Plan, Progress, Search
+
+
+def search(options: argparse.Namespace) -> int:
+    from autofit.tuning.search import Search, open_study
+    from autofit.tuning.study import exclusive
+
+    _check_search(options)
+    terminate_like_interrupt()
+    folder: Path = options.dir
+    server = warm(folder)
+    try:
+        plan, scratch = _plan(options, server)
+        with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
+            study = open_study(plan)
+            _keep_worst_case(scratch, plan.probes_folder)
+            say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
+                 f"{plan.space.allow} or above")  # fmt: skip
+            search = Search(plan, study, warm_socket=server.socket_path)
+            with _display(search, plan):
+                try:
+                    stopped = search.run()
+                except KeyboardInterrupt:
+                    ignore_interrupts()
+                    search.interrupt()
+                    stopped = "interrupted"
+        return show_result(options, folder, plan.name, stopped)
+    finally:
+        server.close()
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    if options.demo and options.recipe is not None:
+        raise ConfigError(f"give a recipe or --demo, not both; got {options.recipe} and --demo")
+    if options.recipe is None and not options.demo and options.device in ("cpu", "cuda"):
+        raise ConfigError(
+            f"the built-in baseline has made-up prompts and runs on a simulated card; give a recipe or leave --device "
+            f"{options.device} out"
+        )
+    for name in ("trials", "plateau", "measured_steps", "parallel", "world_size", "prompt_tokens"):
+        at_least_one("--" + name.replace("_", "-"), getattr(options, name))
+    if options.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", options.study):
+        raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {options.study!r}")
+    if options.world_size > 1:
+        raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
+    if options.trainer != "grpo":
+        trainer(options.trainer)
+        raise ConfigError(f"search runs grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
+
+
+def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
+    from autofit.hardware import choose_device_and_target, gpus
+    from autofit.space import Space, load_space
+    from autofit.tuning.search import Plan
+
+    budget = given("--time-budget", options.time_budget, parse_seconds)
+    deadline_s = given("--deadline", options.deadline, parse_seconds) or 0
+    asked = options.device
+    if asked == "auto" and options.gpu is None:
+        asked = "cpu" if options.demo else "auto" if options.recipe is not None else "sim"
+    device, target = choose_device_and_target(
+        asked, options.gpu, given("--target-vram", options.target_vram, parse_bytes)
+    )
+    check_prompt_tokens(options, device)
+    headroom = 0 if device == "cpu" else target // 50
+    if options.headroom is not None:
+        headroom = 0 if options.headroom in ("0", "0B") else given("--headroom", options.headroom, parse_bytes) or 0
+    if headroom >= target:
+        raise ConfigError(
+            f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
+        )
+    knobs = load_space(options.space, trainer=options.trainer)
+    path = _demo_recipe() if options.demo else options.recipe or baseline_path()
+    scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
+    recipe = prepared(path, options, device, scratch, server)
+    for name, text in (*recipe.describe(), ("device", describe(device, target))):
+        say(f"{name:>16}: {text}")
+    space = Space.of(recipe, knobs, allow=options.allow, device=device)
+    _check_target(recipe, target - headroom, options.allow)
+    open_ended = budget is not None or options.plateau is not None
+    plan = Plan(
+        recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
+        study_name=options.study, max_trials=options.trials or (None if open_ended else 6 if options.demo else 12),
+        budget_s=budget,
+        plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
+        measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
+    )  # fmt: skip
+    return plan, scratch
+
+
+def _keep_worst_case(scratch: Path, folder: Path) -> None:
+    """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
+    from autofit.probing import stand_in
+    from autofit.probing.prepare import worst_case_path
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not worst_case_path(folder).exists():  # the same study has the same one
+        stand_in.keep(scratch, folder)
+        shutil.rmtree(folder / "worst_row", ignore_errors=True)
+        os.replace(scratch / "worst_row", folder / "worst_row")
+        os.replace(worst_case_path(scratch), worst_case_path(folder))
+    remove(scratch)
+
+
+def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
+    """Refuse a target that not even the weights fit into, quantised to 4 bits where the user allows that."""
+    weights, parameters = recipe.weights_bytes, recipe.model_parameters
+    if weights is None or parameters is None:
+        return
+    least = min(weights, int(parameters * 0.53)) if allow == "recipe" and recipe.uses_lora else weights
+    if least > limit_bytes:
+        raise ConfigError(
+            f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "
+            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it or change dtype"
+        )
+
+
+def _demo_recipe() -> Path:
+    from autofit.demo import prepare_smollm2
+
+    cache = Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
+    return prepare_smollm2(cache, progress=say)
+
+
+@contextlib.contextmanager
+def _mirror(options: argparse.Namespace, study: str) -> Iterator[None]:
+    """MLflow's mirror in a process of its own; a slow or absent MLflow costs the search at most 20 s at its end."""
+    import subprocess
+
+    if options.no_mlflow:
+        yield
+        return
+    log_path: Path = options.dir / "mlflow.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autofit.tracking", str(options.dir), study],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            say(f"MLflow is behind (see {log_path}); `autofit sync` brings it up to date")
+
+
+@contextlib.contextmanager
+def _display(search: "Search", plan: "Plan") -> Iterator[None]:
+    """A live line on a terminal, plain lines elsewhere; both on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from autofit.tables import trial_line
+
+    console = Console(stderr=True)
+    resolved = plan.recipe.resolved
+
+    def told(trial: "Trial") -> None:
+        line = trial_line(trial, resolved)
+        if console.is_terminal:
+            console.print(line, markup=False, highlight=False)
+        else:
+            say(line)
+
+    search.on_told = told
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("starting") as status:
+        search.on_progress = lambda progress: status.update(Text(_progress_text(progress, plan)))
+        yield
+
+
+def _progress_text(progress: "Progress", plan: "Plan") -> str:
+    from autofit.tuning.frontier import describe_changes
+
+    done = sum(t.result is not None for t in progress.trials)
+    now = ", ".join(f"trial {t.number}: {describe_changes(t.changes, plan.recipe.resolved)}" for t in progress.probing)
+    best = "none yet"
+    if progress.best is not None and progress.best.step_s is not None:
+        best = f"trial {progress.best.number} at {format_seconds(progress.best.step_s)} a step"
+    left = "" if progress.left_s is None else f", about {format_seconds(progress.left_s)} left"
+    return f"{done} done, probing {now or '...'} | best {best} | {format_seconds(progress.elapsed_s)}{left}"

@@ -1,0 +1,35 @@
+"""`autofit ui` and `autofit sync`: the study's mirror in MLflow."""
+
+import argparse
+import signal
+
+from autofit.commands.common import DONE, say, terminate_like_interrupt
+from autofit.errors import ConfigError
+
+
+def ui(options: argparse.Namespace) -> int:
+    from autofit.tracking import sync
+    from autofit.ui import compare_path, server
+
+    terminate_like_interrupt()
+    if options.port is not None and not 0 < options.port < 65536:
+        raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
+    sync(options.dir, options.study)
+    path = compare_path(options.dir, options.study)
+    try:
+        with server(options.dir, port=options.port) as address:
+            print(f"MLflow: {address}")
+            print(f"compare the front: {address}{path}", flush=True)
+            say("Ctrl-C stops it")
+            while True:
+                signal.pause()
+    except KeyboardInterrupt:
+        return DONE
+
+
+def sync(options: argparse.Namespace) -> int:
+    from autofit.tracking import sync, tracking_uri
+
+    count = sync(options.dir, options.study, rebuild=options.rebuild)
+    print(f"{count} finished trials are in MLflow ({tracking_uri(options.dir)})")
+    return DONE

@@ -1,0 +1,79 @@
+"""What a recipe asks of a model that the model does not have: said before a probe, by the model built on `meta`."""
+
+from typing import Any
+
+from autofit.errors import ConfigError, nearest
+from autofit.probing.trl_config import TrlConfig
+
+_SHOWN = 12  # names of modules in one error
+
+
+def check_model(model: Any, config: TrlConfig) -> None:
+    """Raise ConfigError for LoRA targets that match no module, or a quantisation that finds no weights to quantise."""
+    _check_quantization(model, config)
+    if config.model.use_peft:
+        _check_targets(model, config)
+
+
+def _check_quantization(model: Any, config: TrlConfig) -> None:
+    key = "load_in_4bit" if config.model.load_in_4bit else "load_in_8bit" if config.model.load_in_8bit else None
+    if key is None:
+        return
+    if not config.model.use_peft:
+        raise ConfigError(f"{key} without LoRA trains nothing: quantised weights take no gradient; set use_peft: true")
+    head = model.get_output_embeddings()
+    if not any(_is_linear(module) and module is not head for module in model.modules()):
+        raise ConfigError(
+            f"{key} quantises linear layers, and {type(model).__name__} has none besides its output head; "
+            f"set {key}: false"
+        )
+
+
+def _check_targets(model: Any, config: TrlConfig) -> None:
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+    from trl import get_peft_config
+
+    lora = get_peft_config(config.model)
+    kind = model.config.model_type
+    if lora.target_parameters:
+        return
+    if lora.target_modules is None:
+        if kind not in DEFAULTS:
+            raise ConfigError(
+                f"PEFT has no default lora_target_modules for model_type {kind!r}; name some: {_linear_names(model)}"
+            )
+        lora.target_modules = DEFAULTS[kind]
+    if lora.target_modules == "all-linear":
+        return
+    if not any(check_target_module_exists(lora, name) for name, _ in model.named_modules()):
+        given = lora.target_modules
+        shown = ", ".join(sorted(given)) if not isinstance(given, str) else given
+        own = _names(model)
+        alone = isinstance(given, str) and given in own
+        hint = f"; a single name is read as a pattern for whole paths: write '.*{given}'" if alone else ""
+        near = "" if alone else nearest(shown.split(", ")[0], own)
+        raise ConfigError(
+            f"lora_target_modules must match modules of the model; {shown} matches none{hint}{near}; it has "
+            f"{_linear_names(model)}"
+        )
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether bitsandbytes' integration replaces `module`: linear layers, GPT-2's transposed ones too."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D) or type(module) is torch.nn.Linear
+
+
+def _names(model: Any) -> list[str]:
+    """The last parts of the names of the linear layers, in the model's order."""
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if _is_linear(module) and module is not head)
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+
+
+def _linear_names(model: Any) -> str:
+    names = [name for name in _names(model) if not name.isdigit()]
+    return ", ".join(names[:_SHOWN]) if names else "no linear layers"

@@ -1,0 +1,47 @@
+"""The built-in architectures: each is the model it says, and nothing of it is a guess that a count would show."""
+
+import pytest
+
+from autofit import catalogue
+
+NO_TENSORS = (
+    "max_position_embeddings", "original_max_position_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps",
+    "sliding_window",
+)  # fmt: skip
+
+
+def shapes() -> list[catalogue.Architecture]:
+    """One entry for each set of tensors."""
+    found: dict[str, catalogue.Architecture] = {}
+    for entry in filter(None, map(catalogue.architecture, catalogue.names())):
+        found.setdefault(str({k: v for k, v in entry.config.items() if k not in NO_TENSORS}), entry)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("entry", shapes(), ids=lambda entry: entry.name)
+def test_the_model_built_from_an_entry_has_the_published_count(entry: catalogue.Architecture) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = dict(entry.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
+    assert sum(p.numel() for p in model.parameters()) == entry.parameters
+    assert [type(model).__name__] == entry.config["architectures"]
+
+
+def test_the_models_of_the_field_notes_are_known_and_one_that_never_was_is_not() -> None:
+    for name in (
+        "Qwen/Qwen3-4B", "mistralai/Mistral-7B-v0.1", "meta-llama/Meta-Llama-3-8B-Instruct",
+        "meta-llama/Llama-2-7b-chat-hf", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B",
+    ):  # fmt: skip
+        assert catalogue.architecture(name) is not None, name
+    assert catalogue.architecture("qwen/qwen3-4b") == catalogue.architecture("Qwen/Qwen3-4B")
+    assert catalogue.architecture("Qwen/Qwen3-1.8B") is None
+
+
+def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:
+    base, instruct = map(catalogue.architecture, ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"))
+    assert base is not None
+    assert instruct is not None
+    assert {k for k in base.config if base.config[k] != instruct.config[k]} == {"max_position_embeddings", "rope_theta"}

@@ -1,0 +1,160 @@
+"""What stands in for a model or a dataset that cannot be reached, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from transformers import AutoConfig, AutoTokenizer
+
+from autofit import catalogue
+from autofit.errors import ConfigError
+from autofit.probing import stand_in
+from autofit.probing.inspection import inspect
+from autofit.probing.stand_in import read_config, stand_in_model
+
+SIM = "sim:a100-40gb"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def values_of(recipe: Path, **changes: object) -> dict[str, object]:
+    found = {**yaml.safe_load(recipe.read_text()), **changes}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def inspected(
+    recipe: Path, *, prompt_tokens: int | None = None, device: str = SIM, **changes: object
+) -> dict[str, object]:
+    return inspect("grpo", values_of(recipe, **changes), device, recipe.parent / "i" / "worst_case.json", prompt_tokens)
+
+
+def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: Path) -> None:
+    found = inspected(tiny_recipe, prompt_tokens=77, model_name_or_path="Qwen/Qwen3-0.6B", dataset_name="no/such")
+    assert (found["model_parameters"], found["longest_prompt_tokens"]) == (596049920, 77)
+    assert found["num_prompts"] is None
+    assert found["values"]["model_name_or_path"] == "Qwen/Qwen3-0.6B"  # type: ignore[index]
+    assert found["resolved"]["dataset_name"] == "no/such"  # type: ignore[index]
+    changes = stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i")
+    assert AutoConfig.from_pretrained(changes["model_name_or_path"]).num_hidden_layers == 28
+    assert changes["reward_funcs"] == ["autofit.probing.stand_in.no_reward"]
+    inspected(tiny_recipe)  # everything is at hand again
+    assert stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
+
+
+def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model: Path, tmp_path: Path) -> None:
+    assert stand_in_model(str(tiny_model), tmp_path) == str(tiny_model)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tiny_model / "config.json", bare)
+    made = stand_in_model(str(bare), tmp_path)
+    assert AutoConfig.from_pretrained(made).hidden_size == 32
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    assert len(tokenizer) == tiny.WORDS
+    messages = [{"role": "user", "content": "a"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "user a <eos> assistant "
+
+
+ONE_OF_EACH_TYPE = {str(a.config["model_type"]): a.config for a in map(catalogue.architecture, catalogue.names()) if a}
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 500}
+
+
+@pytest.mark.parametrize("config", [*ONE_OF_EACH_TYPE.values(), GPT2], ids=lambda config: config["model_type"])
+def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
+    config: Mapping[str, object], tmp_path: Path
+) -> None:
+    """transformers loads the tokenizers of some models by classes of their own, and some of those without any file."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(config)))
+    tokenizer = AutoTokenizer.from_pretrained(stand_in_model(str(tmp_path), tmp_path / "i"))
+    for tokens in (1, 50):
+        made = stand_in.made_up_dataset("grpo", tokens, tokenizer, tmp_path, text_column=None)
+        row = json.loads((Path(made) / "train.jsonl").read_text())
+        assert len(tokenizer(row["prompt"])["input_ids"]) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_name": "no/such"}, "the dataset no/such cannot be .* or give --prompt-tokens N"),
+        ({"dataset_name": "gone.jsonl"}, "no such file .* or give --prompt-tokens N"),
+        ({"dataset_name": None}, "needs a dataset.* or give --prompt-tokens N"),
+        ({"model_name_or_path": "Qwen/Qwen3-4B"}, "tokenizer of 'Qwen/Qwen3-4B' cannot be reached.*--prompt-tokens N"),
+        (
+            {"model_name_or_path": "Qwen/Qwen3-1.8B"},
+            "catalogue; got 'Qwen/Qwen3-1.8B'; near: Qwen/Qwen3-1.7B",
+        ),
+        ({"model_name_or_path": "qwen3_8b"}, "near: .*Qwen/Qwen3-8B"),
+        ({"lora_target_modules": ["wq", "wk"]}, "wk, wq matches none; it has q_proj, k_proj, v_proj, o_proj"),
+        ({"lora_target_modules": ["q_prj", "v_prj"]}, "matches none; the nearest valid one is 'q_proj'"),
+        ({"lora_target_modules": ["q_proj"]}, r"read as a pattern for whole paths: write '\.\*q_proj'"),
+        ({"load_in_4bit": True, "use_peft": False}, "load_in_4bit without LoRA trains nothing"),
+    ],
+)
+def test_what_a_simulated_card_cannot_do_without_is_one_line(
+    tiny_recipe: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        inspected(tiny_recipe, **changes)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+
+
+def test_a_real_device_takes_no_stand_in_but_says_where_one_would_do(tiny_recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="the hub does not answer; a simulated card can do without it: --gpu NAME"):
+        inspected(tiny_recipe, device="cpu", model_name_or_path="Qwen/Qwen3-4B")
+    with pytest.raises(ConfigError, match="the dataset no/such cannot be") as raised:
+        inspected(tiny_recipe, device="cpu", dataset_name="no/such")
+    assert "--prompt-tokens" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has none"),
+        ("{", "is not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"hidden_size": 8}', "lacks model_type, num_hidden_layers, num_attention_heads, vocab_size"),
+        (
+            '{"model_type": "llama", "hidden_size": 8}',
+            "lacks num_hidden_layers, .*, vocab_size, intermediate_size",
+        ),
+        ('{"model_type": "gpt2", "n_embd": 8, "n_head": 2}', "lacks n_layer, vocab_size; without it"),
+    ],
+)
+def test_a_config_that_says_no_size_is_refused_instead_of_a_default_one(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_config_may_leave_out_what_does_not_decide_its_size(tmp_path: Path) -> None:
+    text = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}'
+    (tmp_path / "config.json").write_text(text)
+    assert read_config(tmp_path)["n_embd"] == 8
+
+
+def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from autofit.probing.model_check import check_model
+    from autofit.probing.trl_config import parse
+
+    config = parse("grpo", values_of(tiny_recipe, load_in_4bit=True, lora_target_modules=["wte", "wpe"]),
+                   overrides={"use_cpu": True})  # fmt: skip
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=0, vocab_size=9))
+    with pytest.raises(ConfigError, match="load_in_4bit quantises linear layers, and GPT2LMHeadModel has none"):
+        check_model(model, config)
