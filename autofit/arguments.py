@@ -26,13 +26,13 @@ def parser() -> argparse.ArgumentParser:
     """The parser of every command; `options.command` is the command's name."""
     top = _Parser(
         prog="autofit",
-        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch.",
+        description="Find the fastest training configuration that fits a VRAM budget, at the same effective batch.",
     )
     top.add_argument("--version", action="version", version=f"autofit {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     search = _command(commands, "search", "find the Pareto front and the fastest config that fits")
-    search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl grpo --config` takes")
+    search.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl TRAINER --config` takes")
     search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
     search.add_argument("--target-vram", metavar="SIZE", help="40GB (40e9 bytes) or 40GiB; default: the whole card")
     search.add_argument(
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
     search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
-    search.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    _add_trainer(search)
     search.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
     )
@@ -59,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
-    estimate.add_argument("recipe", type=Path, help="the YAML that `trl grpo --config` takes")
+    estimate.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
+    _add_trainer(estimate)
     estimate.add_argument("--gpu", required=True, metavar="NAME", help="the card, for example a100-40gb")
     estimate.add_argument("--target-vram", metavar="SIZE", help="use only so much of it (default: the whole card)")
     estimate.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that it may take")
@@ -90,10 +91,14 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", "check a recipe and show what follows from it")
     doctor.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
-    doctor.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
+
+
+def _add_trainer(parser: _Parser) -> None:
+    parser.add_argument("--trainer", help="grpo, sft, dpo or reward (default: told by the recipe's keys, else grpo)")
 
 
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from autofit.arguments import parser
-from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -120,9 +120,6 @@ def _check_search(options: argparse.Namespace) -> None:
         raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {options.study!r}")
     if options.world_size > 1:
         raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
-    if options.trainer != "grpo":
-        _trainer(options.trainer)
-        raise ConfigError(f"search runs grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
 
 
 def _warm(folder: Path) -> "WarmServer":
@@ -151,8 +148,9 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
         raise ConfigError(
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
         )
-    knobs = load_space(options.space, trainer=options.trainer)
     path = _demo_recipe() if options.demo else options.recipe
+    trainer = _trainer(options, path)
+    knobs = load_space(options.space, trainer=trainer)
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
     recipe = _prepared(path, options, device, scratch, server)
     space = Space.of(recipe, knobs, allow=options.allow, device=device)
@@ -183,10 +181,11 @@ def _keep_worst_case(scratch: Path, folder: Path) -> None:
 def _prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
     from autofit.probing.prepare import prepare
 
+    trainer = _trainer(options, path)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         recipe = prepare(
-            path, trainer=_trainer(options.trainer), device=device, folder=scratch, server=server,
+            path, trainer=trainer, device=device, folder=scratch, server=server,
             world_size=options.world_size,
         )  # fmt: skip
     except AutofitError:
@@ -201,12 +200,12 @@ def _remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _trainer(name: str) -> "TrainerName":
-    from autofit.recipe import TRAINERS
+def _trainer(options: argparse.Namespace, path: Path) -> "TrainerName":
+    """The trainer that was asked for, or the one whose keys the recipe has."""
+    from autofit.recipe import read_yaml_mapping
+    from autofit.trainer_keys import trainer_of
 
-    if name not in TRAINERS:
-        raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {name!r}{nearest(name, TRAINERS)}")
-    return name
+    return trainer_of(read_yaml_mapping(path, what="recipe"), options.trainer)
 
 
 def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
@@ -356,7 +355,7 @@ def _estimate(options: argparse.Namespace) -> int:
     device = choose_device("sim", options.gpu)
     capacity = choose_target(_given("--target-vram", options.target_vram, parse_bytes), device)
     deadline_s = _given("--deadline", options.deadline, parse_seconds) or 0
-    options.world_size, options.trainer = 1, "grpo"
+    options.world_size = 1
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
         folder = Path(temporary)
         server = WarmServer(folder)
@@ -427,7 +426,8 @@ def _promote(options: argparse.Namespace) -> int:
 def _step_line(line: dict[str, object]) -> str:
     shown = {
         "reward": "reward", "kl": "kl", "loss": "loss", "completions/mean_length": "length",
-        "completions/clipped_ratio": "clipped", "completions_per_s": "completions/s",
+        "completions/clipped_ratio": "clipped", "mean_token_accuracy": "accuracy", "rewards/accuracies": "accuracy",
+        "accuracy": "accuracy", "completions_per_s": "completions/s", "samples_per_s": "samples/s",
     }  # fmt: skip
     parts = [f"{name} {_number(line[key])}" for key, name in shown.items() if key in line]
     return f"step {line['step']}/{line['max_steps']}: {', '.join(parts)}"
@@ -470,7 +470,6 @@ def _doctor(options: argparse.Namespace) -> int:
     from autofit.probing.warm import WarmServer
 
     _at_least_one("--world-size", options.world_size)
-    _trainer(options.trainer)
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:
