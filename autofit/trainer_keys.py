@@ -10,7 +10,7 @@ from autofit.recipe import TRAINERS, TrainerName
 
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are left out, and so are most of
 # GRPO's own: they only have to tell a GRPO recipe with a wrong key from a recipe of another trainer.
-_TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
+TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
     **dict.fromkeys(
         ("reward_funcs", "reward_model_name_or_path", "num_generations", "max_completion_length", "generation_kwargs",
          "steps_per_generation", "generation_batch_size", "num_iterations", "scale_rewards", "use_vllm", "vllm_mode"),
@@ -44,7 +44,7 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     """
     if asked is not None and asked not in TRAINERS:
         raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {asked!r}{nearest(asked, TRAINERS)}")
-    telling = {key: _TAKEN_BY[key] for key in values if key in _TAKEN_BY}
+    telling = {key: TAKEN_BY[key] for key in values if key in TAKEN_BY}
     possible = [t for t in TRAINERS if all(t in takers for takers in telling.values())]
     if asked is not None:
         foreign = [key for key, takers in telling.items() if asked not in takers]

@@ -100,7 +100,7 @@ def _imported(name: str) -> Callable[..., Any]:
     if not callable(function):
         callables = [n for n, v in vars(module).items() if callable(v)]
         raise ConfigError(f"{module_name} has no function {function_name!r}{nearest(function_name, callables)}")
-    return function
+    return function  # type: ignore[no-any-return]
 
 
 def _repeat(rows: Dataset, training: Any) -> Dataset:

@@ -123,7 +123,7 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
 
 
 def read_worst_case(path: Path) -> dict[str, Any]:
-    """What is known of the longest sample (`prompt_tokens` of the longest prompt), and `rows`, a dataset of it alone."""
+    """What is known of the longest sample (of the longest prompt, for GRPO), and `rows`, a dataset of it alone."""
     found = read_json(path)
     assert found is not None, path
     return {**found, "rows": load_from_disk(str(path.parent / "worst_row"))}
