@@ -62,7 +62,10 @@ def test_the_other_trainers_run_on_a_simulated_card(
     tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer, trainer: TrainerName, changes: dict[str, object],
     models: int,
 ) -> None:  # fmt: skip
-    folder, sizes = tiny_recipe.parent, {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    folder, sizes = (
+        tiny_recipe.parent,
+        {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "vocab_size": 32000},
+    )
     model = tiny.write_model(folder / "model")
     (model / "model.safetensors").unlink()  # a config is enough
     (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **sizes}))
