@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
+import yaml
 
 from autofit.probing.job import cancel
 from autofit.probing.launch import Launcher, is_alive
@@ -155,6 +156,26 @@ def test_the_longest_sample_is_trls_own_under_each_candidates_length(
         assert result.status is ProbeStatus.FIT, result.reason
         assert {p.name for p in result.phases} == {"load", "scoring", "update", "optimizer", "save", "resume"}
         assert all(r > 0 for r in result.rollout_s)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("max_length", [6, 64])
+def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
+    tmp_path: Path, tiny_model: Path, trainer: str, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainers.common
+    from autofit.probing.trl_config import parse
+
+    values = yaml.safe_load(tiny.write_offline_recipe(trainer, tmp_path, tiny_model).read_text())
+    plug_in = importlib.import_module(f"trainers.{trainer}")
+    found = []
+    for largest in (1000, 5):
+        monkeypatch.setattr(trainers.common, "_LARGEST", largest)
+        rows, facts = plug_in.worst_case(parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length}))
+        found.append((facts, plug_in.tokens_per_step(parse(trainer, values, overrides={"use_cpu": True}),
+                                                     {**facts, "rows": rows})))  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0][0]["longest_tokens"] == min(max_length, {"reward": 8}.get(trainer, 10))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _IDLE: dict[str, object] = {
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
 _ROWS = 1000  # rows whose lengths are read at once
+_LARGEST = 64  # rows that are tokenised before the whole dataset is
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 # -- the dataset ------------------------------------------------------------------------------------------------------
@@ -113,15 +115,35 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
             raise ConfigError(
                 f"TRL's {kind.__name__} cannot use {dataset_name(config)}: {kind_of}{short(error)}"
             ) from error
-    found = trainer.train_dataset
+    return trainer.train_dataset
+
+
+def prepared_longest(
+    kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Lengths] | None
+) -> Dataset:
+    """`prepared` rows, the longest among them: only the largest texts where `widths` says that one fills `max_length`.
+
+    Nothing is longer than what TRL truncates to `max_length`, so the rest need not be tokenised. Give no `widths` to a
+    trainer that drops long samples instead. Raises ConfigError when nothing is left to train on.
+    """
+    limit = config.training.max_length
+    if widths is not None and limit is not None and len(rows) > _LARGEST:
+        some = prepared(kind, module, config, rows.select(_largest(rows)))
+        if len(some) and int(widths(some).max()) >= limit:
+            return some
+    found = prepared(kind, module, config, rows)
     if len(found) == 0:
-        raise ConfigError(
-            f"none of the {len(rows)} samples is left to train on at max_length={training.max_length}; raise it"
-        )
+        raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; raise it")
     return found
 
 
-def lengths(rows: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _largest(rows: Dataset) -> list[int]:
+    """The rows with the most text."""
+    sizes = [len(str(row)) for row in rows]
+    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:_LARGEST]
+
+
+def lengths(rows: Dataset, column: str) -> Lengths:
     """Tokens of each row in `column`, a column of lists."""
     parts = [
         batch[column].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)

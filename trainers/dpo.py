@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from autofit.probing.trl_config import TrlConfig
-from trainers.common import fitted, lengths, prepared, probed, real, samples_per_step, train_rows
+from trainers.common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 
 # The reference is scored within the update, or with `precompute_ref_log_probs` for the whole dataset before training.
 PHASES = {"score_reference": "scoring", "_save_checkpoint": "save"}
@@ -67,16 +67,15 @@ def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
 
 
 def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-    """The pair that fills most of `max_length`, and of those the one with the most tokens in its answers."""
+    """The pair that fills most of `max_length`; of several the longest, then the one with the longest answers."""
     raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
     training = config.training
     steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
-    rows = prepared(DPOTrainer, trl_dpo, config, raw)
-    prompt = lengths(rows, "prompt_ids")
-    widths = [prompt + lengths(rows, side) for side in _SIDES]
-    longer = np.maximum(*widths)
+    rows = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
+    longer = _widths(rows)
     whole = np.minimum(longer, longer.max() if limit is None else limit)
-    index = int(np.lexsort((widths[0] + widths[1] - 2 * prompt, longer, whole))[-1])
+    answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
+    index = int(np.lexsort((answers, longer, whole))[-1])
     longest = int(longer.max())
     facts = {
         "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
@@ -84,6 +83,12 @@ def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
         "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
     }  # fmt: skip
     return rows.select([index]), facts
+
+
+def _widths(rows: Dataset) -> Lengths:
+    """Tokens of each pair's prompt with the longer of its answers."""
+    prompt, *answers = (lengths(rows, name) for name in ("prompt_ids", *_SIDES))
+    return prompt + np.maximum(*answers)
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:

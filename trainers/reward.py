@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from autofit.probing.trl_config import TrlConfig
-from trainers.common import fitted, lengths, limit_of, prepared, probed, real, samples_per_step, train_rows
+from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 
 PHASES = {"_save_checkpoint": "save"}
 QUIET: dict[str, object] = {}
@@ -43,7 +43,7 @@ def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
     kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
     raw = train_rows(config, "Reward", kinds)
     limit = config.training.max_length
-    rows = prepared(RewardTrainer, trl_reward, config, raw)
+    rows = prepared_longest(RewardTrainer, trl_reward, config, raw, None)
     chosen, rejected = (lengths(rows, side) for side in _SIDES)
     longer = np.maximum(chosen, rejected)
     index = int(np.lexsort((chosen + rejected, longer))[-1])

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from autofit.probing.trl_config import TrlConfig
-from trainers.common import fitted, lengths, limit_of, prepared, probed, real, samples_per_step, train_rows
+from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 
 PHASES = {"_save_checkpoint": "save"}
 QUIET: dict[str, object] = {}
@@ -46,7 +46,7 @@ def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
     }  # fmt: skip
     raw = train_rows(config, "SFT", kinds)
     limit = config.training.max_length
-    rows = prepared(SFTTrainer, trl_sft, config, raw)
+    rows = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
     counts = lengths(rows, "input_ids")
     longest = int(counts.max())
     facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
