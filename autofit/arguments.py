@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of every command; `options.command` is the command's name."""
     top = _Parser(
         prog="autofit",
-        description="Find the fastest GRPO configuration that fits a VRAM budget, at the same effective batch.",
+        description="Find the fastest training configuration that fits a VRAM budget, at the same effective batch.",
     )
     top.add_argument("--version", action="version", version=f"autofit {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="the lowest tier of change to try (default: neutral, the same gradient)")  # fmt: skip
     search.add_argument("--space", help="a search space: a YAML file, or a name in search_spaces/")
-    search.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    _add_trainer(search)
     search.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
     )
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     _recipe(estimate)
     estimate.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb (default: by --target-vram)")
     estimate.add_argument("--target-vram", metavar="SIZE", help="use only so much of it (default: the whole card)")
-    estimate.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    _add_trainer(estimate)
     estimate.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that it may take")
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", "check a recipe and show what follows from it")
     doctor.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
-    doctor.add_argument("--trainer", default="grpo", help="grpo, sft, dpo or reward (default: grpo)")
+    _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
@@ -100,11 +100,15 @@ def parser() -> argparse.ArgumentParser:
 def _recipe(parser: _Parser) -> None:
     """The options that say what is trained."""
     parser.add_argument("recipe", nargs="?", type=Path,
-                        help="the YAML that `trl grpo --config` takes (default: the built-in baseline)")  # fmt: skip
+                        help="the YAML that `trl TRAINER --config` takes (default: the built-in baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="on a simulated card: a made-up prompt of N tokens in place of the dataset")  # fmt: skip
+
+
+def _add_trainer(parser: _Parser) -> None:
+    parser.add_argument("--trainer", help="grpo, sft, dpo or reward (default: told by the recipe's keys, else grpo)")
 
 
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:

@@ -87,7 +87,8 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
     step_s = result.median_step_s
     times = ""
     if step_s is not None:
-        times = f"; a step takes {format_seconds(step_s)} (rollout {format_seconds(result.rollout_s[0])})"
+        rollout = f" (rollout {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
+        times = f"; a step takes {format_seconds(step_s)}{rollout}"
     share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
     return f"it {verdict}{times}; the peak is in {top.name}, where {largest} hold {share}."
 

@@ -21,6 +21,7 @@ from autofit.errors import EnvironmentFault
 from autofit.fakegpu.mass import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
+from autofit.probing import stand_in
 from autofit.probing.warm import WarmServer
 from autofit.recipe import merge
 from autofit.space import CHUNK, SPLIT, Candidate, Space, Value
@@ -198,7 +199,8 @@ def _key(request: Mapping[str, object], worst_case: Path) -> str:
         *_VARIABLES,
     )
     values = {k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread}
-    architecture = Path(str(values.get("model_name_or_path"))) / "config.json"
+    model = stand_in.overrides(values, worst_case.parent).get("model_name_or_path", values.get("model_name_or_path"))
+    architecture = Path(str(model)) / "config.json"
     content = architecture.read_bytes() if architecture.is_file() else b""
     rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
     parts = [values, rest, _code(), read_json(worst_case)]

@@ -73,9 +73,11 @@ class Recipe:
     folder: Path = field(default_factory=Path.cwd)
     world_size: int = 1
     longest_prompt_tokens: int | None = None
+    longest_sample_tokens: int | None = None  # for the trainers that do not generate
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
+    balances_experts: bool = False  # a loss over each micro-batch's routing
     content_hash: str = ""  # of the reward functions' files and the data
 
     def integer(self, key: str) -> int:
@@ -165,6 +167,10 @@ class Recipe:
             )
             longest = "?" if self.longest_prompt_tokens is None else str(self.longest_prompt_tokens)
             rows.append(("worst case", f"{longest} prompt + {self.max_completion_tokens} completion tokens"))
+        elif self.longest_sample_tokens is not None:
+            limit = self.resolved.get("max_length")
+            of = "no max_length" if limit is None else f"max_length {limit}"
+            rows.append(("worst case", f"{self.longest_sample_tokens} tokens in the longest sample ({of})"))
         if self.uses_lora:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))
         if self.model_parameters is not None and self.weights_bytes is not None:

@@ -26,6 +26,7 @@ _ENV = "env."
 
 # Gradient differences measured on identical rollouts: 2e-7 for the rest, 4 to 40 % for these (notes on TRL 1.16).
 _SPLIT_CHANGES_LOSS = ("bnpo",)
+_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
 _CHUNK_CHANGES_LOSS = ("dapo", "cispo", "vespo", "bnpo")
 
 
@@ -212,9 +213,14 @@ class Space:
 
     @property
     def _split_tier(self) -> Tier:
-        quantile = self.recipe.resolved.get("top_entropy_quantile", 1.0)
-        changed = self.recipe.loss_type in _SPLIT_CHANGES_LOSS or quantile != 1.0
-        return "approximate" if changed and self.recipe.trainer == "grpo" else "neutral"
+        recipe = self.recipe
+        quantile = recipe.resolved.get("top_entropy_quantile", 1.0)
+        losses = recipe.resolved.get("loss_type")
+        if recipe.trainer == "grpo":
+            changed = recipe.loss_type in _SPLIT_CHANGES_LOSS or quantile != 1.0
+        else:
+            changed = recipe.trainer == "dpo" and any(name in _SPLIT_CHANGES_DPO for name in _listed(losses))
+        return "approximate" if changed or recipe.balances_experts else "neutral"
 
     @property
     def _chunk_tier(self) -> Tier:
@@ -242,6 +248,10 @@ class Space:
             if not knob.memory_ascending or choices.index(value) < choices.index(against):
                 return False
         return True
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
@@ -314,7 +324,8 @@ def _known(name: str, recipe: Recipe) -> bool:
 
 
 def _usable(knob: Knob, recipe: Recipe, device: str) -> bool:
-    met = {"lora": recipe.uses_lora, "cuda": device != "cpu"}
+    fixed = not recipe.resolved.get("sync_ref_model")  # TRL refuses scores of a reference that moves
+    met = {"lora": recipe.uses_lora, "cuda": device != "cpu", "fixed-reference": fixed}
     return all(met[need] if need in met else find_spec(need) is not None for need in knob.needs)
 
 

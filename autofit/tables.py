@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autofit.probing.result import ProbeStatus
-from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, winner
+from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, samples_word, winner
 from autofit.units import format_bytes, format_seconds
 
 
@@ -22,7 +22,7 @@ def front_table(trials: Sequence[Trial], original: Mapping[str, object], target_
     table = Table(title=f"Pareto front (step time, device-used), {fidelity}{where}", title_justify="left")
     for name in ("trial", "tier", "changes"):
         table.add_column(name, overflow="fold")
-    for name in ("device-used", "of target", "step", "completions/s", "speed-up"):
+    for name in ("device-used", "of target", "step", f"{samples_word(original)}/s", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     for trial in rows:
         mark = " *" if trial is best else ""
@@ -48,7 +48,7 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
     if result.status is ProbeStatus.FIT:
         assert result.median_step_s is not None
         step = format_seconds(result.median_step_s)
-        return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} completions/s"
+        return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
     if result.status is ProbeStatus.OOM:
         return f"{head}oom (pruned) during {result.oom_phase}, at least {used}"
     return f"{head}{result.status}: {result.reason}"

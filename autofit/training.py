@@ -60,9 +60,9 @@ def _train(request: dict[str, Any], folder: Path) -> int:
     checkpoint = last_checkpoint(output)
     step = 0 if checkpoint is None else _step_of(checkpoint)
     _forget_after(folder / "progress.jsonl", step)
-    if checkpoint is not None:
+    if checkpoint is not None and request["trainer"] == "grpo":
         _advance_sampler(trainer, checkpoint)
-    recorder = _Recorder(folder, config.training)
+    recorder = _Recorder(folder, config.training, "completions" if request["trainer"] == "grpo" else "samples")
     trainer.add_callback(recorder)
     mirror = _start_mirror(request, folder)
     began = time.monotonic()
@@ -153,8 +153,9 @@ def _advance_sampler(trainer: Any, checkpoint: Path) -> None:
 class _Recorder(TrainerCallback):  # type: ignore[misc]
     """Writes each logged step to progress.jsonl, saves now and then, and stops when asked to."""
 
-    def __init__(self, folder: Path, training: Any) -> None:
+    def __init__(self, folder: Path, training: Any, samples_word: str) -> None:
         self._folder = folder
+        self._samples_word = samples_word
         self._samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
         steps = training.gradient_accumulation_steps
         rollouts = getattr(training, "steps_per_generation", steps) * getattr(training, "num_iterations", 1)
@@ -182,7 +183,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
             return
         step_s = time.monotonic() - self._began
         line = {"step": state.global_step, "max_steps": state.max_steps, "time": time.time(), **_numbers(logs)}
-        line |= {"step_s": step_s, "completions_per_s": self._samples / step_s, **_memory()}
+        line |= {"step_s": step_s, f"{self._samples_word}_per_s": self._samples / step_s, **_memory()}
         with (self._folder / "progress.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

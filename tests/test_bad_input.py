@@ -1,5 +1,6 @@
 """Wrong input gets one clear error: what must hold, what was given, what to change; exit code 2; no traceback."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.probing.prepare import prepare
 from autofit.probing.warm import WarmServer
+from autofit.recipe import TRAINERS, TrainerName
+from autofit.trainer_keys import TAKEN_BY, trainer_of
 
 
 def change(path: Path, **changes: object) -> Path:
@@ -81,16 +84,68 @@ def test_a_jsonl_file_is_a_dataset_too_and_is_said_the_way_trl_takes_it(
     assert recipe.num_prompts == 9
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward"])
-def test_the_other_trainers_recipes_parse(tiny_recipe: Path, warm_server: WarmServer, trainer: str) -> None:
-    values = {"model_name_or_path": "m", "dataset_name": "d", "per_device_train_batch_size": 2, "max_length": 64}
-    tiny_recipe.write_text(yaml.safe_dump(values))
-    recipe = prepare(tiny_recipe, trainer=trainer, device="cpu", folder=tiny_recipe.parent / "i",  # type: ignore[arg-type]
-                     server=warm_server)  # fmt: skip
-    assert recipe.effective_batch_size == 2
-    with pytest.raises(ConfigError, match="unknown key 'max_lenght'; the nearest valid one is 'max_length'"):
-        prepare(change(tiny_recipe, max_lenght=1), trainer=trainer, device="cpu",  # type: ignore[arg-type]
-                folder=tiny_recipe.parent / "i", server=warm_server)  # fmt: skip
+@pytest.mark.parametrize(
+    ("trainer", "changes", "row", "message"),
+    [
+        ("sft", {"max_lenght": 1}, None, "unknown key 'max_lenght'; the nearest valid one is 'max_length'"),
+        ("sft", {}, {"question": "t1"}, "SFT needs a dataset with the columns text .* has question; rename"),
+        ("sft", {"max_length": 2}, {"prompt": "t1 t2 t3", "completion": " t4"}, "none of the 1 samples is left"),
+        ("sft", {"dataset_streaming": True}, None, "set dataset_streaming to false"),
+        ("sft", {}, {"messages": [{"role": "user", "content": "t1"}]}, "SFTTrainer cannot use .*chat_template"),
+        ("dpo", {}, {"prompt": "t1", "chosen": "t2"}, "DPO needs a dataset with the columns chosen and rejected"),
+        ("dpo", {"use_peft": True, "sync_ref_model": True, "beta": -1}, {"chosen": 1, "rejected": 2}, "cannot use"),
+        ("reward", {}, {"text": "t1"}, "Reward needs a dataset with the columns chosen and rejected"),
+        ("reward", {"max_length": 1}, None, "none of the 24 samples is left to train on at max_length=1"),
+    ],
+)  # fmt: skip
+def test_what_another_trainer_cannot_use_is_one_line(
+    tiny_recipe: Path, tiny_model: Path, warm_server: WarmServer, trainer: TrainerName, changes: dict[str, object],
+    row: dict[str, object] | None, message: str,
+) -> None:  # fmt: skip
+    path = tiny.write_offline_recipe(trainer, tiny_recipe.parent, tiny_model, **changes)
+    if row is not None:
+        (tiny_recipe.parent / "data" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=message) as raised:
+        prepare(path, trainer=trainer, device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "answer"),
+    [
+        ({"packing", "max_length"}, None, "sft"),
+        ({"precompute_ref_log_probs"}, None, "dpo"),
+        ({"beta", "max_length"}, None, "dpo"),
+        ({"center_rewards_coefficient"}, None, "reward"),
+        ({"beta", "learning_rate"}, None, "grpo"),
+        ({"learning_rate", "unheard_of"}, None, "grpo"),
+        ({"reward_funcs", "max_length"}, None, "grpo"),
+        ({"max_length"}, "reward", "reward"),
+        ({"max_length"}, None, "max_length may stand in a recipe of sft or dpo or reward: say which with --trainer"),
+        ({"packing"}, "dpo", "--trainer dpo takes no packing; .* so give --trainer sft"),
+        ({"reward_funcs"}, "sft", "--trainer sft takes no reward_funcs; .* so give --trainer grpo"),
+        ({"packing"}, "stf", "--trainer must be one of .*; got 'stf'; the nearest valid one is 'sft'"),
+    ],
+)
+def test_the_trainer_is_told_by_keys_that_leave_no_doubt(keys: set[str], asked: str | None, answer: str) -> None:
+    values = dict.fromkeys(sorted(keys), 1)
+    if answer in TRAINERS:
+        assert trainer_of(values, asked) == answer
+    else:
+        with pytest.raises(ConfigError, match=answer):
+            trainer_of(values, asked)
+
+
+def test_the_telling_keys_are_trls() -> None:
+    import importlib
+    from dataclasses import fields
+
+    taken = {t: {f.name for kind in importlib.import_module(f"trl.scripts.{t}").make_parser().dataclass_types
+                 for f in fields(kind) if f.init} for t in TRAINERS}  # fmt: skip
+    true = {key: tuple(t for t in TRAINERS if key in taken[t]) for key in set.union(*taken.values())}
+    telling = {key: takers for key, takers in true.items() if len(takers) < 4}
+    assert {key: telling[key] for key in TAKEN_BY} == TAKEN_BY
+    assert {key for key, takers in telling.items() if takers != ("grpo",)} <= set(TAKEN_BY)
 
 
 SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]

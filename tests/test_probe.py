@@ -1,6 +1,7 @@
 """The probe on the CPU device: real TRL training of a tiny model, through the warm server and submitit."""
 
 import gc
+import importlib
 import json
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
+import yaml
 
 from autofit.probing.job import cancel
 from autofit.probing.launch import Launcher, is_alive
@@ -31,13 +33,22 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_serv
     return replace(found, folder=folder)
 
 
+def offline_recipe(
+    trainer: str, folder: Path, model: Path, server: WarmServer, changes: Mapping[str, object] | None = None
+) -> Recipe:
+    """A recipe of a trainer that does not generate, with its worst case beside it."""
+    path = tiny.write_offline_recipe(trainer, folder, model, **(changes or {}))
+    found = prepare(path, trainer=trainer, device="cpu", folder=folder, server=server)  # type: ignore[arg-type]
+    return replace(found, folder=folder)
+
+
 def probe(
     recipe: Recipe, folder: Path, warm: WarmServer | None, changes: Mapping[str, object], *,
     limit_bytes: int | None = None, deadline_s: float = 120,
 ) -> ProbeResult:  # fmt: skip
     request = ProbeRequest(
-        folder=folder, trainer="grpo", values=merge(recipe.values, changes), device="cpu", limit_bytes=limit_bytes,
-        worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
+        folder=folder, trainer=recipe.trainer, values=merge(recipe.values, changes), device="cpu",
+        limit_bytes=limit_bytes, worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
         warm_socket=None if warm is None else warm.socket_path,
     )  # fmt: skip
     return Launcher().run(request)
@@ -109,6 +120,62 @@ def test_other_recipes_run(
 ) -> None:
     result = probe(recipe, tmp_path / "p", warm_server, changes)
     assert result.status is ProbeStatus.FIT, f"{named}: {result.reason}"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "own", "changes", "longest", "tokens"),
+    [
+        ("sft", {}, {}, 10, 80),  # 2 words, 7 words and the end
+        ("sft", {"max_length": 8}, {"max_length": 4}, 8, 32),
+        ("sft", {"max_length": 8}, {"max_length": 16}, 8, 128),  # nobody knows how long the cut ones are
+        ("sft", {"max_length": 16, "packing": True}, {}, 16, 128),
+        ("dpo", {}, {}, 10, 8 * (10 + 4)),
+        ("dpo", {"max_length": 6}, {"max_length": 2}, 6, 8 * 4),  # where the prompt alone would fill it
+        ("dpo", {"use_peft": False}, {"precompute_ref_log_probs": True}, 10, 8 * (10 + 4)),
+        ("reward", {}, {}, 8, 8 * (8 + 3)),
+        ("reward", {"max_length": 5}, {}, 5, 8 * (5 + 3)),  # longer pairs are dropped
+        ("reward", {"max_length": 5}, {"max_length": 6}, 5, 8 * (6 + 6)),
+    ],
+)
+def test_the_longest_sample_is_trls_own_under_each_candidates_length(
+    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: str, own: dict[str, object],
+    changes: dict[str, object], longest: int, tokens: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from autofit.probing.trl_config import parse
+    from autofit.probing.worker import read_worst_case
+
+    monkeypatch.chdir(tmp_path)
+    recipe = offline_recipe(trainer, tmp_path, tiny_model, warm_server, own)
+    assert (recipe.longest_sample_tokens, recipe.effective_batch_size) == (longest, 8)
+    values = merge(recipe.values, {**changes, "use_cpu": True})
+    plug_in = importlib.import_module(f"trainers.{trainer}")
+    config = parse(trainer, values, overrides={})
+    assert plug_in.tokens_per_step(config, read_worst_case(worst_case_path(tmp_path))) == tokens
+    if changes and "max_length" not in changes:
+        result = probe(recipe, tmp_path / "p", warm_server, changes)
+        assert result.status is ProbeStatus.FIT, result.reason
+        assert {p.name for p in result.phases} == {"load", "scoring", "update", "optimizer", "save", "resume"}
+        assert all(r > 0 for r in result.rollout_s)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("max_length", [6, 64])
+def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
+    tmp_path: Path, tiny_model: Path, trainer: str, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainers.common
+    from autofit.probing.trl_config import parse
+
+    values = yaml.safe_load(tiny.write_offline_recipe(trainer, tmp_path, tiny_model).read_text())
+    plug_in = importlib.import_module(f"trainers.{trainer}")
+    found = []
+    for largest in (1000, 5):
+        monkeypatch.setattr(trainers.common, "_LARGEST", largest)
+        rows, facts = plug_in.worst_case(parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length}))
+        found.append((facts, plug_in.tokens_per_step(parse(trainer, values, overrides={"use_cpu": True}),
+                                                     {**facts, "rows": rows})))  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0][0]["longest_tokens"] == min(max_length, {"reward": 8}.get(trainer, 10))
 
 
 @pytest.mark.parametrize(
@@ -208,31 +275,36 @@ def _message(entry: str, folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"bf16": True, "dtype": "bfloat16"}, {"use_peft": False, "beta": 0.04},
-                {"attn_implementation": "eager", "gradient_checkpointing": False}],
+    ("trainer", "changes"),
+    [("grpo", {}), ("grpo", {"bf16": True, "dtype": "bfloat16"}), ("grpo", {"use_peft": False, "beta": 0.04}),
+     ("grpo", {"attn_implementation": "eager", "gradient_checkpointing": False}), ("sft", {}),
+     ("dpo", {"use_peft": False}), ("dpo", {"precompute_ref_log_probs": True}), ("reward", {})],
 )  # fmt: skip
 def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
-    recipe: Recipe, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Recipe, tmp_path: Path, trainer: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch,
+    warm_server: WarmServer, tiny_model: Path,
 ) -> None:  # fmt: skip
     from torch.profiler import ProfilerActivity, profile
 
-    import trainers.grpo
     from autofit.probing.memory import CpuMemory
     from autofit.probing.trl_config import parse
     from autofit.probing.worker import _QUIET, read_worst_case
 
+    if trainer != "grpo":
+        recipe = offline_recipe(trainer, tmp_path, tiny_model, warm_server)
     monkeypatch.chdir(recipe.folder)
+    plug_in = importlib.import_module(f"trainers.{trainer}")
     model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)
     worst_case = read_worst_case(worst_case_path(recipe.folder))
     memory = CpuMemory(None)
 
     def train() -> None:
-        values = {**recipe.values, **changes, "model_name_or_path": str(model), "max_completion_length": 24}
+        longer = {"max_completion_length": 24} if trainer == "grpo" else {}
+        values = {**recipe.values, **changes, **longer, "model_name_or_path": str(model)}
         overrides = {**_QUIET, "use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
-        trainer = trainers.grpo.build(parse("grpo", values, overrides=overrides), worst_case=worst_case)
-        trainer.train()
-        del trainer
+        training = plug_in.build(parse(trainer, values, overrides=overrides), worst_case=worst_case)
+        training.train()
+        del training
         gc.collect()
 
     train()  # what is made once (caches, constants) is not the trainer's

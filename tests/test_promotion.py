@@ -13,6 +13,9 @@ import pytest
 import tiny
 import yaml
 
+from autofit.files import read_json, write_json
+from autofit.probing.warm import WarmServer
+from autofit.promotion import read_progress
 from autofit.tracking import client, experiment_id
 from autofit.tuning.study import load_study
 
@@ -106,6 +109,49 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
             theirs["reward"],
             theirs["grad_norm"],
         )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes"), [("sft", {"shuffle_dataset": True}), ("dpo", {"precompute_ref_log_probs": True}),
+                             ("reward", {})],
+)  # fmt: skip
+def test_another_trainers_run_stopped_after_a_step_ends_as_if_it_never_was(
+    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: str, changes: dict[str, object]
+) -> None:
+    path = tiny.write_offline_recipe(trainer, tmp_path, tiny_model, num_train_epochs=2, max_steps=-1, **changes)
+    values = yaml.safe_load(path.read_text())
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    expected = _trained(whole, trainer, values, warm_server)
+    assert expected is not None
+    assert expected["steps"] == 6  # 2 epochs x 24 samples / 8 a step
+    halves.mkdir()
+    (halves / "stop").touch()
+    assert _trained(halves, trainer, values, warm_server) is None
+    assert [line["step"] for line in read_progress(halves)] == [1]
+    (halves / "stop").unlink()
+    final = _trained(halves, trainer, values, warm_server)
+    assert final is not None
+    assert (final["steps"], final["final_loss"], final["first_reward"]) == (6, expected["final_loss"], None)
+    same = ("step", "loss", "grad_norm", "learning_rate")
+    ours, theirs = ([[line[key] for key in same] for line in read_progress(f)] for f in (halves, whole))
+    assert ours == theirs
+    assert all(float(str(line["samples_per_s"])) > 0 for line in read_progress(halves))
+    assert (halves / "out" / "adapter_model.safetensors").exists()
+
+
+def _trained(folder: Path, trainer: str, values: dict[str, object], server: WarmServer) -> dict[str, object] | None:
+    request = {
+        "folder": str(folder), "device": "cpu", "trainer": trainer,
+        "values": {**values, "output_dir": str(folder / "out"), "use_cpu": True},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "request.json", request)
+    ending = server.call(
+        {"entry": "offline_training:run", "argument": str(folder / "request.json"), "cwd": str(folder),
+         "log": str(folder / "log"), "env": {}, "deadline_s": 120}
+    )  # fmt: skip
+    assert ending.exit_code == 0, (folder / "log").read_text()
+    return read_json(folder / "final.json")
 
 
 def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(studied: Path) -> None:

@@ -10,16 +10,22 @@ import lawful
 import optuna
 import psutil
 import pytest
+import tiny
 from optuna.trial import TrialState
 from search_driver import plan
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.launch import Launcher, is_alive
+from autofit.probing.prepare import prepare
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.warm import WarmServer
+from autofit.recipe import TrainerName
+from autofit.space import Space, load_space
+from autofit.tables import trial_line
 from autofit.tuning.frontier import pareto_front, winner
 from autofit.tuning.sampler import CandidateSampler
-from autofit.tuning.search import BROKEN, Search, open_study
+from autofit.tuning.search import BROKEN, Plan, Search, open_study
 from autofit.tuning.study import load_study, tell, trials_of
 
 
@@ -47,6 +53,33 @@ def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infea
     points = {(t.step_s, t.device_used_bytes) for t in pareto_front(trials)}
     assert points == {(t.values[0], int(t.values[1])) for t in search.study.best_trials}
     assert len(trials) + search.study.user_attrs["screened"] == len(space.allowed())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "own", "neutral"),
+    [("sft", {}, 16), ("dpo", {"loss_type": ["aot"]}, 8), ("dpo", {"sync_ref_model": True, "use_peft": False}, 16),
+     ("reward", {}, 16)],
+)  # fmt: skip
+def test_another_trainers_recipe_is_searched_at_the_same_effective_batch(
+    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: TrainerName, own: dict[str, object],
+    neutral: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    path = tiny.write_offline_recipe(trainer, tmp_path, tiny_model, **own)
+    inspection = tmp_path / "i"
+    recipe = prepare(path, trainer=trainer, device="cpu", folder=inspection, server=warm_server)
+    space = Space.of(recipe, load_space(None, trainer=trainer))
+    assert len(space.allowed()) == neutral
+    wanted = Plan(recipe=recipe, space=space, folder=tmp_path, device="cpu", target_bytes=10**9, max_trials=2)
+    wanted.probes_folder.mkdir(parents=True)
+    for name in ("worst_row", "worst_case.json"):
+        (inspection / name).rename(wanted.probes_folder / name)
+    study = open_study(wanted)
+    Search(wanted, study, warm_socket=warm_server.socket_path).run()
+    trials = trials_of(study)
+    assert [t.status for t in trials] == [ProbeStatus.FIT] * 2, trials
+    assert {micro * accumulation for micro, accumulation, *_ in map(space.split, space.allowed())} == {8}
+    assert "samples/s" in trial_line(trials[1], recipe.resolved)
 
 
 def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 from autofit.errors import ConfigError
 from autofit.hardware import choose_device, choose_target
@@ -13,14 +14,17 @@ from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.warm import WarmServer
+from autofit.recipe import TrainerName
 
 
-def probe(recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None) -> ProbeResult:
+def probe(
+    recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None, trainer: TrainerName = "grpo"
+) -> ProbeResult:
     recipe = prepare(
-        recipe_path, trainer="grpo", device="sim:a100-40gb", folder=recipe_path.parent / "i", server=server
+        recipe_path, trainer=trainer, device="sim:a100-40gb", folder=recipe_path.parent / "i", server=server
     )
     request = ProbeRequest(
-        folder=folder, trainer="grpo", values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
+        folder=folder, trainer=trainer, values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
         worst_case=worst_case_path(recipe_path.parent / "i"), warm_socket=server.socket_path,
     )  # fmt: skip
     return Launcher().run(request)
@@ -47,6 +51,35 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
     assert below.status is ProbeStatus.OOM
     assert below.device_used_bytes is not None
     assert below.device_used_bytes > least - 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "models"),
+    [("sft", {}, 1), ("dpo", {}, 1), ("dpo", {"use_peft": False}, 2),
+     ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1), ("reward", {"load_in_4bit": True}, 1)],
+)  # fmt: skip
+def test_the_other_trainers_run_on_a_simulated_card(
+    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer, trainer: TrainerName, changes: dict[str, object],
+    models: int,
+) -> None:  # fmt: skip
+    folder, sizes = (
+        tiny_recipe.parent,
+        {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "vocab_size": 32000},
+    )
+    model = tiny.write_model(folder / "model")
+    (model / "model.safetensors").unlink()  # a config is enough
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **sizes}))
+    path = tiny.write_offline_recipe(trainer, folder, model, **{"dtype": "bfloat16", "bf16": True, **changes})
+    result = probe(path, tmp_path / "p", warm_server, limit_bytes=None, trainer=trainer)
+    assert result.status is ProbeStatus.FIT, result.reason
+    scoring = {"scoring"} if "precompute_ref_log_probs" in changes else set()
+    assert {p.name for p in result.phases} == {"load", "update", "optimizer", *scoring}
+    assert (result.rollout_s[0] > 0) == bool(scoring)
+    assert result.rollout_s[0] + result.update_s[0] <= result.step_s[0] * 1.001
+    if "use_peft" in changes:  # bf16 weights of the policy and of a reference that is in memory
+        weights = result.categories["optimizer"]["weights"]
+        one = 2 * (2 * 32000 * 1024 + 2 * (3 * 1024 * 4096 + 3 * 1024 * 1024))
+        assert weights == pytest.approx(models * one, rel=0.02)
 
 
 def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:

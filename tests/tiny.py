@@ -40,6 +40,34 @@ def write_dataset(path: Path, *, rows: int = 24) -> Path:
     return path
 
 
+ROWS = {  # a row of each trainer's data, of i words more than the shortest
+    "sft": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
+    "dpo": lambda i: {"prompt": "t1 t2", "chosen": " " + _words(i), "rejected": " t4"},
+    "reward": lambda i: {"chosen": _words(i), "rejected": "t4 t5"},
+}
+
+
+def _words(i: int) -> str:
+    return " ".join(f"t{(i + j) % 9}" for j in range(1 + i % 7))
+
+
+def write_offline_recipe(trainer: str, folder: Path, model: Path, **changes: object) -> Path:
+    """A recipe of SFT, DPO or Reward over files in `folder`, with `changes` laid over it (None removes a key)."""
+    data = folder / "data" / "train.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps(ROWS[trainer](i)) + "\n" for i in range(24)))
+    values: dict[str, object] = {
+        "model_name_or_path": str(model), "dataset_name": str(folder / "data"), "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 32, "max_steps": 4,
+        "learning_rate": 1e-3, "use_peft": True, "lora_r": 4, "lora_alpha": 8, "bf16": False, "report_to": "none",
+        "logging_steps": 1, "seed": 7, **({"lora_task_type": "SEQ_CLS"} if trainer == "reward" else {}),
+    }  # fmt: skip
+    values |= changes
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return path
+
+
 REWARD = '''"""Rewards for the tests."""
 
 def share_of_t1(completions, **kwargs):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from autofit.baseline import PROMPT_TOKENS, baseline_path
-from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.errors import AutofitError, ConfigError
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -92,10 +92,11 @@ def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path
     prompt_tokens = getattr(options, "prompt_tokens", None)
     if prompt_tokens is None and path == baseline_path():
         prompt_tokens = PROMPT_TOKENS
+    name = trainer(options, path)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         recipe = prepare(
-            path, trainer=trainer(options.trainer), device=device, folder=scratch, server=server,
+            path, trainer=name, device=device, folder=scratch, server=server,
             world_size=options.world_size, changes=settings(getattr(options, "set", ())), prompt_tokens=prompt_tokens,
         )  # fmt: skip
     except AutofitError:
@@ -110,12 +111,13 @@ def remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def trainer(name: str) -> "TrainerName":
-    from autofit.recipe import TRAINERS
+def trainer(options: argparse.Namespace, path: Path) -> "TrainerName":
+    """The trainer that was asked for, or the one whose keys the recipe has."""
+    from autofit.recipe import read_yaml_mapping
+    from autofit.trainer_keys import trainer_of
 
-    if name not in TRAINERS:
-        raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {name!r}{nearest(name, TRAINERS)}")
-    return name
+    values = read_yaml_mapping(path, what="recipe") | settings(getattr(options, "set", ()))
+    return trainer_of(values, options.trainer)
 
 
 def terminate_like_interrupt() -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from autofit.commands.common import DONE, at_least_one, prepared, trainer
+from autofit.commands.common import DONE, at_least_one, prepared
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -11,7 +11,6 @@ def doctor(options: argparse.Namespace) -> int:
     from autofit.probing.warm import WarmServer
 
     at_least_one("--world-size", options.world_size)
-    trainer(options.trainer)
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from autofit.baseline import baseline_path
-from autofit.commands.common import DONE, NOTHING_FITS, at_least_one, describe, given, prepared, say, trainer
-from autofit.errors import ConfigError
+from autofit.commands.common import DONE, NOTHING_FITS, at_least_one, describe, given, prepared, say
 from autofit.units import parse_bytes, parse_seconds
 
 
@@ -20,8 +19,6 @@ def estimate(options: argparse.Namespace) -> int:
     from autofit.probing.warm import WarmServer
 
     at_least_one("--prompt-tokens", options.prompt_tokens)
-    if trainer(options.trainer) != "grpo":
-        raise ConfigError(f"estimate reads grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
     asked_bytes = given("--target-vram", options.target_vram, parse_bytes)
     device, capacity = choose_device_and_target("sim", options.gpu, asked_bytes)
     deadline_s = given("--deadline", options.deadline, parse_seconds) or 0

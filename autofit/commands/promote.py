@@ -48,7 +48,9 @@ def promote(options: argparse.Namespace) -> int:
 def _step_line(line: dict[str, object]) -> str:
     shown = {
         "reward": "reward", "kl": "kl", "loss": "loss", "completions/mean_length": "length",
-        "completions/clipped_ratio": "clipped", "completions_per_s": "completions/s",
+        "completions/clipped_ratio": "clipped", "mean_token_accuracy": "token accuracy",
+        "rewards/accuracies": "pair accuracy", "accuracy": "pair accuracy", "completions_per_s": "completions/s",
+        "samples_per_s": "samples/s",
     }  # fmt: skip
     parts = [f"{name} {_number(line[key])}" for key, name in shown.items() if key in line]
     return f"step {line['step']}/{line['max_steps']}: {', '.join(parts)}"

@@ -77,9 +77,6 @@ def _check_search(options: argparse.Namespace) -> None:
         raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {options.study!r}")
     if options.world_size > 1:
         raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
-    if options.trainer != "grpo":
-        trainer(options.trainer)
-        raise ConfigError(f"search runs grpo recipes so far; check a {options.trainer} recipe with `autofit doctor`")
 
 
 def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
@@ -103,8 +100,8 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
         raise ConfigError(
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
         )
-    knobs = load_space(options.space, trainer=options.trainer)
     path = _demo_recipe() if options.demo else options.recipe or baseline_path()
+    knobs = load_space(options.space, trainer=trainer(options, path))
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
     recipe = prepared(path, options, device, scratch, server)
     for name, text in (*recipe.describe(), ("device", describe(device, target))):

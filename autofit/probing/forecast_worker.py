@@ -23,6 +23,7 @@ from autofit.fakegpu.clock import HostCosts
 from autofit.fakegpu.kernel_log import KernelLog
 from autofit.fakegpu.mass import MassModel, Trace, Variation
 from autofit.files import read_json, write_json
+from autofit.probing import stand_in
 from autofit.probing.trl_config import parse
 from autofit.probing.worker import QUIET, read_worst_case
 
@@ -69,7 +70,9 @@ def trace(point: Point, *, trainer: str, values: Mapping[str, object], device: s
     ):
         gpu.only_last_decode_steps = True
         marks = _Marks(gpu)
-        config = parse(trainer, changed, overrides={**QUIET, "max_steps": 2, "output_dir": folder})
+        standing_in = stand_in.overrides(values, worst_case.parent)
+        quiet = {**QUIET, **plug_in.QUIET, **standing_in}
+        config = parse(trainer, changed, overrides={**quiet, "max_steps": 2, "output_dir": folder})
         marks.enter("load")
         built = plug_in.build(config, worst_case=read_worst_case(worst_case))
         _follow(built, marks, plug_in.PHASES)
@@ -213,7 +216,8 @@ class Structure:
     def _config(self) -> Any:
         from transformers import AutoConfig
 
-        name = self.values["model_name_or_path"]
+        standing_in = stand_in.overrides(self.values, Path(self.worst_case).parent)
+        name = standing_in.get("model_name_or_path", self.values["model_name_or_path"])
         return AutoConfig.from_pretrained(name, trust_remote_code=bool(self.values.get("trust_remote_code")))
 
     def model(self) -> tuple[MassModel, float]:
@@ -249,7 +253,7 @@ class Structure:
     def _sample_tokens(self) -> int:
         found = read_json(Path(self.worst_case))
         assert found is not None
-        return int(str(found["prompt_tokens"]))
+        return int(str(found["longest_tokens"]))
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
         """The variables at the base point, and for each: its other value, where to trace, and what varies with it."""

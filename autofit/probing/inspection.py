@@ -54,19 +54,16 @@ def inspect(
     answer: dict[str, object] = {"values": plain(values), "resolved": config.resolved}
     if device.startswith("sim:"):
         config = _with_stand_ins(trainer, values, config, worst_case.parent, prompt_tokens)
-    if trainer != "grpo":
-        return answer
     plug_in = importlib.import_module(f"trainers.{trainer}")
-    answer |= _model_size(config)
+    answer |= _model_size(config, plug_in.MODEL)
+    if trainer != "grpo":
+        with _or_stated(device, prompt_tokens):
+            return answer | _longest_sample(plug_in, config, worst_case)
     rewards = plug_in.reward_functions(config)  # a wrong path is said before a large dataset is read
     with _or_stated(device, prompt_tokens):
         rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
-    row_folder = worst_case.parent / "worst_row"
-    rows.select([index]).save_to_disk(
-        str(row_folder)
-    )  # as datasets keeps it: dates, bytes and images stay what they are
-    write_json(worst_case, {"prompt_tokens": tokens})
+    _keep(rows.select([index]), {"prompt_tokens": tokens}, worst_case)
     content = content_hash(rewards, rows)
     count = len(rows) if prompt_tokens is None else None
     return answer | {"longest_prompt_tokens": tokens, "num_prompts": count, "content_hash": content}
@@ -106,6 +103,20 @@ def _or_stated(device: str, prompt_tokens: int | None) -> Iterator[None]:
         if not device.startswith("sim:") or prompt_tokens is not None:
             raise
         raise ConfigError(f"{error}; {_STATE_IT}") from error
+
+
+def _longest_sample(plug_in: Any, config: TrlConfig, worst_case: Path) -> dict[str, object]:
+    """The longest sample as TRL tokenises and truncates it, kept in `worst_case`; {key: value} of the answer."""
+    row, facts = plug_in.worst_case(config)
+    _keep(row, facts, worst_case)
+    digest = hashlib.sha256(repr((facts, row[0])).encode())
+    return {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
+
+
+def _keep(row: Any, facts: Mapping[str, object], worst_case: Path) -> None:
+    """As datasets keeps a row: dates, bytes and images stay what they are."""
+    row.save_to_disk(str(worst_case.parent / "worst_row"))
+    write_json(worst_case, dict(facts))
 
 
 def content_hash(rewards: list[Any], rows: Any) -> str:
@@ -151,9 +162,10 @@ def go_offline_without_a_hub() -> None:
         datasets.config.HF_HUB_OFFLINE = True
 
 
-def _model_size(config: TrlConfig) -> dict[str, object]:
+def _model_size(config: TrlConfig, kind: Any) -> dict[str, object]:
+    """Parameters of the model that the auto class `kind` makes, and bytes of its weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     name = config.model.model_name_or_path
     if not name:
@@ -169,14 +181,23 @@ def _model_size(config: TrlConfig) -> dict[str, object]:
         raise ConfigError(f"{name}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from error
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(found, trust_remote_code=trust)
+            model = kind.from_config(found, trust_remote_code=trust)
     except Exception as error:
-        raise ConfigError(f"{name!r} is no causal language model that transformers can build: {error}") from error
+        raise ConfigError(f"{name!r} is no model for {kind.__name__} of transformers: {str(error)[:300]}") from error
     check_model(model, config)
     parameters = sum(p.numel() for p in model.parameters())
-    dtype = importlib.import_module("trainers.grpo")._dtype(config.model.dtype, found)
+    dtype = importlib.import_module("trainers.common").dtype_of(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
-    return {"model_parameters": parameters, "weights_bytes": int(parameters * quantised)}
+    weights_bytes = int(parameters * quantised)
+    balances = _balances_experts(found.get_text_config(), config)
+    return {"model_parameters": parameters, "weights_bytes": weights_bytes, "balances_experts": balances}
+
+
+def _balances_experts(model: Any, config: TrlConfig) -> bool:
+    """Whether the trainer adds the loss of a mixture's routing, which is a mean over each micro-batch (TRL 1.16)."""
+    asked = getattr(config.training, "router_aux_loss_coef", 0.0)
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0) if asked is None else asked
+    return hasattr(model, "output_router_logits") and coefficient != 0.0
 
 
 def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:

@@ -61,8 +61,10 @@ def prepare(
         name=path.stem,
         world_size=world_size,
         longest_prompt_tokens=cast(int | None, answer.get("longest_prompt_tokens")),
+        longest_sample_tokens=cast(int | None, answer.get("longest_sample_tokens")),
         num_prompts=cast(int | None, answer.get("num_prompts")),
         model_parameters=cast(int | None, answer.get("model_parameters")),
         weights_bytes=cast(int | None, answer.get("weights_bytes")),
+        balances_experts=bool(answer.get("balances_experts")),
         content_hash=str(answer.get("content_hash", "")),
     )

@@ -31,7 +31,9 @@ from autofit.probing.keeper import Ending, computing_env, die_with_parent, keep
 _PRELOAD = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "trl", "trl.scripts.grpo",
     "trl.trainer.grpo_trainer", "trl.trainer.grpo_config", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "trainers.grpo", "autofit.probing.worker", "autofit.probing.inspection",
+    "transformers.trainer", "trainers.grpo", "trainers.sft", "trainers.dpo",
+    "trainers.reward", "trl.scripts.sft", "trl.scripts.dpo", "trl.scripts.reward",
+    "autofit.probing.worker", "autofit.probing.inspection",
 )  # fmt: skip
 
 

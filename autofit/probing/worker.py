@@ -30,7 +30,7 @@ from autofit.probing.trl_config import TrlConfig, parse
 # What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
 QUIET = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
-    "log_completions": False, "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
+    "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
     "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
 
 
 def read_worst_case(path: Path) -> dict[str, Any]:
-    """`prompt_tokens` of the longest prompt and `rows`, a dataset of the one row that has it."""
+    """What is known of the longest sample (of the longest prompt, for GRPO), and `rows`, a dataset of it alone."""
     found = read_json(path)
     assert found is not None, path
     return {**found, "rows": load_from_disk(str(path.parent / "worst_row"))}
@@ -138,7 +138,6 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
     config, steps = train(request, memory, recorder, plug_in, worst_case)
     peaks = merged(p for p in recorder.peaks)
-    tokens = int(str(worst_case["prompt_tokens"]))
     tops = {**_tops(peaks), **memory.account()}
     used = int(tops["device_used_bytes"])
     over = request.limit_bytes is not None and used > request.limit_bytes
@@ -153,7 +152,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
         rollout_s=tuple(steps.rollout_s),
         update_s=tuple(steps.update_s),
         completions_per_step=plug_in.samples_per_step(config),
-        tokens_per_step=plug_in.tokens_per_step(config, tokens),
+        tokens_per_step=plug_in.tokens_per_step(config, worst_case),
         device_name=memory.device_name,
         versions=_versions(),
         **tops,
@@ -166,7 +165,7 @@ def _train_and_resume(
     """Load, a step, save; then load, resume, a step and the measured ones."""
     checkpoints = request.folder / "checkpoints"
     try:
-        config = _config(request, checkpoints, steps=1)
+        config = _config(request, plug_in, checkpoints, steps=1)
         with recorder.within("load"):
             trainer = plug_in.build(config, worst_case=worst_case)
         _follow(trainer, recorder, plug_in.PHASES)
@@ -175,10 +174,11 @@ def _train_and_resume(
         trainer = None
         gc.collect()
         recorder.enter("resume")
-        config = _config(request, checkpoints, steps=2 + request.measured_steps)
+        recorder.seconds.clear()
+        config = _config(request, plug_in, checkpoints, steps=2 + request.measured_steps)
         trainer = plug_in.build(config, worst_case=worst_case)
         _follow(trainer, recorder, plug_in.PHASES)
-        steps = _StepClock(recorder, memory, measure_after=2)
+        steps = _StepClock(trainer, recorder, memory, measure_after=2)
         trainer.add_callback(steps)
         trainer.train(resume_from_checkpoint=str(checkpoints / "checkpoint-1"))
         recorder.enter("end")
@@ -195,21 +195,22 @@ def _train_simulated(
 
     A simulated card keeps no values, so there is nothing to save or to resume from.
     """
-    config = _config(request, request.folder / "checkpoints", steps=2)
+    config = _config(request, plug_in, request.folder / "checkpoints", steps=2)
     with recorder.within("load"):
         trainer = plug_in.build(config, worst_case=worst_case)
     _follow(trainer, recorder, plug_in.PHASES)
-    steps = _StepClock(recorder, memory, measure_after=1)
+    steps = _StepClock(trainer, recorder, memory, measure_after=1)
     trainer.add_callback(steps)
     trainer.train()
     recorder.enter("end")
     return config, steps
 
 
-def _config(request: ProbeRequest, checkpoints: Path, *, steps: int) -> TrlConfig:
+def _config(request: ProbeRequest, plug_in: Any, checkpoints: Path, *, steps: int) -> TrlConfig:
     device = {"use_cpu": True} if request.device == "cpu" else {}
     standing_in = stand_in.overrides(request.values, request.worst_case.parent)
-    overrides = {**QUIET, **device, **standing_in, "max_steps": steps, "output_dir": str(checkpoints)}
+    quiet = {**QUIET, **plug_in.QUIET, **device, **standing_in}
+    overrides = {**quiet, "max_steps": steps, "output_dir": str(checkpoints)}
     return parse(request.trainer, request.values, overrides=overrides)
 
 
@@ -244,17 +245,24 @@ def _SaveNow() -> Any:
     return SaveNow()
 
 
-def _StepClock(recorder: Recorder, memory: Memory, *, measure_after: int) -> Any:
+def _StepClock(trainer: Any, recorder: Recorder, memory: Memory, *, measure_after: int) -> Any:
     from transformers import TrainerCallback
 
     class StepClock(TrainerCallback):  # type: ignore[misc]
-        """Seconds of each optimizer step after number `measure_after`, at which the memory account is closed."""
+        """Seconds of each optimizer step after number `measure_after`, at which the memory account is closed.
+
+        What a trainer scores once before it trains (DPO's reference) is spread over the steps: each bears its share.
+        """
 
         def __init__(self) -> None:
             self.step_s: list[float] = []
             self.rollout_s: list[float] = []
             self.update_s: list[float] = []
             self._began: float | None = None
+            self._share_s = 0.0
+
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            self._share_s = recorder.seconds["scoring"] * getattr(trainer, "scoring_share", 0.0)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
             if state.global_step >= measure_after:
@@ -267,8 +275,8 @@ def _StepClock(recorder: Recorder, memory: Memory, *, measure_after: int) -> Any
             if self._began is None:
                 return
             recorder.enter("update")
-            self.step_s.append(memory.now_s() - self._began)
-            self.rollout_s.append(recorder.seconds["rollout"] + recorder.seconds["scoring"])
+            self.step_s.append(memory.now_s() - self._began + self._share_s)
+            self.rollout_s.append(recorder.seconds["rollout"] + recorder.seconds["scoring"] + self._share_s)
             self.update_s.append(recorder.seconds["update"] + recorder.seconds["optimizer"])
 
     return StepClock()

@@ -75,6 +75,11 @@ def baseline(trials: Iterable[Trial]) -> Trial | None:
     return next((t for t in trials if t.number == 0), None)
 
 
+def samples_word(original: Mapping[str, object]) -> str:
+    """What a trainer of the recipe `original` counts: GRPO's completions, or samples."""
+    return "completions" if "num_generations" in original else "samples"
+
+
 def describe_changes(changes: Mapping[str, object], original: Mapping[str, object]) -> str:
     """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`."""
     parts = []
@@ -96,7 +101,7 @@ def why(trials: Sequence[Trial], original: Mapping[str, object], target_bytes: i
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
     speed = best.speedup(baseline(trials))
-    against = f", {speed:.2f}x the baseline's completions/s" if speed is not None and best.number else ""
+    against = f", {speed:.2f}x the baseline's {samples_word(original)}/s" if speed is not None and best.number else ""
     faster = [t for t in fitting if t.tier != best.tier and _cost(t) < _cost(best)]
     note = f"; {len(faster)} faster ones change more than the {best.tier} tier" if faster else ""
     change = describe_changes(best.changes, original)

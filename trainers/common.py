@@ -1,0 +1,280 @@
+"""What the plug-ins share: the dataset as TRL's scripts find it, the trainer they make of it, and random weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from datasets import Dataset, load_dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.trainer_utils import IntervalStrategy
+from trl import get_dataset, get_peft_config, get_quantization_config
+
+from autofit.errors import ConfigError
+from autofit.probing.trl_config import TrlConfig
+
+# What a trainer that is only made to read its dataset has no use for: each would act outside or needs a real model.
+_IDLE: dict[str, object] = {
+    "push_to_hub": False, "report_to": [], "eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False,
+    "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
+    "precompute_ref_log_probs": False, "sync_ref_model": False,
+}  # fmt: skip
+_ROWS = 1000  # rows whose lengths are read at once
+_LARGEST = 64  # rows that are tokenised before the whole dataset is
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+
+
+# -- the dataset ------------------------------------------------------------------------------------------------------
+
+
+def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
+    """The train (or test) split of the dataset, found as TRL's script finds it."""
+    script, mixture = config.script, config.datasets
+    if not mixture.datasets and not script.dataset_name:
+        raise ConfigError("a recipe needs a dataset: give dataset_name (a folder or a name) or datasets")
+    try:
+        if mixture.datasets:
+            splits = get_dataset(mixture)
+        else:
+            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"the dataset {dataset_name(config)} cannot be loaded: {short(error)}") from error
+    except Exception as error:  # datasets raises classes of its own for broken files
+        raise ConfigError(f"the dataset {dataset_name(config)} cannot be read: {short(error)}") from error
+    key = "dataset_test_split" if evaluation else "dataset_train_split"
+    wanted = getattr(script, key)
+    if wanted not in splits:
+        raise ConfigError(f"{key} {wanted!r} is not in the dataset; it has {', '.join(splits)}")
+    return splits[wanted]
+
+
+def dataset_name(config: TrlConfig) -> str:
+    """What the recipe calls its dataset."""
+    if config.datasets.datasets:
+        return ", ".join(str(d.data_files or d.path) for d in config.datasets.datasets)
+    return str(config.script.dataset_name)
+
+
+def short(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def samples_per_step(config: TrlConfig) -> int:
+    """Samples (completions, for GRPO) that one optimizer step of one rank trains on."""
+    training = config.training
+    return int(training.per_device_train_batch_size) * int(training.gradient_accumulation_steps)
+
+
+def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, ...]]) -> Dataset:
+    """The train split, which has the columns of one of `kinds` ({what it is called: its columns})."""
+    if config.script.dataset_streaming:
+        raise ConfigError("a search reads the whole dataset for its longest sample; set dataset_streaming to false")
+    rows = split(config)
+    found = set(rows.column_names)
+    if not any(found >= set(columns) for columns in kinds.values()):
+        wanted = ", or ".join(f"{' and '.join(columns)} ({name})" for name, columns in kinds.items())
+        raise ConfigError(
+            f"{trainer} needs a dataset with the columns {wanted}; {dataset_name(config)} has "
+            f"{', '.join(rows.column_names)}; rename the columns"
+        )
+    if found & {"image", "images"}:
+        raise ConfigError(f"a search reads text so far, and the dataset {dataset_name(config)} has images")
+    if len(rows) == 0:
+        raise ConfigError(f"the train split of the dataset is empty; {trainer} needs at least one sample")
+    return rows
+
+
+def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -> Dataset:
+    """`rows` as the trainer `kind` trains on them: TRL's own templates, tokens, truncation, filters and packing.
+
+    The trainer is made around a stand-in model of a few hundred parameters, so its checks of the recipe run too; what
+    they refuse becomes a ConfigError. Changes `config.training`.
+    """
+    training = config.training
+    for key in _IDLE.keys() & set(vars(training)):
+        setattr(training, key, _IDLE[key])
+    with TemporaryDirectory(prefix="autofit-") as folder, _models_from(module, _stand_in):
+        training.output_dir = folder
+        try:
+            trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows)
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
+            kind_of = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            raise ConfigError(
+                f"TRL's {kind.__name__} cannot use {dataset_name(config)}: {kind_of}{short(error)}"
+            ) from error
+    return trainer.train_dataset
+
+
+def prepared_longest(
+    kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Lengths] | None
+) -> Dataset:
+    """`prepared` rows, the longest among them: only the largest texts where `widths` says that one fills `max_length`.
+
+    Nothing is longer than what TRL truncates to `max_length`, so the rest need not be tokenised. Give no `widths` to a
+    trainer that drops long samples instead. Raises ConfigError when nothing is left to train on.
+    """
+    limit = config.training.max_length
+    if widths is not None and limit is not None and len(rows) > _LARGEST:
+        some = prepared(kind, module, config, rows.select(_largest(rows)))
+        if len(some) and int(widths(some).max()) >= limit:
+            return some
+    found = prepared(kind, module, config, rows)
+    if len(found) == 0:
+        raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; raise it")
+    return found
+
+
+def _largest(rows: Dataset) -> list[int]:
+    """The rows with the most text."""
+    sizes = [len(str(row)) for row in rows]
+    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:_LARGEST]
+
+
+def lengths(rows: Dataset, column: str) -> Lengths:
+    """Tokens of each row in `column`, a column of lists."""
+    parts = [
+        batch[column].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+        for batch in rows.select_columns([column]).with_format("arrow").iter(_ROWS)
+    ]
+    return np.concatenate(parts).astype(np.int64)
+
+
+def limit_of(config: TrlConfig, worst_case: Mapping[str, Any]) -> int | None:
+    """The candidate's `max_length`. Raises ConfigError where it has none and the recipe's hid how long samples are."""
+    limit: int | None = config.training.max_length
+    if limit is None and worst_case["cut"]:
+        raise ConfigError(f"the recipe's max_length={worst_case['max_length']} cannot be left out by a candidate")
+    return limit
+
+
+def fitted(tokens: list[int], count: int) -> list[int]:
+    """`tokens`, cut or repeated to `count` of them."""
+    return (tokens * (count // max(1, len(tokens)) + 1))[:count]
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
+    """The trainer that TRL's script makes of `config`, with `more` of its own arguments (rewards)."""
+    evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
+    return made(kind, config, train_dataset=split(config), eval_dataset=evaluation, **more)
+
+
+def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any]) -> Any:
+    """A trainer of random weights on `row` alone, often enough for every step of a probe."""
+    rows = Dataset.from_list([dict(row)])
+    count = samples_per_step(config) * (config.training.max_steps + 1)
+    with random_weights(module):
+        return made(kind, config, train_dataset=rows.select([0] * count))
+
+
+def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
+    """`kind` called as TRL's scripts call their trainers, with `more` (datasets, rewards)."""
+    training, model = config.training, config.model
+    kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    training.model_init_kwargs = kwargs | (training.model_init_kwargs or {})
+    return kind(
+        model=model.model_name_or_path, args=training, quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model), **more,
+    )  # fmt: skip
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def random_weights(module: ModuleType) -> Any:
+    """Within, the trainer of `module` makes its models from their config: as large, and no download."""
+    return _models_from(module, random_model)
+
+
+@contextmanager
+def _models_from(module: ModuleType, source: Callable[..., PreTrainedModel]) -> Iterator[None]:
+    original = module.create_model_from_path
+    module.create_model_from_path = source  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.create_model_from_path = original  # type: ignore[attr-defined]
+
+
+def _stand_in(model_id: str, architecture: Any = None, **_: Any) -> PreTrainedModel:
+    """The smallest model there is, under the name of `model_id`, whose tokenizer the trainer then loads."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, num_labels=1)
+    scores = architecture is AutoModelForSequenceClassification
+    model: PreTrainedModel = (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config)
+    model.config._name_or_path = model_id
+    return model
+
+
+def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
+    """A model of `model_id`'s architecture, in the dtype, attention and quantisation that TRL would load it in."""
+    trust = kwargs.get("trust_remote_code", False)
+    config = AutoConfig.from_pretrained(model_id, revision=kwargs.get("revision") or "main", trust_remote_code=trust)
+    if "num_labels" in kwargs:
+        config.num_labels = kwargs["num_labels"]
+    architecture = _concrete(architecture, config) or _architecture(config)
+    on_card = torch.cuda.is_available() and not _cpu_wanted()
+    dtype = dtype_of(kwargs.get("dtype", "float32"), config)
+    options = {"dtype": dtype, "attn_implementation": kwargs.get("attn_implementation")}
+    quantization = kwargs.get("quantization_config")
+    if quantization is None:
+        make = architecture.from_config if trust else architecture._from_config
+        with torch.device("cuda" if on_card else "cpu"):
+            model = make(config, **options)
+    else:
+        state = architecture._from_config(config, **options).state_dict()
+        model = architecture.from_pretrained(
+            None, config=config, state_dict=state, quantization_config=quantization,
+            device_map={"": 0} if on_card else None, **options,
+        )  # fmt: skip
+    model.config._name_or_path = model_id
+    return model
+
+
+def _concrete(architecture: Any, config: Any) -> Any:
+    """The class that an auto class stands for; anything else as it is."""
+    mapping = getattr(architecture, "_model_mapping", None)
+    return mapping[type(config)] if mapping is not None and type(config) in mapping else architecture
+
+
+def _architecture(config: Any) -> Any:
+    names = config.architectures or []
+    return getattr(transformers, names[0], AutoModelForCausalLM) if names else AutoModelForCausalLM
+
+
+def dtype_of(asked: Any, config: Any) -> torch.dtype:
+    """The dtype that a recipe's `dtype` stands for; "auto" is the model's own."""
+    if isinstance(asked, torch.dtype):
+        return asked
+    if asked in ("auto", None):
+        found = getattr(config, "dtype", None)
+        return found if isinstance(found, torch.dtype) else torch.float32
+    dtype = getattr(torch, str(asked))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _cpu_wanted() -> bool:
+    from accelerate import PartialState
+
+    return PartialState().device.type == "cpu"  # type: ignore[no-any-return]

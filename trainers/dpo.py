@@ -1,0 +1,122 @@
+"""TRL's DPOTrainer from a recipe: as `trl dpo` builds it, or on worst-case data with random weights for a probe."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import trl.trainer.dpo_trainer as trl_dpo
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import DPOTrainer
+
+from autofit.probing.trl_config import TrlConfig
+from trainers.common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+
+# The reference is scored within the update, or with `precompute_ref_log_probs` for the whole dataset before training.
+PHASES = {"score_reference": "scoring", "_save_checkpoint": "save"}
+QUIET: dict[str, object] = {}
+MODEL = AutoModelForCausalLM
+_SIDES = ("chosen_ids", "rejected_ids")
+
+
+class _Prepared(DPOTrainer):  # type: ignore[misc]
+    """Trains on rows that TRL has tokenised before, and scores the reference on one micro-batch of them."""
+
+    scoring_share = 0.0  # how often `score_reference` happens for each optimizer step of the real run
+
+    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self._batch = self.data_collator([dataset[0]] * batch_size)
+        zeros = [0.0] * len(dataset)
+        return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
+
+    def score_reference(self) -> None:
+        """One micro-batch of the pass that TRL makes over the dataset before it trains."""
+        scores = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(self._batch))
+        torch.cat(scores).cpu()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.precompute_ref_log_probs:
+            self.score_reference()
+        return super().train(*args, **kwargs)
+
+
+def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> DPOTrainer:
+    """The trainer of `config`, as TRL's own script makes it; with `worst_case`, random weights on its one row."""
+    if worst_case is None:
+        trainer = real(DPOTrainer, config)
+        if config.script.ignore_bias_buffers:  # as in TRL's script
+            buffers = trainer.model.named_buffers()
+            trainer.model._ddp_params_and_buffers_to_ignore = [n for n, b in buffers if b.dtype == torch.bool]
+        return trainer
+    with _weights_unhashed():
+        trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
+    trainer.scoring_share = _scoring_share(config, worst_case)
+    return trainer
+
+
+def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+    """Prompt and answer tokens, of both answers, that one optimizer step of one rank trains on, at full length."""
+    row, limit = _row(config, worst_case), config.training.max_length
+    widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
+    return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
+
+
+def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
+    """The pair that fills most of `max_length`; of several the longest, then the one with the longest answers."""
+    raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
+    training = config.training
+    steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
+    rows = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
+    longer = _widths(rows)
+    whole = np.minimum(longer, longer.max() if limit is None else limit)
+    answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
+    index = int(np.lexsort((answers, longer, whole))[-1])
+    longest = int(longer.max())
+    facts = {
+        "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
+        "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
+        "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
+    }  # fmt: skip
+    return rows.select([index]), facts
+
+
+def _widths(rows: Dataset) -> Lengths:
+    """Tokens of each pair's prompt with the longer of its answers."""
+    prompt, *answers = (lengths(rows, name) for name in ("prompt_ids", *_SIDES))
+    return prompt + np.maximum(*answers)
+
+
+def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
+    """The longest pair. Its prompt leaves room for its answers, as TRL drops a pair whose prompt fills `max_length`."""
+    row = dict(worst_case["rows"][0])
+    limit, own = config.training.max_length, worst_case["max_length"]
+    answer = max(len(row[side]) for side in _SIDES)
+    if limit is not None and len(row["prompt_ids"]) >= limit and config.training.truncation_mode == "keep_start":
+        row["prompt_ids"] = row["prompt_ids"][: max(1, limit - answer)]
+    wanted = worst_case["longest_uncut_tokens"] - len(row["prompt_ids"])
+    if worst_case["cut"] and (limit is None or limit > own) and answer < wanted:
+        row |= {side: fitted(row[side], wanted) for side in _SIDES}
+    return row
+
+
+def _scoring_share(config: TrlConfig, worst_case: Mapping[str, Any]) -> float:
+    """Micro-batches that the pass before training scores for each optimizer step, spread over the whole run."""
+    training = config.training
+    batch_size = training.precompute_ref_batch_size or training.per_device_train_batch_size
+    return float(samples_per_step(config) / worst_case["times_trained"] / batch_size)
+
+
+@contextmanager
+def _weights_unhashed() -> Iterator[None]:
+    """TRL names its file of reference scores by a hash of the weights; a probe keeps no such file."""
+    original = trl_dpo.hash_module
+    trl_dpo.hash_module = lambda _: ""
+    try:
+        yield
+    finally:
+        trl_dpo.hash_module = original

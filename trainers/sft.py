@@ -1,0 +1,79 @@
+"""TRL's SFTTrainer from a recipe: as `trl sft` builds it, or on worst-case data with random weights for a probe."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import trl.trainer.sft_trainer as trl_sft
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
+
+from autofit.probing.trl_config import TrlConfig
+from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+
+PHASES = {"_save_checkpoint": "save"}
+QUIET: dict[str, object] = {}
+MODEL = AutoModelForCausalLM
+_IGNORED = -100  # the label of a token that the loss leaves out
+
+
+class _Prepared(SFTTrainer):  # type: ignore[misc]
+    """Trains on rows that TRL has tokenised before."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
+        return dataset
+
+
+def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> SFTTrainer:
+    """The trainer of `config`, as TRL's own script makes it; with `worst_case`, random weights on its one row."""
+    if worst_case is None:
+        return real(SFTTrainer, config)
+    config.training.assistant_only_loss = False  # the labels say already which tokens count
+    return probed(_Prepared, trl_sft, config, _row(config, worst_case))
+
+
+def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+    """Tokens that one optimizer step of one rank trains on, at full length."""
+    return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
+
+
+def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
+    """The longest row as TRL tokenises, truncates and packs it, and its facts."""
+    text = config.training.dataset_text_field
+    kinds = {
+        "text": (text,), "conversations": ("messages",), "the older form of them": ("conversations",),
+        "prompts with an answer": ("prompt", "completion"), "tokens": ("input_ids",),
+    }  # fmt: skip
+    raw = train_rows(config, "SFT", kinds)
+    limit = config.training.max_length
+    rows = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
+    counts = lengths(rows, "input_ids")
+    longest = int(counts.max())
+    facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
+    return rows.select([int(counts.argmax())]), facts
+
+
+def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
+    """The longest row under the candidate's own `max_length`; where the recipe's cut it, as long as it may be."""
+    row = dict(worst_case["rows"][0])
+    limit = limit_of(config, worst_case)
+    count = len(row["input_ids"])
+    if limit is not None and (count > limit or worst_case["cut"]):
+        count = limit
+    end = config.training.truncation_mode == "keep_end" and count < len(row["input_ids"])
+    row.setdefault("labels", row["input_ids"])
+    for name in ("input_ids", "labels"):
+        row[name] = row[name][-count:] if end else fitted(row[name], count)
+    if all(label == _IGNORED for label in row["labels"]):  # TRL drops such a row, and another is as long
+        row["labels"] = row["input_ids"]
+    if "seq_lengths" in row:
+        row["seq_lengths"] = _documents(row["seq_lengths"], count)
+    return row
+
+
+def _documents(documents: list[int], count: int) -> list[int]:
+    """The lengths of packed documents, cut or repeated to `count` tokens in all."""
+    kept: list[int] = []
+    while sum(kept) < count:
+        kept.append(min(documents[len(kept) % len(documents)], count - sum(kept)))
+    return kept
