@@ -288,7 +288,7 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
 
     from autofit.probing.memory import CpuMemory
     from autofit.probing.trl_config import parse
-    from autofit.probing.worker import _QUIET, read_worst_case
+    from autofit.probing.worker import QUIET, read_worst_case
 
     if trainer != "grpo":
         recipe = offline_recipe(trainer, tmp_path, tiny_model, warm_server)
@@ -301,7 +301,7 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     def train() -> None:
         longer = {"max_completion_length": 24} if trainer == "grpo" else {}
         values = {**recipe.values, **changes, **longer, "model_name_or_path": str(model)}
-        overrides = {**_QUIET, "use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
+        overrides = {**QUIET, "use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
         training = plug_in.build(parse(trainer, values, overrides=overrides), worst_case=worst_case)
         training.train()
         del training
