@@ -19,6 +19,7 @@ import numpy as np
 
 from autofit.errors import EnvironmentFault
 from autofit.fakegpu.mass import Floats, MassModel
+from autofit.fakegpu.mass_time import REPEATED
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.probing import stand_in
@@ -180,7 +181,8 @@ def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shap
     often = {"update": accumulation, "optimizer": once, "between": once}
     seconds = np.zeros(len(unique))
     for segment, each in model.seconds(values, layers, values["C"]).items():
-        seconds += often.get(segment, accumulation / chunk) * each
+        each_micro = segment.endswith(REPEATED)
+        seconds += (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
     order = {shape: place for place, shape in enumerate(unique)}
     places = [order[shape] for shape in shapes]
     return live[places], seconds[places]

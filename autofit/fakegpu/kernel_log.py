@@ -75,6 +75,11 @@ class KernelKinds:
         assert isinstance(origin, tuple)
         return str(origin[0])
 
+    @property
+    def per_segment(self) -> dict[Kind, float]:
+        """Kernels of each kind in one run of its segment, in the order of their first launch."""
+        return {kind: self.count_per_segment(kind) for kind in self.counts}
+
     def count_per_segment(self, kind: Kind) -> float:
         return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind), 1))
 

@@ -112,12 +112,12 @@ class MassModel:
         names = (*at, _POSITION)
         point = (*map(float, at.values()), float(base.kernels.position))
         sizes, kernels = Symbols(names, point), Symbols(names, point)
-        base_sizes, base_kernels = base.counts, base.kernels.counts
+        base_sizes, base_kernels = base.counts, base.kernels.per_segment
         sizes.start({**base_sizes, **deeper.counts})
         kernels.start({**base_kernels, **deeper.kernels.counts})
         for v in variations:
             sizes.vary(v.variable, v.value, base_sizes, v.trace.counts, instead_of=v.instead_of)
-            kernels.vary(v.variable, v.value, base_kernels, v.trace.kernels.counts, instead_of=v.instead_of)
+            kernels.vary(v.variable, v.value, base_kernels, v.trace.kernels.per_segment, instead_of=v.instead_of)
         kernels.vary(_POSITION, base.kernels.position - 1, base.kernels.last_step, base.kernels.step_before)
         sample = _sample_points(names, {**ranges, _POSITION: (1.0, ranges.get("C", (1.0, 1.0))[1])})
         memory = _Moments.of(base, deeper, sizes, sample, layers)

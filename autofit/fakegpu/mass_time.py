@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 DECODE = "decode"  # the segment of one decode step; every other segment has the name of its phase
+REPEATED = "*"  # ends the name of what a segment does once for each micro-batch of a rollout
 # Where a rollout's decode steps are evaluated, as shares of its length, and their weights (Gauss-Legendre).
 _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 18))
 
@@ -58,13 +59,17 @@ class KernelRows:
             counts.append(symbols.product(a, factors))
             slopes.append(symbols.product((b - a) / step, factors))
         basis = Basis.of([*flops, *moves, *counts, *slopes, symbols.product(1.0, ())])
+        segments = [low.segment(k) + REPEATED if k in symbols.repeated else low.segment(k) for k in kinds]
         host = {}
-        for segment in {*low.host_counts, *high.host_counts}:
-            seconds, deeper = low.host_seconds(segment, costs), high.host_seconds(segment, costs)
-            host[segment] = (seconds, (deeper - seconds) / step)
+        for name in set(segments):
+            plain = name.removesuffix(REPEATED)
+            mine = sum(low.counts.get(k, 0) for k, s in zip(kinds, segments, strict=True) if s == name)
+            share = mine / max(1, sum(n for k, n in low.counts.items() if low.segment(k) == plain))
+            seconds, deeper = low.host_seconds(plain, costs) * share, high.host_seconds(plain, costs) * share
+            host[name] = (seconds, (deeper - seconds) / step)
         return cls(
             layers=layers[0], exponents=basis.exponents, flop_s=basis.rows(flops), move_s=basis.rows(moves),
-            counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(low.segment(k) for k in kinds),
+            counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(segments),
             host=host, shortest_kernel_s=costs.shortest_kernel_s,
         )  # fmt: skip
 

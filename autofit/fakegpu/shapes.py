@@ -45,6 +45,7 @@ class Symbols:
     base: tuple[float, ...]
     factors: dict[Kind, Factors] = field(default_factory=dict)
     counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
+    repeated: set[Kind] = field(default_factory=set)  # as often as the variable that was varied with another tells
     unmatched: dict[str, int] = field(default_factory=dict)  # variable -> kinds whose counterpart was not found
 
     def start(self, kinds: Iterable[Kind]) -> None:
@@ -55,14 +56,15 @@ class Symbols:
         self,
         name: str,
         value: float,
-        base: Mapping[Kind, int],
-        varied: Mapping[Kind, int],
+        base: Mapping[Kind, float],
+        varied: Mapping[Kind, float],
         *,
         instead_of: str | None = None,
     ) -> None:
         """Learn how kinds follow variable `name` from a trace in which it is `value` (kinds in order, with counts).
 
         With `instead_of`, what follows `name` does not follow that other variable, which was varied together with it.
+        What then occurs more often, in proportion, is `repeated`: once for each such part of the whole.
         """
         at = self.variables.index(name)
         step = value - self.base[at]
@@ -79,8 +81,11 @@ class Symbols:
                     )
                     for own, before, after in zip(self.factors[kind], kind.shapes, match.shapes, strict=True)
                 )
-            if varied[match] != base[kind] and other is None:
-                slope = (varied[match] / base[kind] - 1) / step
+            often = varied[match] / base[kind]
+            if other is not None and abs(often - value / self.base[at]) < 1e-9:
+                self.repeated.add(kind)
+            if often != 1 and other is None:
+                slope = (often - 1) / step
                 self.counts[kind] = (*self.counts.get(kind, ()), Affine(at, slope))
 
     def numel(self, kind: Kind, which: int = 0) -> Polynomial:
@@ -103,7 +108,7 @@ def _follow(factors: tuple[Affine, ...], new: Affine, instead_of: int | None) ->
     return (*(f for f in factors if f.variable != instead_of), new)
 
 
-def _pairs(base: Mapping[Kind, int], varied: Mapping[Kind, int]) -> Iterable[tuple[Kind, Kind | None]]:
+def _pairs(base: Mapping[Kind, float], varied: Mapping[Kind, float]) -> Iterable[tuple[Kind, Kind | None]]:
     """Each kind at the base point with its counterpart: same origin, and the same place among that origin's kinds."""
     theirs: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
     for kind in varied:
