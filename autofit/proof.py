@@ -6,7 +6,6 @@ proven once.
 
 import hashlib
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -172,8 +171,8 @@ class _Question:
     def key(self) -> str:
         """Of everything that the proof depends on."""
         parts = [
-            _VERSION, self.trainer, self.baseline, self.candidate, list(self.outside), self.trial.tier,
-            [version(name) for name in _PACKAGES],
+            _VERSION, list(Proof.__slots__), self.trainer, self.baseline, self.candidate, list(self.outside),
+            self.trial.tier, [version(name) for name in _PACKAGES],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -281,10 +280,9 @@ def _proof(
     difference = cast(dict[str, object], answer.get("difference", {}))
     stand_in = answer.get("stand_in")
     model = str(answer.get("model", ""))
-    relative = cast("float | None", difference.get("relative"))
     return Proof(
         trial=question.trial.number, claimed_tier=question.trial.tier, verdict=verdict,
-        relative_difference=relative if relative is None or math.isfinite(relative) else None,
+        relative_difference=cast("float | None", difference.get("relative")),
         steps=tuple(cast(list[float], difference.get("steps", []))),
         largest_parameter=cast("str | None", difference.get("parameter")),
         largest_parameter_difference=cast("float | None", difference.get("parameter_relative")),

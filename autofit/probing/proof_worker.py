@@ -154,6 +154,8 @@ def compare(baseline: list[Gradient], candidate: list[Gradient]) -> Difference:
         norm = _norm(theirs)
         if not norm > 0 or not norm < float("inf"):
             raise ConfigError(f"the baseline's gradient has norm {norm}, so nothing can be compared with it")
+        if not all(bool(g.isfinite().all()) for g in ours.values()):
+            raise ConfigError("the candidate's gradient is not finite")
         gaps = {name: ours[name] - theirs[name] for name in theirs}
         relative.append(_norm(gaps) / norm)
         for name, gap in gaps.items():
