@@ -55,7 +55,7 @@ def autofit_(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be(tiny_recipe: Path) -> None:
     values = yaml.safe_load(tiny_recipe.read_text()) | {"gradient_accumulation_steps": 4, "loss_type": "dapo"}
     folder = Path("autofit-studies")
-    false = {"steps_per_generation": 1, "gradient_checkpointing": False}
+    false: dict[str, object] = {"steps_per_generation": 1, "gradient_checkpointing": False}
     make_study(folder, values, [("neutral", false), ("neutral", {**SPLIT, "gradient_checkpointing": False})])
 
     refused = autofit_("verify", "1", "--json")
