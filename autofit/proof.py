@@ -21,9 +21,9 @@ import optuna
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.probing.keeper import computing_env
-from autofit.proof_keys import Reach, reach, unlike
+from autofit.proof_keys import IN_BOTH, Reach, reach, unlike
 from autofit.recipe import merge
-from autofit.space import CHUNK, SPLIT, Tier, load_space
+from autofit.space import CHUNK, SPLIT, Tier
 from autofit.tuning.frontier import Trial, describe_changes
 
 # Rounding in float32 was 1e-7 to 3e-6 in the neutral cells of experiments/neutrality (6e-6 in one: DPO's discopop with
@@ -153,11 +153,10 @@ class _Question:
         trainer, values = str(attrs["trainer"]), cast(dict[str, object], attrs["values"])
         frozen = study.get_trials(deepcopy=False)[trial.number]
         yaml_changes = cast(dict[str, object], frozen.user_attrs["yaml_changes"])
-        recipe_keys = _recipe_keys(trainer) if trial.tier == "recipe" else set()
         resolved = cast(dict[str, object], attrs["resolved"])
         reaches = {k: reach(trainer, k, v, resolved.get(k)) for k, v in trial.changes.items()}
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
-        in_both = {k: v for k, v in trial.changes.items() if k in recipe_keys and k not in outside}
+        in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
         outside = {k: found for k, found in outside.items() if k not in in_both}
         compared = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
         return cls(
@@ -206,15 +205,6 @@ class _Question:
         found = {**self.resolved, **changes}
         micro, accumulation, chunk = (found.get(k) for k in (SPLIT, _ACCUMULATION, CHUNK))
         return cast(int, micro), cast(int, accumulation), cast(int, chunk)
-
-
-def _recipe_keys(trainer: str) -> set[str]:
-    """The keys that the trainer's own space declares to change the recipe, with those that follow them."""
-    try:
-        knobs = load_space(None, trainer=trainer)
-    except ConfigError:  # a trainer without a space of its own
-        return set()
-    return {key for k in knobs if k.tier == "recipe" for key in (k.name, *k.scales)}
 
 
 def _answered(question: _Question, say: Callable[[str], None]) -> Proof:

@@ -22,13 +22,14 @@ _COMPARED_BY_TRAINER = {
         "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
         "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
         "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
-        "off_policy_mask_threshold", "use_bias_correction_kl", "reward_weights", "lora_r", "lora_alpha",
-        "max_completion_length", "num_generations",
+        "off_policy_mask_threshold", "use_bias_correction_kl", "reward_weights",
     },
-    "sft": {"loss_type", "activation_offloading", "lora_r", "lora_alpha"},
-    "dpo": {"loss_type", "beta", "precompute_ref_log_probs", "activation_offloading", "lora_r", "lora_alpha"},
-    "reward": {"center_rewards_coefficient", "activation_offloading", "lora_r", "lora_alpha"},
+    "sft": {"loss_type"},
+    "dpo": {"loss_type", "beta", "precompute_ref_log_probs"},
+    "reward": {"center_rewards_coefficient"},
 }  # fmt: skip
+# Changes of the recipe that the small trainings can have in both baseline and candidate.
+IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations", "max_length")
 _CONSTRUCTION = "by construction: it moves memory or logs and enters no arithmetic"
 _HARMLESS = {
     "env": "by construction: an allocator's or library's setting, read outside the model's arithmetic",
@@ -41,8 +42,9 @@ _HARMLESS = {
     ), _CONSTRUCTION),
 }  # fmt: skip
 _KERNELS = dict.fromkeys(
-    ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "fsdp",
-     "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "padding_free"),
+    ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
+     "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
+     "padding_free"),
     "the same function with other kernels or places, which the proof cannot run on one CPU",
 )  # fmt: skip
 _ATTENTION = ("sdpa", "eager")

@@ -14,6 +14,7 @@ import yaml
 import autofit.proof
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.proof_data import END, LONGEST, sample
+from autofit.probing.proof_worker import run as run_worker
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.probing.trl_config import parse
 from autofit.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
@@ -131,7 +132,7 @@ def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs
         checked(study, trials_of(study)[1])
 
 
-@pytest.mark.parametrize("key", ["optim", "bf16", "learning_rate", "lora_dropout", "top_p", "max_steps", "anything"])
+@pytest.mark.parametrize("key", ["optim", "bf16", "learning_rate", "lora_dropout", "lora_r", "top_p", "anything"])
 def test_what_the_proof_holds_fixed_cannot_be_claimed_neutral(
     values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -197,7 +198,17 @@ def test_the_parts_keep_the_effective_batch_and_change_one_thing(values: dict[st
     assert parts["gradient_checkpointing"] == {**values, "gradient_checkpointing": False}
 
 
-def test_a_worker_that_fails_is_one_clear_line(values: dict[str, object], tmp_path: Path) -> None:
+def test_a_comparison_that_fails_is_one_clear_line(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(question: Any) -> dict[str, object]:
+        request = {"trainer": "grpo", "baseline": question.baseline, "candidate": question.candidate, "parts": {},
+                   "answer": str(tmp_path / "answer.json")}  # fmt: skip
+        (tmp_path / "request.json").write_text(json.dumps(request))
+        run_worker(str(tmp_path / "request.json"))
+        return dict(json.loads((tmp_path / "answer.json").read_text()))
+
+    monkeypatch.setattr(autofit.proof, "_ask", ask)
     study = make_study(tmp_path, values | {"model_name_or_path": "/nowhere"}, [("neutral", dict(SPLIT))])
     with pytest.raises(EnvironmentFault, match=r"gradients of trial 1 could not be compared: the config of '/nowhere"):
         prove(study, trials_of(study)[1])

@@ -100,8 +100,8 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
     }
 
 
-def measure(row: Row, models: Path) -> dict[str, float]:
-    """{knob: relative difference of the gradient} of one recipe."""
+def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, float]:
+    """{knob: relative difference of the gradient} of one recipe, for all knobs or `only` some."""
     from autofit.probing.proof_worker import Proof
 
     settings = row["settings"]
@@ -113,7 +113,7 @@ def measure(row: Row, models: Path) -> dict[str, float]:
     if row["trainer"] == "grpo":
         base["reward_funcs"] = ["a.b"]
     base |= settings
-    changes = knobs(str(row["trainer"]), settings)
+    changes = {k: c for k, c in knobs(str(row["trainer"]), settings).items() if k in only or not only}
     named = {f"{knob} {i}": {**base, **c} for knob, cs in changes.items() for i, c in enumerate(cs)}
     with tempfile.TemporaryDirectory() as folder:
         proof = Proof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
