@@ -29,7 +29,7 @@ _COMPARED_BY_TRAINER = {
     "reward": {"center_rewards_coefficient"},
 }  # fmt: skip
 # Changes of the recipe that the small trainings can have in both baseline and candidate.
-IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations", "max_length")
+IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations")
 _CONSTRUCTION = "by construction: it moves memory or logs and enters no arithmetic"
 _HARMLESS = {
     "env": "by construction: an allocator's or library's setting, read outside the model's arithmetic",

@@ -7,8 +7,9 @@ from autofit.probing.trl_config import TrlConfig
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-SAME: dict[str, object] = {
-    "padding_free": False, "activation_offloading": False, "disable_dropout": True, "pad_token": None,
+SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
+    "max_length": None, "padding_free": False, "activation_offloading": False, "disable_dropout": True,
+    "pad_token": None,
 }  # fmt: skip
 
 

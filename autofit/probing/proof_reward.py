@@ -7,9 +7,9 @@ from autofit.probing.trl_config import TrlConfig
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-SAME: dict[str, object] = {
-    "activation_offloading": False, "disable_dropout": True, "chat_template_path": None, "eos_token": None,
-    "pad_token": None,
+SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
+    "max_length": None, "activation_offloading": False, "disable_dropout": True, "chat_template_path": None,
+    "eos_token": None, "pad_token": None,
 }  # fmt: skip
 
 
