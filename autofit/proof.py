@@ -301,7 +301,7 @@ def lines(proof: Proof, resolved: Mapping[str, object]) -> list[str]:
     found += [f"  not compared: {key}: {reason}" for key, reason in proof.not_compared.items()]
     if proof.relative_difference is not None:
         found.append(
-            f"  on {proof.model}; float32, CPU, identical rollouts; {len(proof.steps)} optimizer step(s) of "
+            f"  on {proof.model}; float32, CPU, identical samples; {len(proof.steps)} optimizer step(s) of "
             f"{proof.samples_per_step} samples"
             + (f" (accumulation divided by {proof.shrunken} in both)" if proof.shrunken > 1 else "")
             + (f"; {proof.seconds:.1f} s" if proof.seconds is not None else "")

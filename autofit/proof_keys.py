@@ -87,6 +87,6 @@ def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
         found.append(f"sdpa, not {resolved['attn_implementation']}")
     if resolved.get("torch_compile") or resolved.get("use_liger_kernel"):
         found.append("neither torch.compile nor Liger's kernels")
-    if resolved.get("lora_dropout") or resolved.get("neftune_noise_alpha"):
+    if (resolved.get("use_peft") and resolved.get("lora_dropout")) or resolved.get("neftune_noise_alpha"):
         found.append("no dropout and no noise: they draw other numbers in every split")
     return tuple(found)
