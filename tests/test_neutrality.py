@@ -21,16 +21,7 @@ TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
 ROWS: list[dict[str, Any]] = TABLE["rows"]
 SPACES = sorted(path.stem for path in Path(str(resources.files("search_spaces"))).glob("*.yaml"))
 KNOBS = {trainer: load_space(None, trainer=trainer) for trainer in SPACES}
-EXPERTS = hasattr(Recipe, "balances_experts")  # whether recipes say so yet
-
-
-def claimed(row: dict[str, Any]) -> bool:
-    """Whether a space of ours claims something about this recipe."""
-    return row["trainer"] in SPACES and (EXPERTS or not row["name"].endswith("experts, balanced"))
-
-
-CELLS = [pytest.param(row, knob, id=f"{row['name']}: {knob}") for row in ROWS if claimed(row)
-         for knob in row["cells"]]  # fmt: skip
+CELLS = [pytest.param(row, knob, id=f"{row['name']}: {knob}") for row in ROWS for knob in row["cells"]]
 
 
 def experiment() -> ModuleType:
@@ -45,13 +36,13 @@ def experiment() -> ModuleType:
 def recipe_of(row: dict[str, Any]) -> Recipe:
     settings = dict(row["settings"])
     trainer: TrainerName = row["trainer"]
-    more: dict[str, Any] = {"balances_experts": row["name"].endswith("experts, balanced")} if EXPERTS else {}
+    balanced = row["name"].endswith("experts, balanced")
     if trainer == "grpo":
         generated = settings["per_device_train_batch_size"] * settings["steps_per_generation"]
         found = grpo_recipe(**settings, generation_batch_size=generated)
-        return Recipe(trainer="grpo", values=found.values, resolved=found.resolved, **more)
+        return Recipe(trainer="grpo", values=found.values, resolved=found.resolved, balances_experts=balanced)
     resolved = {"gradient_checkpointing": True, "attn_implementation": None, "precompute_ref_log_probs": False}
-    return Recipe(trainer=trainer, values=settings, resolved={**resolved, **settings}, **more)
+    return Recipe(trainer=trainer, values=settings, resolved={**resolved, **settings}, balances_experts=balanced)
 
 
 def changed(knob: str, space: Space) -> dict[str, Value]:

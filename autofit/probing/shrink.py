@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from autofit import catalogue
 from autofit.probing.proof_data import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
 
 _MOST_PARAMETERS = 20_000_000
@@ -159,5 +160,12 @@ def _stand_in() -> LlamaConfig:
 
 
 def model_config(name: str, *, revision: str, trust_remote_code: bool) -> Any:
-    """The config of the model that a recipe names."""
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    """The config of the model that a recipe names: from its folder, the hub or, where that is away, the catalogue."""
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        known = catalogue.architecture(name)
+        if known is None:
+            raise
+    content = dict(known.config)
+    return AutoConfig.for_model(str(content.pop("model_type")), **content)
