@@ -69,6 +69,13 @@ def parser() -> argparse.ArgumentParser:
     )
     estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
+    verify = _command(
+        commands, "verify", "prove a trial's gradient equal to the baseline's, or show by how much it is not"
+    )
+    verify.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
+    verify.add_argument("--study", help="name of the study (default: the one used last)")
+    verify.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
     promote = _command(commands, "promote", "write a trial's YAML and launch its full run")
     promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
     promote.add_argument("--study", help="name of the study (default: the one used last)")

@@ -16,11 +16,12 @@ from autofit.commands.promote import promote
 from autofit.commands.report import report
 from autofit.commands.search import search
 from autofit.commands.tracking import sync, ui
+from autofit.commands.verify import verify
 from autofit.errors import AutofitError
 
 _COMMANDS = {
-    "search": search, "estimate": estimate, "promote": promote, "ui": ui, "sync": sync, "report": report,
-    "doctor": doctor,
+    "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
+    "report": report, "doctor": doctor,
 }  # fmt: skip
 
 

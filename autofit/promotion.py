@@ -14,6 +14,7 @@ from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware import Device, choose_device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
+from autofit.proof import Proof, checked
 from autofit.recipe import merge, tuned_yaml
 from autofit.tuning.frontier import Trial, describe_changes, winner
 from autofit.tuning.study import load_study, trials_of
@@ -33,6 +34,7 @@ class Promotion:
     values: Mapping[str, object]
     yaml_path: Path
     cwd: Path
+    proof: Proof
 
     @property
     def output_dir(self) -> Path:
@@ -40,10 +42,17 @@ class Promotion:
         return path if path.is_absolute() else self.cwd / path
 
 
-def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promotion:
-    """The promotion of `trial` (a number or "best") of a study in `folder`; writes its tuned YAML."""
+def plan_promotion(
+    folder: Path, *, study_name: str | None, trial: str, say: Callable[[str], None] = lambda _: None
+) -> Promotion:
+    """The promotion of `trial` (a number or "best") of a study in `folder`; proves it, then writes its tuned YAML.
+
+    Raises ConfigError, with nothing written, for a trial that claims to be neutral and is not.
+    """
     study = load_study(folder, study_name)
-    chosen = _choose(trials_of(study), trial)
+    chosen = choose(trials_of(study), trial)
+    proof = checked(study, chosen, say=say)
+    say(f"trial {chosen.number}: {proof.sentence}")
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
@@ -58,7 +67,8 @@ def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promo
     resolved = cast(dict[str, object], attrs["resolved"])
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
-        f"{describe_changes(chosen.changes, resolved)}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
+        f"{describe_changes(chosen.changes, resolved)}\n"
+        f"{proof.sentence}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
     )
     if not has_dataset(given):
         comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
@@ -67,7 +77,7 @@ def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promo
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
         values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
-        cwd=Path(str(attrs["cwd"])),
+        cwd=Path(str(attrs["cwd"])), proof=proof,
     )  # fmt: skip
 
 
@@ -76,7 +86,8 @@ def has_dataset(values: Mapping[str, object]) -> bool:
     return bool(values.get("dataset_name") or values.get("datasets"))
 
 
-def _choose(trials: list[Trial], asked: str) -> Trial:
+def choose(trials: list[Trial], asked: str, *, fitting: bool = True) -> Trial:
+    """The trial that `asked` names (a number or "best"). Raises ConfigError when there is none, or it does not fit."""
     if asked == "best":
         best = winner(trials)
         if best is None:
@@ -89,7 +100,7 @@ def _choose(trials: list[Trial], asked: str) -> Trial:
             f"{nearest(asked, ['best'])}"
         )
     chosen = trials[numbers.index(asked)]
-    if not chosen.fits:
+    if fitting and not chosen.fits:
         state = (
             "is not finished"
             if chosen.status is None
@@ -116,6 +127,7 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
         "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
+        "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
     }  # fmt: skip
     write_json(folder / "request.json", request)
     resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))

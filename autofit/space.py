@@ -24,7 +24,7 @@ SPLIT, CHUNK = "per_device_train_batch_size", "steps_per_generation"
 QUANTIZATION = "quantization"
 _ENV = "env."
 
-# Gradient differences measured on identical rollouts: 2e-7 for the rest, 4 to 40 % for these (notes on TRL 1.16).
+# Measured in experiments/neutrality (TRL 1.16): rounding for the rest, 0.1 % to more than the whole for these.
 _SPLIT_CHANGES_LOSS = ("bnpo",)
 _SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
 _CHUNK_CHANGES_LOSS = ("dapo", "cispo", "vespo", "bnpo")
@@ -214,18 +214,23 @@ class Space:
     @property
     def _split_tier(self) -> Tier:
         recipe = self.recipe
-        quantile = recipe.resolved.get("top_entropy_quantile", 1.0)
-        losses = recipe.resolved.get("loss_type")
         if recipe.trainer == "grpo":
-            changed = recipe.loss_type in _SPLIT_CHANGES_LOSS or quantile != 1.0
+            changed = _weighs_micro_batches(recipe)
         else:
-            changed = recipe.trainer == "dpo" and any(name in _SPLIT_CHANGES_DPO for name in _listed(losses))
+            losses = _listed(recipe.resolved.get("loss_type"))
+            changed = recipe.trainer == "dpo" and any(name in _SPLIT_CHANGES_DPO for name in losses)
         return "approximate" if changed or recipe.balances_experts else "neutral"
 
     @property
     def _chunk_tier(self) -> Tier:
-        batch_scaled = self.recipe.resolved.get("scale_rewards") == "batch"
-        return "approximate" if self.recipe.loss_type in _CHUNK_CHANGES_LOSS or batch_scaled else "neutral"
+        """A loss that weighs micro-batches changes too: another rollout puts other completions together in one."""
+        resolved = self.recipe.resolved
+        over_rollouts = (
+            self.recipe.loss_type in _CHUNK_CHANGES_LOSS
+            or resolved.get("scale_rewards") == "batch"
+            or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
+        )
+        return "approximate" if over_rollouts else self._split_tier
 
     def allowed(self) -> list[Candidate]:
         """The candidates whose tier the user allows, baseline first."""
@@ -252,6 +257,13 @@ class Space:
 
 def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
+
+
+def _weighs_micro_batches(recipe: Recipe) -> bool:
+    """Whether GRPO's loss takes a mean, a quantile or an entropy over each micro-batch by itself."""
+    resolved = recipe.resolved
+    bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
+    return recipe.loss_type in _SPLIT_CHANGES_LOSS or resolved.get("top_entropy_quantile", 1.0) != 1.0 or bonus
 
 
 def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:

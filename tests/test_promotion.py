@@ -161,6 +161,7 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
     runs = api.search_runs([experiment_id(api, folder, study)], filter_string="tags.`autofit.kind` = 'promoted'")
     run_ = next(r for r in runs if r.data.tags["autofit.trial"] == "0")
     assert run_.data.tags["autofit.status"] == "done"
+    assert run_.data.tags["autofit.proof_verdict"] == "baseline"
     assert api.get_run(run_.data.tags["autofit.trial_run"]).data.tags["autofit.trial"] == "0"
     for name in ("loss", "reward", "completions/mean_length", "completions/clipped_ratio", "completions_per_s",
                  "host_rss_bytes"):  # fmt: skip

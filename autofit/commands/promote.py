@@ -13,7 +13,7 @@ def promote(options: argparse.Namespace) -> int:
     from autofit.tuning.study import exclusive
 
     terminate_like_interrupt()
-    promotion = plan_promotion(options.dir, study_name=options.study, trial=options.trial)
+    promotion = plan_promotion(options.dir, study_name=options.study, trial=options.trial, say=say)
     if options.out is not None:
         write_atomically(options.out, promotion.yaml_path.read_text(encoding="utf-8"))
     say(f"wrote {options.out or promotion.yaml_path}")

@@ -1,0 +1,23 @@
+"""`autofit verify`: prove a trial's gradient equal to the baseline's, or show by how much it is not."""
+
+import argparse
+import json
+
+from autofit.commands.common import DONE, say
+
+NOT_NEUTRAL = 1  # what was to be proven is not so
+
+
+def verify(options: argparse.Namespace) -> int:
+    from autofit.promotion import choose
+    from autofit.proof import Verdict, lines, prove
+    from autofit.tuning.study import load_study, trials_of
+
+    study = load_study(options.dir, options.study)
+    trial = choose(trials_of(study), options.trial, fitting=False)
+    proof = prove(study, trial, say=say)
+    if options.json:
+        print(json.dumps({"study": study.study_name, **proof.to_json()}))
+    else:
+        print("\n".join(lines(proof, study.user_attrs["resolved"])))
+    return NOT_NEUTRAL if proof.verdict is Verdict.REFUSED else DONE

@@ -1,0 +1,92 @@
+"""What a gradient proof can say about a key of a recipe: compared live, harmless, beyond a CPU, or something else."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class Reach(StrEnum):
+    COMPARED = "compared"  # the proof trains with it
+    HARMLESS = "harmless"  # cannot change a gradient by construction
+    KERNEL = "kernel"  # computes the same function, and does not run on a CPU
+    OTHER = "other"  # changes more than a gradient on fixed rollouts in float32 can show
+
+
+# Keys that the small trainings take as they are.
+_COMPARED = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "pad_to_multiple_of", "cast_lm_head_to_fp32", "router_aux_loss_coef",
+}  # fmt: skip
+_COMPARED_BY_TRAINER = {
+    "grpo": {
+        "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta", "epsilon",
+        "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
+        "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
+        "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
+        "off_policy_mask_threshold", "use_bias_correction_kl", "reward_weights",
+    },
+    "sft": {"loss_type"},
+    "dpo": {"loss_type", "beta", "precompute_ref_log_probs"},
+    "reward": {"center_rewards_coefficient"},
+}  # fmt: skip
+# Changes of the recipe that the small trainings can have in both baseline and candidate.
+IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations")
+_CONSTRUCTION = "by construction: it moves memory or logs and enters no arithmetic"
+_HARMLESS = {
+    "env": "by construction: an allocator's or library's setting, read outside the model's arithmetic",
+    **dict.fromkeys((
+        "torch_empty_cache_steps", "logging_steps", "logging_strategy", "logging_first_step", "report_to", "save_steps",
+        "save_strategy", "save_total_limit", "save_only_model", "output_dir", "run_name", "disable_tqdm",
+        "log_completions", "num_completions_to_print", "dataloader_num_workers", "dataloader_pin_memory",
+        "dataloader_prefetch_factor", "dataloader_persistent_workers", "skip_memory_metrics", "eval_strategy",
+        "eval_steps", "per_device_eval_batch_size", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+    ), _CONSTRUCTION),
+}  # fmt: skip
+_KERNELS = dict.fromkeys(
+    ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
+     "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
+     "padding_free"),
+    "the same function with other kernels or places, which the proof cannot run on one CPU",
+)  # fmt: skip
+_ATTENTION = ("sdpa", "eager")
+
+
+def reach(trainer: str, key: str, value: object, own: object) -> tuple[Reach, str]:
+    """How far a proof reaches for `key` changed from `own` to `value`, and why it is not compared ("" where it is)."""
+    if key == "attn_implementation":
+        absent = [v for v in (own, value) if not compared_attention(v)]
+        if not absent:
+            return Reach.COMPARED, ""
+        return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; sdpa stands in for it"
+    if key in _COMPARED or key in _COMPARED_BY_TRAINER.get(trainer, ()):
+        return Reach.COMPARED, ""
+    if key in _HARMLESS:
+        return Reach.HARMLESS, _HARMLESS[key]
+    if key in _KERNELS:
+        return Reach.KERNEL, _KERNELS[key]
+    if key.startswith("optim"):
+        return Reach.OTHER, "it changes the update, not the gradient"
+    return Reach.OTHER, "it changes more than a gradient on fixed samples in float32 can show"
+
+
+def compared_attention(value: object) -> bool:
+    """Whether the attention named `value` is one that the proof runs."""
+    return value is None or value in _ATTENTION
+
+
+def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
+    """What the recipe has and the small trainings do not, in words."""
+    found = []
+    dtype = resolved.get("dtype")
+    if resolved.get("bf16") or resolved.get("fp16") or dtype not in (None, "float32", "auto"):
+        found.append("float32, not the recipe's 16-bit arithmetic, whose rounding is larger")
+    if resolved.get("load_in_4bit") or resolved.get("load_in_8bit"):
+        found.append("no quantised weights")
+    if resolved.get("use_vllm"):
+        found.append("no vLLM: its importance weights, one a token or sequence, are not compared")
+    if not compared_attention(resolved.get("attn_implementation")):
+        found.append(f"sdpa, not {resolved['attn_implementation']}")
+    if resolved.get("torch_compile") or resolved.get("use_liger_kernel"):
+        found.append("neither torch.compile nor Liger's kernels")
+    if (resolved.get("use_peft") and resolved.get("lora_dropout")) or resolved.get("neftune_noise_alpha"):
+        found.append("no dropout and no noise: they draw other numbers in every split")
+    return tuple(found)

@@ -1,0 +1,200 @@
+"""Which knobs keep the gradient, for which recipe? Every cell is a gradient proof on one small Llama, on the CPU.
+
+Run: python experiments/neutrality/run.py [--only TEXT]
+A cell is ||g - g_baseline|| / ||g_baseline|| of the accumulated gradient, identical rollouts, float32; the worst over
+the optimizer steps that a rollout serves, and for the split over a larger and a smaller micro-batch. It writes
+results.json and table.md. tests/test_neutrality.py holds the claims of autofit/space.py and search_spaces/ against
+results.json, and measures some of the cells again.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+GRPO = {**BATCH, "steps_per_generation": 8, "num_generations": 4, "max_completion_length": 64, "loss_type": "grpo"}
+LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+              "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft")  # fmt: skip
+
+Row = dict[str, object]
+
+
+def rows() -> Iterator[Row]:
+    """Every recipe of the table: trainer, name, settings and the kind of model."""
+    for loss in LOSSES:
+        yield grpo(f"{loss}", loss_type=loss)
+        yield grpo(f"{loss}, beta 0.1", loss_type=loss, beta=0.1)
+        yield grpo(f"{loss}, num_iterations 2", loss_type=loss, num_iterations=2)
+        yield grpo(f"{loss}, truncated completions masked", loss_type=loss, mask_truncated_completions=True)
+    for loss in ("grpo", "dapo", "cispo"):
+        yield grpo(f"{loss}, 2 steps of each rollout", loss_type=loss, steps_per_generation=16)
+        yield grpo(f"{loss}, 4 rollouts a step", loss_type=loss, steps_per_generation=2)
+        yield grpo(f"{loss}, importance of sequences", loss_type=loss, importance_sampling_level="sequence")
+        yield grpo(f"{loss}, rewards scaled by batch", loss_type=loss, scale_rewards="batch")
+        yield grpo(f"{loss}, rewards not scaled", loss_type=loss, scale_rewards="none")
+        yield grpo(f"{loss}, top entropy 0.5", loss_type=loss, top_entropy_quantile=0.5)
+        yield grpo(f"{loss}, entropy bonus", loss_type=loss, entropy_coef=0.01)
+    yield grpo("luspo, importance of sequences", loss_type="luspo", importance_sampling_level="sequence")
+    yield grpo("grpo, adaptive entropy bonus", use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=9.0)
+    two = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
+    yield grpo("grpo, 2 rewards summed, then normalised", **two)
+    yield grpo("grpo, 2 rewards normalised, then summed", **two, multi_objective_aggregation="normalize_then_sum")
+    yield grpo("grpo, two-sided clipping, num_iterations 2", delta=1.05, num_iterations=2, epsilon=0.1)
+    yield grpo("dapo, clipped higher, num_iterations 2", loss_type="dapo", epsilon_high=0.28, num_iterations=2)
+    yield grpo("grpo, off-policy mask, num_iterations 2", off_policy_mask_threshold=0.01, num_iterations=2)
+    yield grpo("grpo, beta 0.1, bias-corrected KL, num_iterations 2", beta=0.1, use_bias_correction_kl=True,
+               num_iterations=2)  # fmt: skip
+    yield grpo("grpo, temperature 0.7", temperature=0.7)
+    yield grpo("grpo, padded to 8 tokens", pad_to_multiple_of=8)
+    yield grpo("grpo, LoRA, beta 0.1", use_peft=True, lora_r=4, beta=0.1)
+    yield grpo("dapo, LoRA", use_peft=True, lora_r=4, loss_type="dapo")
+    yield grpo("grpo, mixture of experts, balanced", model="moe")
+    yield grpo("grpo, mixture of experts, not balanced", model="moe", router_aux_loss_coef=0.0)
+    for loss in ("nll", "dft"):
+        yield {"trainer": "sft", "name": f"sft, {loss}", "settings": {**BATCH, "loss_type": loss}}
+    yield {"trainer": "sft", "name": "sft, LoRA", "settings": {**BATCH, "use_peft": True, "lora_r": 4}}
+    yield {"trainer": "sft", "name": "sft, mixture of experts, balanced", "settings": dict(BATCH), "model": "moe"}
+    for loss in DPO_LOSSES:
+        smoothing = {"label_smoothing": 0.1} if loss in ("robust", "exo_pair") else {}
+        yield {"trainer": "dpo", "name": f"dpo, {loss}", "settings": {**BATCH, "loss_type": [loss], **smoothing}}
+    yield {"trainer": "dpo", "name": "dpo, LoRA", "settings": {**BATCH, "use_peft": True, "lora_r": 4}}
+    yield {"trainer": "reward", "name": "reward", "settings": dict(BATCH)}
+    yield {"trainer": "reward", "name": "reward, centred", "settings": {**BATCH, "center_rewards_coefficient": 0.01}}
+
+
+def grpo(name: str, *, model: str = "llama", **settings: object) -> Row:
+    """A GRPO recipe: 8 micro-batches of 4 completions, 4 of each prompt."""
+    return {"trainer": "grpo", "name": name, "settings": {**GRPO, **settings}, "model": model}
+
+
+def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[str, object]]]:
+    """{knob: the changes to measure}, each at the same effective batch."""
+    accumulation, chunk = settings["gradient_accumulation_steps"], settings.get("steps_per_generation")
+    assert isinstance(accumulation, int)
+    found: dict[str, list[dict[str, object]]] = {"per_device_train_batch_size": []}
+    for micro in (8, 2):
+        split: dict[str, object] = {"per_device_train_batch_size": micro,
+                                    "gradient_accumulation_steps": accumulation * 4 // micro}  # fmt: skip
+        if isinstance(chunk, int):
+            split["steps_per_generation"] = chunk * 4 // micro
+        found["per_device_train_batch_size"].append(split)
+    if trainer == "grpo" and chunk == accumulation and settings.get("num_iterations", 1) == 1:
+        found["steps_per_generation"] = [{"steps_per_generation": 2}]
+    if trainer == "dpo":
+        found["precompute_ref_log_probs"] = [{"precompute_ref_log_probs": True}]
+    return found | {
+        "gradient_checkpointing": [{"gradient_checkpointing": False}],
+        "attn_implementation": [{"attn_implementation": "eager"}],
+    }
+
+
+def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, float]:
+    """{knob: relative difference of the gradient} of one recipe, for all knobs or `only` some."""
+    from autofit.probing.proof_worker import Proof
+
+    settings = row["settings"]
+    assert isinstance(settings, dict)
+    base: dict[str, object] = {
+        "model_name_or_path": str(models / str(row.get("model", "llama"))),
+        "dataset_name": "none",
+    }
+    if row["trainer"] == "grpo":
+        base["reward_funcs"] = ["a.b"]
+    base |= settings
+    changes = {k: c for k, c in knobs(str(row["trainer"]), settings).items() if k in only or not only}
+    named = {f"{knob} {i}": {**base, **c} for knob, cs in changes.items() for i, c in enumerate(cs)}
+    with tempfile.TemporaryDirectory() as folder:
+        proof = Proof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
+        found = {name: proof.difference(name).relative for name in named}
+    return {knob: max(found[f"{knob} {i}"] for i in range(len(cs))) for knob, cs in changes.items()}
+
+
+def write_models(folder: Path) -> Path:
+    """The configs of a Llama with grouped queries and of a mixture of experts; the proof makes them small."""
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=256).save_pretrained(folder / "llama")
+    Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(folder / "moe")
+    return folder
+
+
+def measure_all(only: str) -> list[Row]:
+    """The rows whose name contains `only`, with their cells."""
+    from autofit.probing.inspection import go_offline_without_a_hub
+
+    go_offline_without_a_hub()
+    done = []
+    with tempfile.TemporaryDirectory() as temporary:
+        models = write_models(Path(temporary))
+        for row in rows():
+            if only in str(row["name"]):
+                with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                    cells = measure(row, models)
+                done.append({**row, "cells": {knob: float(f"{value:.2e}") for knob, value in cells.items()}})
+                print(row["name"], done[-1]["cells"], file=sys.stderr, flush=True)
+    return done
+
+
+def markdown(results: Mapping[str, object]) -> str:
+    """The table as Markdown: "rounding" is a difference below the bound."""
+    found, bound = results["rows"], results["bound"]
+    assert isinstance(found, list)
+    assert isinstance(bound, float)
+    columns = list(dict.fromkeys(knob for row in found for knob in row["cells"]))
+    versions = ", ".join(f"{name} {number}" for name, number in dict(results["versions"]).items())  # type: ignore[call-overload]
+    lines = [
+        "# Which knobs keep the gradient",
+        "",
+        f"Made by `python experiments/neutrality/run.py` on {results['date']}, CPU, float32, {versions}. Relative "
+        f"difference of the accumulated gradient from the baseline's; up to {bound:.0e} is rounding.",
+        "",
+        "| recipe | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for row in found:
+        cells = [_cell(row["cells"].get(knob), bound) for knob in columns]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None, bound: float) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0e}" if value <= bound else f"**{100 * value:.2g} %**"
+
+
+def main() -> None:
+    from autofit.proof import ROUNDING
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure the rows whose name contains this, and write nothing")
+    only = parser.parse_args().only
+    began = time.perf_counter()
+    results = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": f"cpu ({platform.machine()})",
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "bound": ROUNDING,
+        "rows": measure_all(only),
+    }
+    results["seconds"] = round(time.perf_counter() - began)
+    if not only:
+        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (HERE / "table.md").write_text(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The claims of the spaces against the measured table in experiments/neutrality; some of its cells measured anew."""
+
+import importlib.util
+import json
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from recipes import grpo_recipe
+
+from autofit.probing.trl_config import _LOSS_TYPES
+from autofit.proof import ROUNDING
+from autofit.proof_keys import Reach, reach
+from autofit.recipe import Recipe, TrainerName
+from autofit.space import CHUNK, SPLIT, Space, Value, load_space
+
+FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
+TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
+ROWS: list[dict[str, Any]] = TABLE["rows"]
+SPACES = sorted(path.stem for path in Path(str(resources.files("search_spaces"))).glob("*.yaml"))
+KNOBS = {trainer: load_space(None, trainer=trainer) for trainer in SPACES}
+CELLS = [pytest.param(row, knob, id=f"{row['name']}: {knob}") for row in ROWS for knob in row["cells"]]
+
+
+def experiment() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("neutrality_run", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def recipe_of(row: dict[str, Any]) -> Recipe:
+    settings = dict(row["settings"])
+    trainer: TrainerName = row["trainer"]
+    balanced = row["name"].endswith("experts, balanced")
+    if trainer == "grpo":
+        generated = settings["per_device_train_batch_size"] * settings["steps_per_generation"]
+        found = grpo_recipe(**settings, generation_batch_size=generated)
+        return Recipe(trainer="grpo", values=found.values, resolved=found.resolved, balances_experts=balanced)
+    resolved = {"gradient_checkpointing": True, "attn_implementation": None, "precompute_ref_log_probs": False}
+    return Recipe(trainer=trainer, values=settings, resolved={**resolved, **settings}, balances_experts=balanced)
+
+
+def changed(knob: str, space: Space) -> dict[str, Value]:
+    """The baseline's values with `knob` changed as in the table, the generation batch kept where it may be."""
+    base = space.params(space.baseline)
+    micro, _, chunk, _ = space.split(space.baseline)
+    if knob == SPLIT:
+        return base | {SPLIT: micro // 2} | ({CHUNK: chunk * 2} if CHUNK in base else {})
+    values: dict[str, Value] = {CHUNK: 2, "gradient_checkpointing": False, "attn_implementation": "eager",
+                                "precompute_ref_log_probs": True}  # fmt: skip
+    return base | {knob: values[knob]}
+
+
+@pytest.mark.parametrize(("row", "knob"), CELLS)
+def test_a_knob_is_claimed_neutral_where_the_gradient_says_so_and_nowhere_else(row: dict[str, Any], knob: str) -> None:
+    recipe = recipe_of(row)
+    knobs = tuple(k for k in KNOBS[recipe.trainer] if k.name in (SPLIT, CHUNK, knob))
+    space = Space.of(recipe, knobs, allow="approximate", device="cuda")
+    tier = space.tier(space.candidate(changed(knob, space)))
+    assert tier == ("neutral" if row["cells"][knob] <= ROUNDING else "approximate"), row["cells"][knob]
+
+
+def test_the_bound_lies_well_between_rounding_and_every_real_difference() -> None:
+    values = [value for row in ROWS for value in row["cells"].values()]
+    assert max(value for value in values if value <= ROUNDING) < ROUNDING
+    assert min(value for value in values if value > ROUNDING) > ROUNDING * 3
+
+
+def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table() -> None:
+    assert {row["settings"]["loss_type"] for row in ROWS if row["trainer"] == "grpo"} == set(_LOSS_TYPES)
+    for trainer, knobs in KNOBS.items():
+        measured = {knob for row in ROWS if row["trainer"] == trainer for knob in row["cells"]}
+        for knob in knobs:
+            key = "env" if knob.name.startswith("env.") else knob.name
+            if knob.tier == "neutral" and reach(trainer, key, None, None)[0] is Reach.COMPARED:
+                assert knob.name in measured
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [("grpo", ()), ("dapo", (SPLIT, CHUNK)), ("bnpo", (SPLIT,)), ("sft, nll", (SPLIT,)),
+     ("grpo, 2 rewards normalised, then summed", (CHUNK,)), ("dapo, top entropy 0.5", (SPLIT,))],
+)  # fmt: skip
+def test_measured_anew_a_cell_is_what_the_table_says(name: str, knobs: tuple[str, ...], tmp_path: Path) -> None:
+    run = experiment()
+    row = next(r for r in ROWS if r["name"] == name)
+    cells = run.measure(row, run.write_models(tmp_path), knobs)
+    assert cells.keys() == set(knobs or row["cells"])
+    for knob, value in cells.items():
+        if row["cells"][knob] <= ROUNDING:
+            assert value <= ROUNDING, knob
+        else:
+            assert value == pytest.approx(row["cells"][knob], rel=0.2), knob

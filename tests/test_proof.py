@@ -1,0 +1,289 @@
+"""The gradient proof: what it compares, what it says, and that a promotion waits for it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+
+import autofit.proof
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.probing.proof_data import END, LONGEST, sample
+from autofit.probing.proof_worker import run as run_worker
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.trl_config import parse
+from autofit.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
+from autofit.proof_keys import Reach, reach
+from autofit.tuning.study import load_study, open_storage, tell, trials_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SPLIT: dict[str, object] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 2,
+}
+
+
+def make_study(folder: Path, values: Mapping[str, object], trials: list[tuple[str, dict[str, object]]]) -> optuna.Study:
+    """A study with the baseline and a fitting trial for each (tier, changes), as a search would have left it."""
+    study = optuna.create_study(
+        study_name="told", storage=open_storage(folder, create=True), directions=["minimize", "minimize"]
+    )
+    resolved = parse("grpo", values, overrides={"use_cpu": True}).resolved
+    attributes = {"trainer": "grpo", "values": dict(values), "resolved": resolved, "device": "cpu",
+                  "target_bytes": 10**9, "cwd": str(Path.cwd())}  # fmt: skip
+    for key, value in attributes.items():
+        study.set_user_attr(key, value)
+    for tier, changes in [("neutral", {}), *trials]:
+        trial = study.ask()
+        for key, value in {"tier": tier, "changes": changes, "yaml_changes": changes}.items():
+            trial.set_user_attr(key, value)
+        fit = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1.0,))
+        tell(study, trial.number, fit, target_bytes=10**9)
+    return study
+
+
+def autofit_(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "autofit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be(tiny_recipe: Path) -> None:
+    values = yaml.safe_load(tiny_recipe.read_text()) | {"gradient_accumulation_steps": 4, "loss_type": "dapo"}
+    folder = Path("autofit-studies")
+    false: dict[str, object] = {"steps_per_generation": 1, "gradient_checkpointing": False}
+    make_study(folder, values, [("neutral", false), ("neutral", {**SPLIT, "gradient_checkpointing": False})])
+
+    refused = autofit_("verify", "1", "--json")
+    assert refused.returncode == 1, refused.stderr
+    proof = json.loads(refused.stdout)
+    assert proof["verdict"] == "refused"
+    assert proof["relative_difference"] > 0.01
+    assert list(proof["because_of"]) == ["steps_per_generation"]  # and not the checkpointing
+    stopped = autofit_("promote", "1")
+    assert stopped.returncode == 2
+    assert "claimed neutral, and is not" in stopped.stderr
+    assert "steps_per_generation" in stopped.stderr
+    assert len(stopped.stderr.splitlines()) == 1
+    assert not (folder / "promoted").exists()
+
+    proven = autofit_("promote", "2", "--write-only", "--out", "tuned.yaml")
+    assert proven.returncode == 0, proven.stderr
+    assert "# gradient proven neutral: relative difference" in Path("tuned.yaml").read_text()
+    kept = Proof.from_json(load_study(folder, None).user_attrs["proof 2"])
+    assert kept.verdict is Verdict.PROVEN
+    assert kept.relative_difference is not None
+    assert kept.relative_difference < 1e-6
+
+    nothing = autofit_("verify", "0")
+    assert (nothing.returncode, "nothing to prove" in nothing.stdout) == (0, True)
+    assert autofit_("verify", "9").returncode == 2
+
+
+# -- verdicts, with a worker of a known answer ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def values(tiny_recipe: Path) -> dict[str, object]:
+    return dict(yaml.safe_load(tiny_recipe.read_text())) | {"gradient_accumulation_steps": 4}
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, relative: float, parameter: float | None = None) -> list[Any]:
+    """The worker answers with this difference; returns the questions that it was asked."""
+    asked: list[Any] = []
+    difference = {"relative": relative, "steps": [relative], "parameter": "w",
+                  "parameter_relative": relative if parameter is None else parameter}  # fmt: skip
+
+    def answer(question: Any) -> dict[str, object]:
+        asked.append(question)
+        return {"difference": difference, "parts": {}, "model": "m", "versions": {}, "samples_per_step": 16}
+
+    monkeypatch.setattr(autofit.proof, "_ask", answer)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("tier", "relative", "verdict"),
+    [("neutral", 2e-7, "proven"), ("neutral", 2e-5, "refused"),
+     ("approximate", 0.1, "approximate"), ("approximate", 2e-7, "approximate"), ("recipe", 0.1, "recipe")],
+)  # fmt: skip
+def test_the_verdict_follows_from_the_claim_and_the_number(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, relative: float, verdict: str
+) -> None:
+    answering(monkeypatch, relative)
+    study = make_study(tmp_path, values, [(tier, dict(SPLIT))])
+    proof = prove(study, trials_of(study)[1])
+    assert proof.verdict == verdict
+    assert Proof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
+    assert lines(proof, study.user_attrs["resolved"])
+
+
+def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, ROUNDING / 2, PARAMETER_ROUNDING * 2)
+    study = make_study(tmp_path, values, [("neutral", dict(SPLIT))])
+    with pytest.raises(ConfigError, match=r"trial 1 claimed neutral, and is not.*not promoted"):
+        checked(study, trials_of(study)[1])
+
+
+@pytest.mark.parametrize("key", ["optim", "bf16", "learning_rate", "lora_dropout", "lora_r", "top_p", "anything"])
+def test_what_the_proof_holds_fixed_cannot_be_claimed_neutral(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    asked = answering(monkeypatch, 0.0)
+    study = make_study(tmp_path, values, [("neutral", {**SPLIT, key: 1})])
+    proof = prove(study, trials_of(study)[1])
+    assert (proof.verdict, list(proof.because_of), asked) == (Verdict.REFUSED, [key], [])
+
+
+def test_what_cannot_be_compared_is_said_and_not_called_proven(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch, 0.0)
+    env = {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+    flash: dict[str, object] = {"attn_implementation": "flash_attention_2"}
+    study = make_study(tmp_path, values, [("neutral", {**env, **flash}), ("neutral", {**SPLIT, **flash})])
+    alone, mixed = (prove(study, trial) for trial in trials_of(study)[1:])
+    assert alone.verdict is Verdict.NOT_COMPARED
+    assert set(alone.not_compared) == {"env", "attn_implementation"}
+    assert mixed.verdict is Verdict.PROVEN
+    assert "does not run on a CPU" in mixed.not_compared["attn_implementation"]
+    assert len(asked) == 1
+    assert "attn_implementation" not in asked[0].candidate
+
+
+def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch, 2e-7)
+    study = make_study(tmp_path, values, [("recipe", {**SPLIT, "lora_r": 2, "lora_alpha": 4})])
+    proof = prove(study, trials_of(study)[1])
+    assert asked[0].baseline["lora_r"] == asked[0].candidate["lora_r"] == 2
+    assert (dict(proof.in_both), dict(proof.compared)) == ({"lora_r": 2, "lora_alpha": 4}, SPLIT)
+    assert proof.sentence.startswith("the recipe is changed; the rest of the changes differs by 2.0e-07")
+
+
+def test_a_kernel_of_the_recipe_itself_that_no_cpu_runs_is_not_compared_either() -> None:
+    assert reach("grpo", "attn_implementation", "sdpa", "flash_attention_2")[0] is Reach.KERNEL
+    assert reach("grpo", "attn_implementation", "eager", None)[0] is Reach.COMPARED
+
+
+def test_a_trial_is_proven_once_and_anew_when_the_versions_change(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch, 2e-7)
+    study = make_study(tmp_path, values, [("neutral", dict(SPLIT))])
+    trial = trials_of(study)[1]
+    first = prove(study, trial)
+    assert prove(load_study(tmp_path, "told"), trial) == first
+    assert len(asked) == 1
+    monkeypatch.setattr(autofit.proof, "version", lambda _: "another")
+    prove(study, trial)
+    assert len(asked) == 2
+
+
+def test_the_parts_keep_the_effective_batch_and_change_one_thing(values: dict[str, object], tmp_path: Path) -> None:
+    change = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    study = make_study(tmp_path, values, [("neutral", {**change, "gradient_checkpointing": False})])
+    parts = autofit.proof._Question.of(study, trials_of(study)[1]).parts()
+    sizes = {name: [part.get(key) for key in change] for name, part in parts.items()}
+    assert sizes["micro-batch x accumulation"] == [8, 2, 2]
+    assert sizes["steps_per_generation"] == [4, 4, 2]
+    assert parts["gradient_checkpointing"] == {**values, "gradient_checkpointing": False}
+
+
+def test_a_comparison_that_fails_is_one_clear_line(
+    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(question: Any) -> dict[str, object]:
+        request = {"trainer": "grpo", "baseline": question.baseline, "candidate": question.candidate, "parts": {},
+                   "answer": str(tmp_path / "answer.json")}  # fmt: skip
+        (tmp_path / "request.json").write_text(json.dumps(request))
+        run_worker(str(tmp_path / "request.json"))
+        return dict(json.loads((tmp_path / "answer.json").read_text()))
+
+    monkeypatch.setattr(autofit.proof, "_ask", ask)
+    study = make_study(tmp_path, values | {"model_name_or_path": "/nowhere"}, [("neutral", dict(SPLIT))])
+    with pytest.raises(EnvironmentFault, match=r"gradients of trial 1 could not be compared: the config of '/nowhere"):
+        prove(study, trials_of(study)[1])
+
+
+# -- samples and models -----------------------------------------------------------------------------------------------
+
+
+def test_the_samples_differ_in_length_reward_and_ending() -> None:
+    found = [sample(prompt, generation) for prompt in range(32) for generation in range(8)]
+    assert found == [sample(prompt, generation) for prompt in range(32) for generation in range(8)]
+    lengths = [len(s.completion) for s in found]
+    assert (min(lengths), max(lengths)) == (1, LONGEST)
+    assert 0.15 < sum(s.completion[-1] != END for s in found) / len(found) < 0.35
+    totals = {sum(lengths[i : i + 8]) for i in range(0, len(lengths), 8)}
+    assert max(totals) > 4 * min(totals)  # of the prompts' groups
+    assert len({s.reward for s in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaConfig", "Qwen3Config", "Qwen3MoeConfig", "Gemma2Config", "Gemma3Config", "DeepseekV3Config",
+             "GPT2Config", "GptOssConfig", "Llama4TextConfig", "Qwen3NextConfig"]
+)  # fmt: skip
+def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    from autofit.probing.shrink import small_model
+
+    config = getattr(transformers, name)()
+    given = config.get_text_config()
+    text, stand_in = small_model(config, tmp_path)
+    small = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert stand_in is None, text
+    assert type(small) is type(given)
+    assert small.tie_word_embeddings == given.tie_word_embeddings
+    assert sum(f.stat().st_size for f in tmp_path.glob("*.safetensors")) < 40_000_000
+    kinds, small_kinds = (set(getattr(c, "layer_types", None) or []) for c in (given, small))
+    assert kinds == small_kinds
+    if getattr(given, "num_key_value_heads", None) and name != "DeepseekV3Config":
+        assert small.num_attention_heads // small.num_key_value_heads == (
+            given.num_attention_heads // given.num_key_value_heads
+        )
+
+
+def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp_path: Path) -> None:
+    from transformers import MambaConfig, Qwen2VLConfig
+
+    from autofit.probing.shrink import small_model
+
+    assert small_model(MambaConfig(), tmp_path / "mamba")[1] is None
+    text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
+    assert text.startswith("LlamaForCausalLM")
+    assert why
+
+
+def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: Path) -> None:
+    from autofit.probing.proof_worker import Proof as Worker
+
+    base = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "reward_funcs": ["a.b"],
+            "per_device_train_batch_size": 16, "gradient_accumulation_steps": 64, "steps_per_generation": 32,
+            "num_generations": 8, "loss_type": "grpo"}  # fmt: skip
+    other = {**base, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 32, "steps_per_generation": 16}
+    worker = Worker("grpo", {"baseline": base, "candidate": other}, tmp_path)
+    assert (worker.shrunken, worker.samples) == (4, 256)
+    assert worker.difference("candidate").relative < ROUNDING
+
+
+def test_gradients_of_other_parameters_are_not_compared() -> None:
+    import torch
+
+    from autofit.probing.proof_worker import compare
+
+    with pytest.raises(ConfigError, match="trains other parameters"):
+        compare([{"w": torch.ones(2)}], [{"w": torch.ones(3)}])
+    with pytest.raises(ConfigError, match=r"norm 0\.0"):
+        compare([{"w": torch.zeros(2)}], [{"w": torch.ones(2)}])
+    with pytest.raises(ConfigError, match="not finite"):
+        compare([{"w": torch.ones(2)}], [{"w": torch.full((2,), float("nan"))}])
