@@ -157,8 +157,8 @@ class Sweep:
     bounds: tuple[int, ...]
 
 
-def find_sweeps(tags: Ints, stacks: Sequence[Stack]) -> list[Sweep]:
-    """The sweeps over middle layers, in order; raises where a middle layer is at work by itself."""
+def find_sweeps(tags: Ints, stacks: Sequence[Stack], taken: npt.NDArray[np.bool_]) -> list[Sweep]:
+    """The sweeps over middle layers, in order; raises where a middle layer by itself takes something."""
     if not len(tags):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(tags)) + 1])
@@ -171,10 +171,10 @@ def find_sweeps(tags: Ints, stacks: Sequence[Stack]) -> list[Sweep]:
             continue
         tag = Tag.decode(code)
         if (tag.kind, tag.stack) != key or not _continues(current, tag.layer, stacks[tag.stack].period):
-            _close(current, key, stacks, sweeps)
+            _close(current, key, stacks, sweeps, taken)
             current, key = [], (tag.kind, tag.stack)
         current.append((tag.layer, start, end))
-    _close(current, key, stacks, sweeps)
+    _close(current, key, stacks, sweeps, taken)
     return sweeps
 
 
@@ -186,7 +186,11 @@ def _continues(runs: list[tuple[int, int, int]], layer: int, period: int) -> boo
 
 
 def _close(
-    runs: list[tuple[int, int, int]], key: tuple[int, int] | None, stacks: Sequence[Stack], sweeps: list[Sweep]
+    runs: list[tuple[int, int, int]],
+    key: tuple[int, int] | None,
+    stacks: Sequence[Stack],
+    sweeps: list[Sweep],
+    taken: npt.NDArray[np.bool_],
 ) -> None:
     if key is None:
         return
@@ -207,7 +211,8 @@ def _close(
                 bounds.append(start)
             end = stop
     wanted = list(range(stack.traced_units))
-    if order in ([wanted[0]], [wanted[-1]]):
+    alone = order in ([wanted[0]], [wanted[-1]])
+    if alone and not any(taken[a:b].any() for unit, (_, a, b) in zip(units, runs, strict=True) if unit is not None):
         return  # the last layer's input is freed by what comes after the layers, say
     if order not in (wanted, wanted[::-1]):
         raise NotRepeatingError(f"a sweep over the layers visits middle units {order} only")
@@ -224,7 +229,7 @@ class Expansion:
     def __init__(self, run: Run, stacks: Sequence[Stack]) -> None:
         self._run = run
         self._stacks = stacks
-        self._sweeps = find_sweeps(run.tags, stacks)
+        self._sweeps = find_sweeps(run.tags, stacks, run.nbytes > 0)
         count = int(run.ids.max()) + 1 if len(run.ids) else 0
         self._step = count  # the id of repetition U of a storage is the id in the first unit + (U + 1) * step
         self._sweep_of = np.full(count, _FIXED, np.int64)
@@ -349,7 +354,7 @@ class Expansion:
         stretches: list[tuple[int, Delay]] = []
         moved = [(0, 0)]
         at = 0
-        for sweep in find_sweeps(tags, self._stacks):
+        for sweep in find_sweeps(tags, self._stacks, np.ones(len(tags), bool)):
             start, end = sweep.bounds[0], sweep.bounds[-1]
             stretches += self._run.stretches[at:start]
             parts = [

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -199,8 +200,10 @@ def _train_simulated(
     from autofit.probing.simulated import SimMemory
 
     assert isinstance(memory, SimMemory)
+    named = [str(value) for key, value in request.values.items() if key.startswith("lora_")]
     try:
-        config, share = _train_on_card(request, memory, recorder, plug_in, worst_case, shallow=True)
+        shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer's number means all
+        config, share = _train_on_card(request, memory, recorder, plug_in, worst_case, shallow=shallow)
         simulation = memory.simulation(share_of_scoring=share)
     except Exception as error:  # NotRepeatingError, or a model that does not like to be shallow: the deep run decides
         print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
