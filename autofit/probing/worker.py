@@ -200,7 +200,9 @@ def _train_simulated(
     from autofit.probing.simulated import SimMemory
 
     assert isinstance(memory, SimMemory)
-    named = [str(value) for key, value in request.values.items() if key.startswith("lora_")]
+    named = [
+        str(value) for key, value in request.values.items() if key.startswith("lora_") and not isinstance(value, float)
+    ]
     try:
         shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer's number means all
         config, share = _train_on_card(request, memory, recorder, plug_in, worst_case, shallow=shallow)
