@@ -82,6 +82,18 @@ def test_the_other_trainers_run_on_a_simulated_card(
         assert weights == pytest.approx(models * one, rel=0.02)
 
 
+def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
+    tmp_path: Path, warm_server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12))
+    found = probe(recipe, tmp_path / "deep", warm_server, limit_bytes=None)
+    assert found.status is ProbeStatus.FIT, found.reason
+    assert "traced again" not in (tmp_path / "deep" / "probe.log").read_text()
+    layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # q, o; k, v; gate, up, down, in fp32
+    assert 12 * layer < found.categories["update"]["weights"] < 2 * 12 * layer
+
+
 def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:
     command = [
         sys.executable,

@@ -20,6 +20,7 @@ from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.fast import Shortcut
 from autofit.fakegpu.guard import CUDA_GUARD, GuardUnavailableError
 from autofit.fakegpu.kernels import blas_workspace_bytes
+from autofit.fakegpu.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.libraries import clear_answers_of_caches
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.patches import Registry
@@ -46,6 +47,7 @@ class FakeGpu:
         settings: AllocatorSettings | None = None,
         host_costs: HostCosts | None = None,
         record_places: bool = True,
+        follow_layers: bool = False,
     ) -> None:
         self.spec = spec
         self.mode: Mode = mode
@@ -59,10 +61,15 @@ class FakeGpu:
         allocator = CachingAllocator(capacity_bytes=self.allocatable_bytes, settings=self.settings)
         self.memory = SimulatedMemory(spec, allocator, device_type=mode, record_places=record_places)
         self.memory.classify = self._classify
+        self.layers = LayerRecorder(self.memory) if follow_layers else None
         self.clock = Clock(spec, host_costs or HostCosts())
+        if self.layers is not None:
+            self.clock = self.layers.clock = LayerClock(spec, host_costs or HostCosts(), self.layers)
+            self.memory.layer_at_work = self.layers.code
         self.tracer = Tracer(
             self.memory, self.clock, blas_workspace_bytes=blas_workspace_bytes(spec.compute_capability)
         )
+        self.tracer.layers = self.layers
         self._peaks = (0, 0, 0)
         self._backward_starts: list[int] = []
         self._was_in_backward = False
@@ -200,12 +207,14 @@ def fake_gpu(
     settings: AllocatorSettings | None = None,
     host_costs: HostCosts | None = None,
     record_places: bool = True,
+    follow_layers: bool = False,
 ) -> Iterator[FakeGpu]:
     """Run the block as if on that GPU; nothing is allocated, and torch is as before when the block ends.
 
     `mode="auto"` makes fake CUDA tensors where that works on this build, and otherwise fake CPU tensors (`gpu.mode`
     says which). `occupied_bytes` are held by others on the card (a colocated vLLM's share, other processes). With
-    `enforce_capacity=False` nothing raises and the peaks say how much would have been needed.
+    `enforce_capacity=False` nothing raises and the peaks say how much would have been needed. With `follow_layers` the
+    run of a model that `layers.shrink` made shallow can be expanded afterwards (`expand.expanded`).
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     if _ACTIVE:
@@ -224,6 +233,7 @@ def fake_gpu(
         settings=settings,
         host_costs=host_costs,
         record_places=record_places,
+        follow_layers=follow_layers,
     )
     if reason:
         gpu.note(reason)
@@ -287,6 +297,7 @@ def _start_autograd_engine() -> None:
 def _register_hooks(gpu: FakeGpu, stack: contextlib.ExitStack) -> None:
     from torch.nn.modules.module import (
         register_module_buffer_registration_hook,
+        register_module_module_registration_hook,
         register_module_parameter_registration_hook,
     )
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -298,6 +309,8 @@ def _register_hooks(gpu: FakeGpu, stack: contextlib.ExitStack) -> None:
         register_optimizer_step_post_hook(gpu.after_step),
     ):
         stack.callback(handle.remove)
+    if gpu.layers is not None:
+        stack.callback(register_module_module_registration_hook(gpu.layers.module_registered).remove)
 
 
 # ---------------------------------------------------------------------- which mode works here

@@ -33,6 +33,7 @@ class Allocation:
     dtype: str
     born: int
     died: int | None = None
+    layer: int = 0  # tag of the layer whose it is, where layers are followed
 
     @property
     def place(self) -> str:
@@ -58,6 +59,7 @@ class SimulatedMemory:
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._record_places = record_places
         self.classify: Callable[[torch.Tensor], str] = lambda tensor: "temporaries"
+        self.layer_at_work: Callable[[], int] = lambda: 0
 
     # ------------------------------------------------------------------ tensors
     def track(self, tensor: torch.Tensor, op: str = "") -> None:
@@ -128,6 +130,7 @@ class SimulatedMemory:
         except OutOfCapacityError:
             raise torch.OutOfMemoryError(self._out_of_memory_text(nbytes)) from None
         code, line = _caller() if self._record_places else (None, 0)
+        layer = self.layer_at_work()
         self.allocations.append(
             Allocation(
                 nbytes=nbytes,
@@ -139,11 +142,12 @@ class SimulatedMemory:
                 shape=tuple(tensor.shape) if tensor is not None else (nbytes,),
                 dtype=str(tensor.dtype) if tensor is not None else "torch.uint8",
                 born=len(self.log),
+                layer=layer,
             )
         )
         if self.stream:
             self.log.streams[index] = self.stream
-        self.log.add(index, nbytes)
+        self.log.add(index, nbytes, layer)
         return index
 
     def release(self, index: int) -> None:
@@ -153,7 +157,7 @@ class SimulatedMemory:
         allocation = self.allocations[index]
         allocation.died = len(self.log)
         self.allocator.free(block)
-        self.log.add(index, -allocation.nbytes)
+        self.log.add(index, -allocation.nbytes, self.layer_at_work())
 
     def scratch(self, nbytes: int, op: str) -> None:
         """A kernel's workspace: taken and given back at once."""
@@ -167,8 +171,9 @@ class SimulatedMemory:
             self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
         except OutOfCapacityError:
             raise torch.OutOfMemoryError(self._out_of_memory_text(nbytes)) from None
+        layer = self.layer_at_work()
         self.allocations.append(replace(template, nbytes=nbytes, shape=shape, born=len(self.log), died=None))
-        self.log.add(index, nbytes)
+        self.log.add(index, nbytes, layer)
         return index
 
     def is_live(self, index: int) -> bool:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.fakegpu.layers import Delay, LayerClock
+
 if TYPE_CHECKING:
     from autofit.fakegpu.device import FakeGpu
 
@@ -31,6 +33,7 @@ class _Event:
     is_allocation: bool
     steps_ago: int
     position: int
+    layer: int
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class _Step:
     ids: list[int]
     sizes: list[int]
     seconds: float
+    stretches: list[tuple[int, Delay]]
 
 
 class RolloutSynthesis:
@@ -50,12 +54,13 @@ class RolloutSynthesis:
         self.gpu = gpu
         self.total_steps = total_steps
         self.skipped_steps = 0
-        self._marks: list[tuple[int, float]] = []
+        self._marks: list[tuple[int, float, int]] = []
 
     def at_boundary(self) -> bool:
         """Called before each decode step; true if the remaining steps have just been played and the loop may end."""
         memory, clock = self.gpu.memory, self.gpu.clock
-        self._marks.append((len(memory.log), clock.now_s))
+        stretch = clock.cut() if isinstance(clock, LayerClock) else 0
+        self._marks.append((len(memory.log), clock.now_s, stretch))
         done = len(self._marks) - 1
         if clock.log is not None:
             clock.log.decode_step(done)
@@ -75,24 +80,26 @@ class RolloutSynthesis:
         log = self.gpu.memory.log
         born: dict[int, tuple[int, int]] = {}
         for step in range(max(0, number - 2), number):
-            (start, _), (end, _) = self._marks[step], self._marks[step + 1]
+            start, end = self._marks[step][0], self._marks[step + 1][0]
             position = 0
             for index in range(start, end):
                 if log.nbytes[index] > 0:
                     born[log.ids[index]] = (step, position)
                     position += 1
-        (start, start_s), (end, end_s) = self._marks[number], self._marks[number + 1]
-        result = _Step([], [], [], end_s - start_s)
+        (start, start_s, first), (end, end_s, last) = self._marks[number], self._marks[number + 1]
+        clock = self.gpu.clock
+        stretches = clock.stretches[first:last] if isinstance(clock, LayerClock) else []
+        result = _Step([], [], [], end_s - start_s, stretches)
         for index in range(start, end):
-            storage, nbytes = log.ids[index], log.nbytes[index]
+            storage, nbytes, layer = log.ids[index], log.nbytes[index], log.tags[index]
             if nbytes > 0:
                 born[storage] = (number, len(result.ids))
-                result.events.append(_Event(True, 0, len(result.ids)))
+                result.events.append(_Event(True, 0, len(result.ids), layer))
                 result.ids.append(storage)
                 result.sizes.append(nbytes)
             elif storage in born:
                 step, position = born[storage]
-                result.events.append(_Event(False, number - step, position))
+                result.events.append(_Event(False, number - step, position, layer))
             else:
                 return None
         return result
@@ -110,16 +117,19 @@ class RolloutSynthesis:
             done - 1: dict(enumerate(last.ids)),
         }
         seconds, slope = last.seconds, last.seconds - before.seconds
+        layers, clock = self.gpu.layers, self.gpu.clock
         first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
         if first > done:  # what the first step played frees is what the last step traced left
             ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
             skipped = first - done
             seconds += slope * skipped
-            self.gpu.clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
+            clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
         for step in range(first, self.total_steps):
             whole = step % WHOLE_EVERY == 0 or step >= self.total_steps - 2
             mine = ids[step] = {}
             for event in last.events if whole else short:
+                if layers is not None:
+                    layers.set(event.layer)
                 if event.is_allocation:
                     template = templates[event.position]
                     nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
@@ -129,7 +139,12 @@ class RolloutSynthesis:
                     memory.release(ids[step - event.steps_ago][event.position])
             ids.pop(step - 3, None)
             seconds += slope
-            self.gpu.clock.advance(max(seconds, 0.0))
+            clock.advance(max(seconds, 0.0))
+            if isinstance(clock, LayerClock) and len(before.stretches) == len(last.stretches):
+                pairs = zip(before.stretches, last.stretches, strict=True)
+                clock.play([(tag, b.grown(a, step - done + 1)) for (_, a), (tag, b) in pairs])
+        if layers is not None:
+            layers.set(0)
         self._hand_over(ids, before, last)
 
     def _hand_over(self, ids: dict[int, dict[int, int]], before: _Step, last: _Step) -> None:

@@ -105,13 +105,28 @@ def build_timeline(
     phase_marks: Sequence[tuple[int, str]],
 ) -> Timeline:
     ids = np.asarray(log.ids, np.int64)
-    nbytes = _granules(np.asarray(log.nbytes, np.int64))
+    category = category_numbers(allocations, backward_starts)
+    live = _live(np.asarray(log.nbytes, np.int64), category[ids] if len(ids) else ids)
+    return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(ids)))
+
+
+def phase_categories(
+    nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64], phase_marks: Sequence[tuple[int, str]]
+) -> tuple[PhasePeak, ...]:
+    """The peak of each phase, from the size and the category (as a number) of each event."""
+    return _phase_peaks(_live(nbytes, categories), phase_marks, len(nbytes))
+
+
+def category_numbers(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Each allocation's category as an index of CATEGORIES."""
     number = {name: i for i, name in enumerate(CATEGORIES)}
     names = final_categories(allocations, backward_starts)
-    category = np.asarray([number.get(name, number["temporaries"]) for name in names], np.int64)
-    of_event = category[ids] if len(ids) else ids
-    live = {name: np.cumsum(np.where(of_event == i, nbytes, 0)) for name, i in number.items()}
-    return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(ids)))
+    return np.asarray([number.get(name, number["temporaries"]) for name in names], np.int64)
+
+
+def _live(nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+    granules = _granules(nbytes)
+    return {name: np.cumsum(np.where(categories == i, granules, 0)) for i, name in enumerate(CATEGORIES)}
 
 
 def _phase_peaks(

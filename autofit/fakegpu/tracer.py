@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.fast import Shortcut
 from autofit.fakegpu.kernels import GEMMS, scratch_bytes
+from autofit.fakegpu.layers import LayerRecorder
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.shadow import DATA_DEPENDENT, Shadows
 
@@ -41,6 +42,7 @@ class Tracer(TorchDispatchMode):
             if hasattr(aten.addmm, name):
                 self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
         self.shortcut: Shortcut | None = None
+        self.layers: LayerRecorder | None = None
         self.after: Callable[[OpOverload, object], None] | None = None
         self._workspace_bytes = blas_workspace_bytes
         self._workspaces: dict[tuple[bool, int], int] = {}
@@ -72,6 +74,8 @@ class Tracer(TorchDispatchMode):
         self.shadows.follow(func, args, kwargs, out)
         name = func._schema.name[6:]
         self._track(out, name)
+        if self.layers is not None and not self.layers.code():
+            self.layers.follow(args, out)
         self._charge(func, args, kwargs, out, name)
         return out
 

@@ -1,74 +1,163 @@
-"""The `sim:` device: the simulated GPU's account of its bytes, and its clock. Imports torch."""
+"""The `sim:` device: the simulated GPU's account of its bytes, and its clock. Imports torch.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+A probe is traced with as few layers as show what repeats, and then expanded to all of them: every allocation, free and
+second of the deep run, for the time of a shallow one. A run that does not repeat is traced again at full depth.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+from unittest import mock
+
+import transformers
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
-from autofit.fakegpu.replay import replay
+from autofit.fakegpu.expand import Mark, Run, expanded
+from autofit.fakegpu.layers import LayerClock, shrink
+from autofit.fakegpu.replay import least_capacity, replay, replay_phases
+from autofit.fakegpu.timeline import phase_categories
 from autofit.probing.result import PhasePeak
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a probe on the simulated card found, phase by phase and for each measured step."""
+
+    peaks: tuple[PhasePeak, ...]
+    step_s: tuple[float, ...]
+    rollout_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+
+
 class SimMemory:
-    """A simulated card inside its block: nothing is allocated, and seconds are those of its clock.
+    """A simulated card: nothing is allocated, and seconds are those of its clock.
 
     The card has no limit while the probe runs, so that a candidate over the target says by how much; the verdict comes
     from replaying its allocations under the target.
     """
 
-    def __init__(self, gpu: FakeGpu, limit_bytes: int | None) -> None:
-        self._gpu = gpu
-        self._limit_bytes = gpu.spec.capacity_bytes if limit_bytes is None else limit_bytes
-        self.device_name = f"{gpu.spec.full_name} (simulated, {gpu.mode} mode)"
+    def __init__(self, device: str, limit_bytes: int | None) -> None:
+        self._spec = gpu_spec(device.removeprefix("sim:"))
+        self._limit_bytes = self._spec.capacity_bytes if limit_bytes is None else limit_bytes
+        self.device_name = f"{self._spec.full_name} (simulated)"
+        self._gpu: FakeGpu | None = None
+        self._marks: list[Mark] = []
+        self._steps: list[int] = []  # the marks at which measured steps begin and end, in turn
+        self._run: Run | None = None
+        self._peaks = (0, 0)  # allocated and reserved, over the whole run
+
+    @contextmanager
+    def card(self, *, shallow: bool) -> Iterator[None]:
+        """A fresh card; with `shallow`, models made inside have only as many layers as are needed."""
+        self._marks, self._steps = [], []
+        with fake_gpu(self._spec, enforce_capacity=False, record_places=False, follow_layers=True) as gpu:
+            self._gpu = gpu
+            self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
+            with _shallow_models() if shallow else nullcontext():
+                yield
 
     def start(self) -> None:
-        self._gpu.memory.enter_phase("load")
+        pass
 
     def stop(self) -> None:
         pass
 
     def switch(self, left: str, entered: str) -> PhasePeak:
-        gpu = self._gpu
-        allocator = gpu.memory.allocator
-        peak = PhasePeak(
-            name=left,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            device_used_bytes=allocator.peak_reserved_bytes + self._outside_bytes,
-        )
-        gpu.reset_peaks()
-        gpu.memory.enter_phase(entered)
-        return peak
+        """Remembers the moment; the peaks are known when the run is whole."""
+        if self._gpu is not None:
+            clock = self._gpu.clock
+            assert isinstance(clock, LayerClock)
+            self._marks.append(Mark(name=entered, event=len(self._gpu.memory.log), stretch=clock.cut()))
+        return PhasePeak(name=left, peak_allocated_bytes=0, peak_reserved_bytes=0, device_used_bytes=0)
+
+    def mark_step(self) -> None:
+        """A measured step begins or ends at the last switch."""
+        self._steps.append(len(self._marks) - 1)
 
     def now_s(self) -> float:
-        return self._gpu.elapsed_s
+        return self._gpu.elapsed_s if self._gpu is not None else 0.0
+
+    def simulation(self, *, share_of_scoring: float = 0.0) -> Simulation:
+        """The whole run, expanded to all layers. Raises NotRepeatingError.
+
+        What a trainer scores once before it trains (DPO's reference) is spread over the steps: each bears that share.
+        """
+        assert self._gpu is not None
+        run = self._run = expanded(self._gpu, self._marks)
+        times = run.seconds()
+        peaks = replay_phases(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
+        self._peaks = max(a for a, _ in peaks), max(r for _, r in peaks)
+        found = [
+            PhasePeak(
+                name=mark.name,
+                peak_allocated_bytes=allocated,
+                peak_reserved_bytes=reserved,
+                device_used_bytes=reserved + self._outside_bytes,
+            )
+            for mark, (allocated, reserved) in zip(run.marks, peaks, strict=True)
+        ]
+        steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
+        before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
+        return Simulation(
+            peaks=tuple(found),
+            step_s=tuple(sum(s.values()) + before for s in steps),
+            rollout_s=tuple(s["rollout"] + s["scoring"] + before for s in steps),
+            update_s=tuple(s["update"] + s["optimizer"] for s in steps),
+        )
+
+    def _seconds(self, times: list[float], first: int, last: int) -> Mapping[str, float]:
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for mark, (began, ended) in zip(self._marks[first:last], pairwise(times[first : last + 1]), strict=True):
+            seconds[mark.name] += ended - began
+        return seconds
 
     @property
     def _outside_bytes(self) -> int:
-        return self._gpu.spec.context_bytes + self._gpu.occupied_bytes
+        assert self._gpu is not None
+        return self._spec.context_bytes + self._gpu.occupied_bytes
 
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target."""
-        gpu = self._gpu
-        least = gpu.least_capacity_bytes
-        used = gpu.device_used_bytes
+        gpu, run, outside = self._gpu, self._run, self._outside_bytes
+        assert gpu is not None
+        assert run is not None
+        log = run.log
+        used = self._peaks[1] + outside
+        least = min(used, least_capacity(log, settings=gpu.settings, unlimited_peaks=self._peaks) + outside)
         if used > self._limit_bytes >= least:  # the allocator gives cached blocks back before it gives up
-            room = self._limit_bytes - self._outside_bytes
-            used = replay(gpu.memory.log, capacity_bytes=room, settings=gpu.settings).peak_reserved_bytes
-            used += self._outside_bytes
+            room = self._limit_bytes - outside
+            used = replay(log, capacity_bytes=room, settings=gpu.settings).peak_reserved_bytes + outside
         elif least > self._limit_bytes:
             used = least
-        phases = {p.name: {k: v for k, v in p.categories.items() if v} for p in gpu.timeline.phases}
+        phases = phase_categories(run.nbytes, run.categories, [(m.event, m.name) for m in run.marks])
         return {
             "device_used_bytes": used,
             "least_capacity_bytes": least,
-            "categories": phases,
+            "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases},
             "fidelity": "predicted",
         }
 
 
 @contextmanager
 def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
-    """The block of the card in `device` ("sim:a100-40gb"), of which a probe may use `limit_bytes`."""
-    with fake_gpu(gpu_spec(device.removeprefix("sim:")), enforce_capacity=False, record_places=False) as gpu:
-        yield SimMemory(gpu, limit_bytes)
+    """The card in `device` ("sim:a100-40gb"), of which a probe may use `limit_bytes`."""
+    yield SimMemory(device, limit_bytes)
+
+
+@contextmanager
+def _shallow_models() -> Iterator[None]:
+    """Within, a model's configuration is read with fewer layers, unless its code comes with it."""
+    original: Callable[..., Any] = transformers.AutoConfig.from_pretrained
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if type(config).__module__.startswith("transformers."):
+            shrink(config)
+        return found
+
+    with mock.patch.object(transformers.AutoConfig, "from_pretrained", read):
+        yield

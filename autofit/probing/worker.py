@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -193,17 +194,42 @@ def _train_simulated(
 ) -> tuple[TrlConfig, Any]:
     """Load and two steps: the second has the optimizer's state, and a simulated step takes the same time each time.
 
-    A simulated card keeps no values, so there is nothing to save or to resume from.
+    A simulated card keeps no values, so there is nothing to save or to resume from. With few layers first; with all of
+    them where what those do cannot be expanded.
     """
-    config = _config(request, plug_in, request.folder / "checkpoints", steps=2)
-    with recorder.within("load"):
+    from autofit.probing.simulated import SimMemory
+
+    assert isinstance(memory, SimMemory)
+    named = [
+        str(value) for key, value in request.values.items() if key.startswith("lora_") and not isinstance(value, float)
+    ]
+    try:
+        shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer's number means all
+        config, share = _train_on_card(request, memory, recorder, plug_in, worst_case, shallow=shallow)
+        simulation = memory.simulation(share_of_scoring=share)
+    except Exception as error:  # NotRepeatingError, or a model that does not like to be shallow: the deep run decides
+        print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
+        config, share = _train_on_card(request, memory, recorder, plug_in, worst_case, shallow=False)
+        simulation = memory.simulation(share_of_scoring=share)
+    recorder.peaks[:] = simulation.peaks
+    return config, simulation
+
+
+def _train_on_card(
+    request: ProbeRequest, memory: Any, recorder: Recorder, plug_in: Any, worst_case: dict[str, object], *,
+    shallow: bool,
+) -> tuple[TrlConfig, float]:  # fmt: skip
+    gc.freeze()  # trainers collect garbage while they are built: not over everything that was imported
+    with memory.card(shallow=shallow):
+        config = _config(request, plug_in, request.folder / "checkpoints", steps=2)
+        recorder.enter("load")
         trainer = plug_in.build(config, worst_case=worst_case)
-    _follow(trainer, recorder, plug_in.PHASES)
-    steps = _StepClock(trainer, recorder, memory, measure_after=1)
-    trainer.add_callback(steps)
-    trainer.train()
-    recorder.enter("end")
-    return config, steps
+        _follow(trainer, recorder, plug_in.PHASES)
+        trainer.add_callback(_StepMarks(recorder, memory, measure_after=1))
+        trainer.train()
+        recorder.enter("end")
+        share = float(getattr(trainer, "scoring_share", 0.0))
+    return config, share
 
 
 def _config(request: ProbeRequest, plug_in: Any, checkpoints: Path, *, steps: int) -> TrlConfig:
@@ -280,6 +306,27 @@ def _StepClock(trainer: Any, recorder: Recorder, memory: Memory, *, measure_afte
             self.update_s.append(recorder.seconds["update"] + recorder.seconds["optimizer"])
 
     return StepClock()
+
+
+def _StepMarks(recorder: Recorder, memory: Any, *, measure_after: int) -> Any:
+    from transformers import TrainerCallback
+
+    class StepMarks(TrainerCallback):  # type: ignore[misc]
+        """Tells the simulated card where each optimizer step after number `measure_after` begins and ends."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            if state.global_step >= measure_after:
+                self._mark()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
+            if state.global_step > measure_after:
+                self._mark()
+
+        def _mark(self) -> None:
+            recorder.enter("update")
+            memory.mark_step()
+
+    return StepMarks()
 
 
 def _tops(peaks: tuple[PhasePeak, ...]) -> dict[str, Any]:

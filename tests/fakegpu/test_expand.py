@@ -1,0 +1,159 @@
+"""A run traced with few layers and expanded, against the same run traced with all of them: event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autofit.fakegpu import FakeGpu, fake_gpu
+from autofit.fakegpu.allocator import AllocatorSettings
+from autofit.fakegpu.expand import Mark, Run, expanded, run_of
+from autofit.fakegpu.layers import LayerClock, NotRepeatingError, plan_stack, shrink
+from autofit.fakegpu.replay import least_capacity, replay
+
+from . import tiny_trainers
+from .tiny_trainers import Case, train
+
+LAYERS = 8
+
+
+def followed(work: Callable[[], object]) -> tuple[FakeGpu, list[Mark]]:
+    with fake_gpu("a100-40gb", enforce_capacity=False, follow_layers=True, record_places=False) as gpu:
+        kept = work()
+        assert isinstance(gpu.clock, LayerClock)
+        marks = [Mark(name="end", event=len(gpu.memory.log), stretch=gpu.clock.cut())]
+        del kept
+    return gpu, marks
+
+
+def trained(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, *, shallow: bool) -> tuple[FakeGpu, list[Mark]]:
+    original = tiny_trainers.config
+
+    def config(**changes: object) -> AutoConfig:
+        shape = original(**({"num_hidden_layers": LAYERS} | changes))
+        assert not shallow or shrink(shape)
+        return shape
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_trainers, "config", config)
+        return followed(lambda: train(case, folder))
+
+
+def assert_same(short: Run, long: Run) -> None:
+    """The same storages come and go, in the same order but for frees with nothing taken between them."""
+    for mine, true in zip(_normal(short), _normal(long), strict=True):
+        np.testing.assert_array_equal(mine, true)
+    for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
+        assert replay(short.log, settings=settings) == replay(long.log, settings=settings)
+        assert least_capacity(short.log, settings=settings) == least_capacity(long.log, settings=settings)
+    assert short.seconds()[-1] == pytest.approx(long.seconds()[-1], rel=0.01)
+
+
+def _normal(run: Run) -> tuple[object, object, object]:
+    _, first, inverse = np.unique(run.ids, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    ids, free = rank[inverse], run.nbytes < 0
+    row = np.cumsum(~free | np.concatenate([[True], ~free[:-1]]))
+    order = np.lexsort((np.where(free, ids, 0), row))
+    return ids[order], run.nbytes[order], run.categories[order]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kind="sft", checkpointing=True, bf16=True, use_cpu=False),
+        Case(kind="sft", lora_rank=8, bf16=True, use_cpu=False),
+        Case(kind="dpo", bf16=True, use_cpu=False),
+        Case(kind="dpo", lora_rank=8, checkpointing=True, bf16=True, use_cpu=False),
+        Case(kind="reward", bf16=True, checkpointing=True, use_cpu=False),
+        Case(kind="reward", lora_rank=8, bf16=True, use_cpu=False),
+        Case(kind="grpo", beta=0.1, bf16=True, use_cpu=False),
+        Case(kind="grpo", lora_rank=8, checkpointing=True, beta=0.1, bf16=True, use_cpu=False),
+        Case(kind="grpo", lora_rank=8, checkpointing=True, dtype=torch.bfloat16, use_cpu=False),
+    ],
+    ids=str,
+)
+def test_a_shallow_run_expands_to_the_deep_one(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shallow, marks = trained(case, tmp_path, monkeypatch, shallow=True)
+    short = expanded(shallow, marks)
+    deep, marks = trained(case, tmp_path, monkeypatch, shallow=False)
+    assert len(shallow.memory.log) < 0.7 * len(deep.memory.log)
+    assert_same(short, run_of(deep, marks))
+
+
+def _steps(config: AutoConfig, *, generate: bool = False) -> object:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 3000, (2, 64), device="cuda")
+    for _ in range(2):
+        if generate:
+            with torch.no_grad():
+                model.generate(input_ids=ids, max_new_tokens=48, do_sample=True, pad_token_id=0, eos_token_id=[10**9])
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _config(kind: str, **changes: object) -> AutoConfig:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    sizes = {name: getattr(tiny_trainers.config(), name) for name in names}
+    return AutoConfig.for_model(kind, **(sizes | {"num_hidden_layers": LAYERS} | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "generate"),
+    [
+        ("llama", {}, True),
+        ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}, False),
+    ],
+)  # fmt: skip
+def test_patterns_experts_and_rollouts_expand(kind: str, changes: dict[str, object], generate: bool) -> None:
+    full, few = _config(kind, **changes), _config(kind, **changes)
+    assert shrink(few)
+    assert few.num_hidden_layers < full.num_hidden_layers
+    shallow, marks = followed(lambda: _steps(few, generate=generate))
+    short = expanded(shallow, marks)
+    deep, marks = followed(lambda: _steps(full, generate=generate))
+    assert_same(short, run_of(deep, marks))
+
+
+def test_a_pattern_is_a_unit_and_few_layers_are_left_alone() -> None:
+    stack = plan_stack(_config("gemma3_text", num_hidden_layers=26))
+    assert stack is not None
+    assert (stack.period, stack.units) == (6, 4)
+    assert plan_stack(_config("llama", num_hidden_layers=4)) is None
+    assert not shrink(_config("llama", num_hidden_layers=2))
+
+
+def test_layers_that_differ_where_the_config_does_not_say_so_are_not_expanded() -> None:
+    config = _config(
+        "qwen3_moe", num_hidden_layers=12, moe_intermediate_size=64, num_experts=8, mlp_only_layers=[7],
+    )  # fmt: skip
+    assert shrink(config)
+    gpu, marks = followed(lambda: _steps(config))
+    with pytest.raises(NotRepeatingError, match="do not repeat as the config says"):
+        expanded(gpu, marks)
+
+
+def test_work_on_a_single_middle_layer_is_not_expanded() -> None:
+    config = _config("llama")
+    assert shrink(config)
+
+    def uneven() -> object:
+        kept = _steps(config)
+        model = kept[0]  # type: ignore[index]
+        kept_gradients = [p * 2 for p in model.model.layers[1].parameters()]
+        more = [p * 2 for layer in (model.model.layers[2], model.model.layers[1]) for p in layer.parameters()]
+        return kept, kept_gradients, more
+
+    gpu, marks = followed(uneven)
+    with pytest.raises(NotRepeatingError):
+        expanded(gpu, marks)
