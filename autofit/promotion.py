@@ -15,7 +15,7 @@ from autofit.hardware import Device, choose_device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
 from autofit.recipe import merge, tuned_yaml
-from autofit.tuning.frontier import Trial, describe_changes, winner
+from autofit.tuning.frontier import Rule, Trial, describe_changes, rule_of, winner
 from autofit.tuning.study import load_study, trials_of
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -43,7 +43,7 @@ class Promotion:
 def plan_promotion(folder: Path, *, study_name: str | None, trial: str) -> Promotion:
     """The promotion of `trial` (a number or "best") of a study in `folder`; writes its tuned YAML."""
     study = load_study(folder, study_name)
-    chosen = _choose(trials_of(study), trial)
+    chosen = _choose(trials_of(study), trial, rule_of(study.user_attrs))
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
@@ -76,9 +76,9 @@ def has_dataset(values: Mapping[str, object]) -> bool:
     return bool(values.get("dataset_name") or values.get("datasets"))
 
 
-def _choose(trials: list[Trial], asked: str) -> Trial:
+def _choose(trials: list[Trial], asked: str, rule: Rule) -> Trial:
     if asked == "best":
-        best = winner(trials)
+        best = winner(trials, **rule)
         if best is None:
             raise ConfigError("there is no best trial: nothing has fitted yet; run `autofit search` to its end first")
         return best
