@@ -13,10 +13,11 @@ from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places, expected_gain, probability_below
 
-_POOL = 1024  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
+_POOL = 512  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
 _NEAR = 128  # of them, those that differ least from the best so far
 _GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
 _CAUTION = 1.5  # the exponent on the probability of fitting: an OOM costs a probe and tells less than a fit
+_FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
 _HOPELESS = 0.02  # where nothing of a tier fits with this probability, lower tiers get the probes
 
 
@@ -140,5 +141,6 @@ class _Stage:
 
 
 def _reference(expected: Floats, likely: Floats) -> float:
-    """What to improve on while nothing fits yet: the worst that is expected of what is likely to."""
-    return float(expected[likely >= 0.5 * likely.max()].max())
+    """What to improve on while nothing fits yet: much worse than is expected of what is likely to, as a first fit is
+    worth more than a fast one."""
+    return float(expected[likely >= 0.5 * likely.max()].max()) + _FIRST_FIT

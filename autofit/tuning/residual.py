@@ -14,7 +14,11 @@ Places = NDArray[np.intp]
 _OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight times may change it wholly
 _UNLIKE = 0.4  # how alike two candidates are, in the interactions, that differ in one knob without an order
 _SWEEPS = 4  # of expectation propagation over the probes that ran out of memory
-_NEGLIGIBLE = 0.02  # a setting of the process with less of the evidence than this is left out
+_GUESSES = 8  # draws of which axes matter, next to all of them alike
+_MOST_GUESSES, _NEGLIGIBLE = (
+    6,
+    0.03,
+)  # so many guesses are kept, and none with less evidence than this share of the best
 
 
 class Similarity:
@@ -29,21 +33,28 @@ class Similarity:
             if len(used) > 1:
                 alone, joint = _alike(len(grid.choices[column]), octaves, trends=trends)
                 self._tables.append((column, alone, joint))
-        self._count = max(1, len(self._tables) + len(self._continuous))
+        self._count = len(self._tables) + len(self._continuous)
 
     def between(self, rows: Places, columns: Places) -> tuple[Floats, Floats]:
-        """(additive, joint) similarity of each of `rows` with each of `columns`."""
-        additive = np.zeros((len(rows), len(columns)))
-        joint = np.ones_like(additive)
+        """Similarity of each of `rows` with each of `columns`: (in each axis, in all of them jointly)."""
+        axes: list[Floats] = []
+        joint = np.ones((len(rows), len(columns)))
         for column, alone, together in self._tables:
             places = self._codes[rows, column][:, None], self._codes[columns, column][None, :]
-            additive += alone[places]
+            axes.append(alone[places])
             joint *= together[places]
         for values in self._continuous:
             near = np.exp(-0.5 * ((values[rows][:, None] - values[columns][None, :]) / _OCTAVES) ** 2)
-            additive += near
+            axes.append(near)
             joint *= near
-        return additive / self._count, joint
+        return np.array(axes).reshape(len(axes), -1), joint
+
+    def weights(self, count: int) -> list[Floats]:
+        """Guesses at how much of a residual each axis has: equal, and `count` in which few axes have most of it."""
+        if not self._count:
+            return [np.zeros(0)]
+        drawn = np.random.default_rng(0).dirichlet(np.full(self._count, 0.4), size=count)
+        return [np.full(self._count, 1 / self._count), *drawn]
 
 
 def _alike(count: int, octaves: Floats | None, *, trends: bool) -> tuple[Floats, Floats]:
@@ -89,23 +100,28 @@ class Residual:
 
     def __init__(self, similarity: Similarity, prior: Prior, places: Places, values: Floats, at_least: Mask) -> None:
         self._similarity, self._prior, self._places = similarity, prior, places
-        self._parts: list[tuple[float, Setting, Floats, Floats, Floats]] = []  # weight, setting, K+S, alpha, site var
+        self._parts: list[
+            tuple[float, Setting, Floats, Floats, Floats]
+        ] = []  # weight, setting, shares of the axes, Cholesky factor, alpha
         if not len(places):
             return
-        additive, joint = similarity.between(places, places)
-        evidence = []
-        for setting in prior.settings:
-            covariance = self._covariance(setting, additive, joint)
-            evidence.append(np.log(setting.weight) + _evidence(covariance, values, at_least, prior.noise))
+        axes, joint = similarity.between(places, places)
+        guesses = [(s, w) for w in similarity.weights(_GUESSES) for s in prior.settings]
+        evidence = [
+            np.log(setting.weight)
+            + _evidence(self._covariance(setting, shares, axes, joint), values, at_least, prior.noise)
+            for setting, shares in guesses
+        ]
         weights = np.exp(np.array(evidence) - max(evidence))
         weights /= weights.sum()
-        for setting, weight in zip(prior.settings, weights, strict=True):
-            if weight >= _NEGLIGIBLE:
-                covariance = self._covariance(setting, additive, joint)
+        least = max(_NEGLIGIBLE * weights.max(), np.sort(weights)[-_MOST_GUESSES:][0])
+        for (setting, shares), weight in zip(guesses, weights, strict=True):
+            if weight >= least:
+                covariance = self._covariance(setting, shares, axes, joint)
                 mean, variance = _sites(covariance, values, at_least, prior.noise)
                 factor = np.linalg.cholesky(covariance + np.diag(variance)).astype(np.float64)
                 alpha = cho_solve((factor, True), mean)
-                self._parts.append((float(weight), setting, factor, alpha, variance))
+                self._parts.append((float(weight), setting, shares, factor, alpha))
         total = sum(part[0] for part in self._parts)
         self._parts = [(weight / total, *rest) for weight, *rest in self._parts]  # type: ignore[misc]
 
@@ -114,7 +130,8 @@ class Residual:
         """Whether there are data at all."""
         return bool(self._parts)
 
-    def _covariance(self, setting: Setting, additive: Floats, joint: Floats) -> Floats:
+    def _covariance(self, setting: Setting, shares: Floats, axes: Floats, joint: Floats) -> Floats:
+        additive = (shares @ axes).reshape(joint.shape)
         alike = setting.additive_frac * additive + (1 - setting.additive_frac) * joint
         return self._prior.offset**2 + setting.spread**2 * alike
 
@@ -124,10 +141,10 @@ class Residual:
             weights = np.array([s.weight for s in self._prior.settings])
             spread = np.sqrt((weights * [s.spread**2 for s in self._prior.settings]).sum() / weights.sum())
             return np.zeros(len(places)), np.full(len(places), np.hypot(spread, self._prior.offset))
-        additive, joint = self._similarity.between(places, self._places)
+        axes, joint = self._similarity.between(places, self._places)
         mean, second = np.zeros(len(places)), np.zeros(len(places))
-        for weight, setting, factor, alpha, _ in self._parts:
-            cross = self._covariance(setting, additive, joint)
+        for weight, setting, shares, factor, alpha in self._parts:
+            cross = self._covariance(setting, shares, axes, joint)
             centre = cross @ alpha
             whole = self._prior.offset**2 + setting.spread**2
             known = (solve_triangular(factor, cross.T, lower=True, check_finite=False) ** 2).sum(axis=0)
@@ -139,9 +156,9 @@ class Residual:
         """The mean alone: cheap enough for 10^5 candidates."""
         mean = np.zeros(len(places))
         if self._parts:
-            additive, joint = self._similarity.between(places, self._places)
-            for weight, setting, _, alpha, _ in self._parts:
-                mean += weight * (self._covariance(setting, additive, joint) @ alpha)
+            axes, joint = self._similarity.between(places, self._places)
+            for weight, setting, shares, _, alpha in self._parts:
+                mean += weight * (self._covariance(setting, shares, axes, joint) @ alpha)
         return mean
 
 

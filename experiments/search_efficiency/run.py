@@ -49,6 +49,7 @@ class Prober:
         self._chance = np.random.default_rng([seed, 7])
         self.best: tuple[int, float, int] | None = None  # tier, measured seconds, place
         self.ooms = 0
+        self.stopped: int | None = None  # probes after which the rule of the least gain would have ended it
         self.speed: list[float] = []  # the winner's true speed over the optimum's, after each probe
         found = cases.optimum(case, used, step)
         assert found is not None
@@ -82,8 +83,10 @@ def with_sampler(name: str, prober: Prober, *, seed: int, probes: int) -> None:
     study = optuna.create_study(directions=["minimize"] * (2 if ours else 1), sampler=sampler)
     slowest = 0.0
     for _ in range(probes):
-        if sampler.worth_another(study, min_gain_frac=MIN_GAIN_FRAC) is not None:
+        if sampler.worth_another(study, min_gain_frac=None) is not None:
             break
+        if prober.stopped is None and sampler.worth_another(study, min_gain_frac=MIN_GAIN_FRAC) is not None:
+            prober.stopped = len(prober.speed)  # goes on all the same, so that every search has as many probes
         trial = study.ask(sampler.distributions())
         place = case.grid.find(trial.params)
         assert place is not None
@@ -116,7 +119,13 @@ def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             with_sampler(name, prober, seed=seed, probes=probes)
     seconds = time.perf_counter() - began
-    return {**row, "speed": [round(s, 4) for s in prober.speed], "ooms": prober.ooms, "seconds": round(seconds, 3)}
+    return {
+        **row,
+        "speed": [round(s, 4) for s in prober.speed],
+        "ooms": prober.ooms,
+        "stopped": prober.stopped,
+        "seconds": round(seconds, 3),
+    }
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -132,6 +141,12 @@ def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
     """Over searches in which anything fits. A search that never gets there counts as one probe more than it may."""
     rows = [r for r in rows if r["speed"] is not None]
     reached = [probes_to(r["speed"], 0.95, probes + 1) for r in rows]
+    ends = [(r["stopped"], 1 - r["speed"][r["stopped"] - 1]) for r in rows if r.get("stopped")]
+    stops = {
+        "stopped_frac": round(len(ends) / len(rows), 3),
+        "stopped_after_median": float(np.median([n for n, _ in ends])),
+        "stopped_regret_median": round(float(np.median([regret for _, regret in ends])), 4),
+    } if ends else {}  # fmt: skip
     regret = [1 - r["speed"][min(12, len(r["speed"])) - 1] for r in rows]
     return {
         "searches": len(rows),
@@ -142,7 +157,7 @@ def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
         "oom_probes_mean": round(float(np.mean([r["ooms"] for r in rows])), 2),
         "regret_12_median": round(max(0.0, float(np.median(regret))), 5),
         "regret_12_p90": round(float(np.percentile(regret, 90)), 5),
-        "probes_median": float(np.median([len(r["speed"]) for r in rows])),
+        **stops,
     }
 
 
@@ -204,50 +219,54 @@ def main() -> None:
     began = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(options.workers) as pool:
         rows = list(pool.imap_unordered(search, list(tasks_of(options)), chunksize=4))
-    summary: dict[str, Any] = {}
+    report(rows, options, time.perf_counter() - began)
+
+
+def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: float) -> None:
+    """Write the files; samplers that were not run again keep what the files say of them."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    summary, details = (_read(options.out / name) for name in ("summary.json", "results.json"))
     for name in options.samplers:
         ours = [r for r in rows if r["sampler"] == name]
-        summary[name] = summary_of(ours, options.probes)
-        if name not in ("grid", "halving"):  # those two are lists to go through: they propose nothing
-            summary[name]["propose_ms_at_200"] = propose_ms(name, 200)
-        else:
-            summary[name]["propose_ms_at_200"] = 0.0
-        print(name, json.dumps(summary[name]))
-    by_misprediction = {
-        str(m): summary_of([r for r in rows if r["sampler"] == "autofit" and r["misprediction"] == m], options.probes)
-        for m in MISPREDICTIONS
-    } if "autofit" in options.samplers else {}  # fmt: skip
-    by_case = {
-        c: summary_of([r for r in rows if r["sampler"] == "autofit" and r["case"] == c], options.probes) for c in _CASES
-    } if "autofit" in options.samplers else {}  # fmt: skip
-    details = {
-        "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
-        "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
-        "recipes": options.recipes, "seeds": [options.first_seed, options.first_seed + options.seeds - 1],
-        "probes": options.probes, "wall_s": round(time.perf_counter() - began),
-        "autofit_by_misprediction": by_misprediction, "autofit_by_case": by_case,
-        "candidates": {c.name: len(c.grid) for c in _CASES.values()},
-    }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
+        listed = name in ("grid", "halving")  # a list to go through: nothing is proposed
+        summary[name] = {**summary_of(ours, options.probes),
+                         "propose_ms_at_200": 0.0 if listed else propose_ms(name, 200)}  # fmt: skip
+        details[name] = {
+            "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
+            "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
+            "recipes": options.recipes, "first_seed": options.first_seed, "probes": options.probes,
+            "wall_s_with_others": round(wall_s), "curve": curve([r["speed"] for r in ours], options.probes),
+            "by_misprediction": {str(m): summary_of([r for r in ours if r["misprediction"] == m], options.probes)
+                                 for m in MISPREDICTIONS},
+            "by_case": {c: summary_of([r for r in ours if r["case"] == c], options.probes) for c in _CASES},
+        }  # fmt: skip
+        print(name, json.dumps(summary[name]), flush=True)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (options.out / "results.json").write_text(json.dumps(details, indent=1) + "\n")
-    plot(rows, options.samplers, options.probes, options.out / "probes.png")
+    plot({name: details[name]["curve"] for name in SAMPLERS if name in details}, options.out / "probes.png")
 
 
-def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], probes: int, path: Path) -> None:
-    """The winner's speed as a share of the optimum, median and quartiles, after each probe."""
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def curve(speeds: Sequence[list[float] | None], probes: int) -> list[list[float]]:
+    """Quartiles over the searches of the winner's speed as a share of the optimum, after each probe."""
+    table = np.array([s + [s[-1]] * (probes - len(s)) for s in speeds if s])
+    return [[round(float(v), 4) for v in row] for row in np.percentile(table, [25, 50, 75], axis=0)]
+
+
+def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name in names:
-        curves = [r["speed"] for r in rows if r["sampler"] == name and r["speed"]]
-        table = np.array([c + [c[-1]] * (probes - len(c)) for c in curves])
-        low, middle, high = np.percentile(table, [25, 50, 75], axis=0)
-        axes.plot(range(1, probes + 1), middle, label=name)
-        axes.fill_between(range(1, probes + 1), low, high, alpha=0.15)
+    for name, (low, middle, high) in curves.items():
+        probes = range(1, len(middle) + 1)
+        axes.plot(probes, middle, label=name)
+        axes.fill_between(probes, low, high, alpha=0.12)
     axes.axhline(0.95, color="grey", linestyle="--", linewidth=1)
-    axes.set(xlabel="probes", ylabel="speed of the winner / exhaustive optimum", xlim=(1, probes), ylim=(0, 1.02))
+    axes.set(xlabel="probes", ylabel="speed of the winner / exhaustive optimum, quartiles", ylim=(0, 1.02))
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
