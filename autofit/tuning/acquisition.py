@@ -17,6 +17,7 @@ _POOL = 512  # candidates whose beliefs are worked out in full; the others are l
 _NEAR = 128  # of them, those that differ least from the best so far
 _GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
 _CAUTION = 1.5  # the exponent on the probability of fitting: an OOM costs a probe and tells less than a fit
+_DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
 _FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
 _HOPELESS = 0.02  # where nothing of a tier fits with this probability, lower tiers get the probes
 
@@ -86,7 +87,7 @@ class _Stage:
         chosen = int(np.argmax(fits**_CAUTION * gain / seconds))
         return Proposal(
             place=int(pool[chosen]),
-            gain_frac=float(-np.expm1(-(fits * gain).max())),
+            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits)).max())),
             fits=float(fits.max()),
             anything_fits=bool(len(self._points)),
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_solve, solve_triangular
 from scipy.special import log_ndtr, ndtr
 
 from autofit.tuning.grid import Floats, Grid, Mask
@@ -15,10 +15,8 @@ _OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight tim
 _UNLIKE = 0.4  # how alike two candidates are, in the interactions, that differ in one knob without an order
 _SWEEPS = 4  # of expectation propagation over the probes that ran out of memory
 _GUESSES = 8  # draws of which axes matter, next to all of them alike
-_MOST_GUESSES, _NEGLIGIBLE = (
-    6,
-    0.03,
-)  # so many guesses are kept, and none with less evidence than this share of the best
+_MOST_GUESSES = 6  # of them are kept
+_NEGLIGIBLE = 0.03  # and none with less evidence than this share of the best
 
 
 class Similarity:
@@ -107,17 +105,14 @@ class Residual:
             return
         axes, joint = similarity.between(places, places)
         guesses = [(s, w) for w in similarity.weights(_GUESSES) for s in prior.settings]
-        evidence = [
-            np.log(setting.weight)
-            + _evidence(self._covariance(setting, shares, axes, joint), values, at_least, prior.noise)
-            for setting, shares in guesses
-        ]
-        weights = np.exp(np.array(evidence) - max(evidence))
+        covariances = np.array([self._covariance(s, shares, axes, joint) for s, shares in guesses])
+        evidence = np.log([s.weight for s, _ in guesses])
+        evidence = evidence + _evidence(covariances, values, at_least, prior.noise)
+        weights = np.exp(evidence - evidence.max())
         weights /= weights.sum()
         least = max(_NEGLIGIBLE * weights.max(), np.sort(weights)[-_MOST_GUESSES:][0])
-        for (setting, shares), weight in zip(guesses, weights, strict=True):
+        for (setting, shares), covariance, weight in zip(guesses, covariances, weights, strict=True):
             if weight >= least:
-                covariance = self._covariance(setting, shares, axes, joint)
                 mean, variance = _sites(covariance, values, at_least, prior.noise)
                 factor = np.linalg.cholesky(covariance + np.diag(variance)).astype(np.float64)
                 alpha = cho_solve((factor, True), mean)
@@ -162,22 +157,26 @@ class Residual:
         return mean
 
 
-def _evidence(covariance: Floats, values: Floats, at_least: Mask, noise: float) -> float:
-    """Log probability of the exact values, and of each lower bound given them."""
-    exact = ~at_least
-    mean, variance = np.zeros(len(values)), np.diag(covariance).copy()
-    log_probability = 0.0
-    if exact.any():
-        inner = covariance[np.ix_(exact, exact)] + noise**2 * np.eye(int(exact.sum()))
-        factor = cho_factor(inner, lower=True)
-        log_probability = -0.5 * values[exact] @ cho_solve(factor, values[exact]) - np.log(np.diag(factor[0])).sum()
-        cross = covariance[:, exact]
-        mean = cross @ cho_solve(factor, values[exact])
-        variance = variance - np.einsum("ij,ji->i", cross, cho_solve(factor, cross.T))
+def _evidence(covariances: Floats, values: Floats, at_least: Mask, noise: float) -> Floats:
+    """For each of `covariances`: log probability of the exact values, and of each lower bound given them."""
+    exact = np.flatnonzero(~at_least)
+    mean = np.zeros((len(covariances), len(values)))
+    variance = np.diagonal(covariances, axis1=1, axis2=2).copy()
+    log_probability = np.zeros(len(covariances))
+    if len(exact):
+        inner = covariances[:, exact[:, None], exact] + noise**2 * np.eye(len(exact))
+        factor = np.linalg.cholesky(inner)
+        whitened = np.linalg.solve(factor, np.broadcast_to(values[exact][:, None], (len(covariances), len(exact), 1)))
+        log_probability = -0.5 * (whitened**2).sum(axis=(1, 2))
+        log_probability -= np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(axis=1)
+        if at_least.any():
+            cross = np.linalg.solve(factor, covariances[:, exact])
+            mean = (cross * whitened).sum(axis=1)
+            variance = variance - (cross**2).sum(axis=1)
     if at_least.any():
-        spread = np.sqrt(np.maximum(variance[at_least], 1e-10) + noise**2)
-        log_probability += log_ndtr((mean[at_least] - values[at_least]) / spread).sum()
-    return float(log_probability)
+        spread = np.sqrt(np.maximum(variance[:, at_least], 1e-10) + noise**2)
+        log_probability = log_probability + log_ndtr((mean[:, at_least] - values[at_least]) / spread).sum(axis=1)
+    return np.asarray(log_probability, dtype=np.float64)
 
 
 def _sites(covariance: Floats, values: Floats, at_least: Mask, noise: float) -> tuple[Floats, Floats]:
