@@ -42,7 +42,12 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
             print(f"Next: autofit promote best{where}   then: autofit ui{where}")
     else:
         content = to_json(
-            trials, study=name, target_bytes=target, screened=screened, stopped=stopped, sentence=sentence,
+            trials,
+            study=name,
+            target_bytes=target,
+            screened=screened,
+            stopped=stopped,
+            sentence=sentence,
             rule=rule,
         )
         print(json.dumps(content))
