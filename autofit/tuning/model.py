@@ -11,7 +11,7 @@ from autofit.tuning.predictions import Predictions
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, prior, probability_below
 
 Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound
-_MOST_DATA = 80  # probes that the processes are given: the best and the latest; what an older, worse one says is known
+_MOST_DATA = 48  # probes that the processes are given: the best and the latest; what an older, worse one says is known
 # How wrong a prediction may be over the knobs ({spread of the logarithm: weight}), and in what all candidates share.
 _STEP = prior({0.03: 0.15, 0.08: 0.3, 0.18: 0.35, 0.4: 0.2}, offset=0.35, noise=0.02)
 _USED = prior({0.02: 0.15, 0.06: 0.3, 0.15: 0.35, 0.35: 0.2}, offset=0.25, noise=0.01)
