@@ -50,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12, for --demo 6)")
     search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
     search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
+    search.add_argument("--min-gain", default="1%", metavar="SHARE",
+                        help="stop when no candidate is expected to gain so much (default: 1%%; 0: never)")  # fmt: skip
+    search.add_argument("--goal", choices=("speed", "memory", "utilisation"), default="speed",
+                        help="speed: the fastest that fits (default); memory: the least memory at most 10%% slower "
+                        "than that; utilisation: the fastest that fills 75 to 85%% of the target")  # fmt: skip
+    search.add_argument("--sampler", choices=("autofit", "tpe", "gp", "nsga2", "random", "grid"), default="autofit",
+                        help="what proposes candidates (default: autofit; the others are Optuna's)")  # fmt: skip
     search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
     search.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that one probe may take")
     search.add_argument("--parallel", type=int, metavar="N", help="probes at once (default: one a card; 1 on cpu)")

@@ -16,7 +16,7 @@ from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
 from autofit.proof import Proof, checked
 from autofit.recipe import merge, tuned_yaml
-from autofit.tuning.frontier import Trial, describe_changes, winner
+from autofit.tuning.frontier import Rule, Trial, describe_changes, rule_of, winner
 from autofit.tuning.study import load_study, trials_of
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -50,7 +50,7 @@ def plan_promotion(
     Raises ConfigError, with nothing written, for a trial that claims to be neutral and is not.
     """
     study = load_study(folder, study_name)
-    chosen = choose(trials_of(study), trial)
+    chosen = choose(trials_of(study), trial, rule_of(study.user_attrs))
     proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
     attrs = study.user_attrs
@@ -86,10 +86,10 @@ def has_dataset(values: Mapping[str, object]) -> bool:
     return bool(values.get("dataset_name") or values.get("datasets"))
 
 
-def choose(trials: list[Trial], asked: str, *, fitting: bool = True) -> Trial:
+def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True) -> Trial:
     """The trial that `asked` names (a number or "best"). Raises ConfigError when there is none, or it does not fit."""
     if asked == "best":
-        best = winner(trials)
+        best = winner(trials, **rule)
         if best is None:
             raise ConfigError("there is no best trial: nothing has fitted yet; run `autofit search` to its end first")
         return best

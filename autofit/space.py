@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from autofit.recipe import Recipe, read_yaml_mapping
 Tier = Literal["neutral", "approximate", "recipe"]
 Value = bool | int | float | str | None
 TIERS: tuple[Tier, ...] = get_args(Tier)
-SPLIT, CHUNK = "per_device_train_batch_size", "steps_per_generation"
+SPLIT, CHUNK, GROUP = "per_device_train_batch_size", "steps_per_generation", "num_generations"
 QUANTIZATION = "quantization"
 _ENV = "env."
 
@@ -50,9 +51,13 @@ class Candidate:
     values: tuple[Value, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Space:
-    """Every candidate for one recipe. Build it with `Space.of`, which checks and narrows the knobs."""
+    """Every candidate for one recipe. Build it with `Space.of`, which checks and narrows the knobs.
+
+    The constraints speak of three knobs only (micro-batch, steps_per_generation, num_generations): their combinations
+    are solved first and the other knobs multiply what is left, so 10^5 candidates are listed in a fraction of a second.
+    """
 
     recipe: Recipe
     knobs: tuple[Knob, ...]
@@ -71,13 +76,13 @@ class Space:
             )
         free = tuple(k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow) and _usable(k, recipe, device))
         space = cls(recipe, free, tuple(_choices(k, recipe) for k in free), allow)
-        if not any(True for _ in space.candidates()):
+        if not space._solved:
             raise ConfigError(space.why_empty())
         return space
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def baseline(self) -> Candidate:
         return Candidate(tuple(_own_value(k.name, self.recipe) for k in self.knobs))
 
@@ -103,17 +108,53 @@ class Space:
             chunk = self.recipe.generation_batch_size // (micro * self.recipe.world_size)
         else:
             chunk = cast(int, self._get(candidate, CHUNK)) if self.recipe.trainer == "grpo" else accumulation
-        groups = cast(int, self._get(candidate, "num_generations")) if self.recipe.trainer == "grpo" else 1
+        groups = cast(int, self._get(candidate, GROUP)) if self.recipe.trainer == "grpo" else 1
         return micro, accumulation, chunk, groups
 
     # -- enumeration ----------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
         """Every valid candidate, the baseline among them, each once."""
-        for values in itertools.product(*self.choices):
-            candidate = Candidate(values)
-            if self.violated(candidate) is None:
-                yield candidate
+        return (candidate for candidate, _ in self._tiered(TIERS[-1]))
+
+    def _tiered(self, limit: Tier) -> Iterator[tuple[Candidate, int]]:
+        """(candidate, index of its tier) of every valid candidate whose tier is `limit` or above it."""
+        most = TIERS.index(limit)
+        free = [i for i in range(len(self.knobs)) if i not in self._solved_places]
+        where = [*self._solved_places, *free]
+        order = [where.index(i) for i in range(len(where))]
+        others = [(values, tier) for values, tier in self._other_values(free) if tier <= most]
+        for solved, tier in self._solved:
+            if tier <= most:
+                for values, other in others:
+                    row = solved + values
+                    yield Candidate(tuple([row[i] for i in order])), max(tier, other)
+
+    @property
+    def _solved_places(self) -> list[int]:
+        """Where the knobs are that the constraints speak of."""
+        return [i for i, knob in enumerate(self.knobs) if knob.name in (SPLIT, CHUNK, GROUP)]
+
+    @cached_property
+    def _solved(self) -> tuple[tuple[tuple[Value, ...], int], ...]:
+        """Every valid combination of the knobs that the constraints speak of, with the index of its tier."""
+        combinations = itertools.product(*(self.choices[i] for i in self._solved_places))
+        valid = [(values, c) for values in combinations if self.violated(c := self._with(values)) is None]
+        return tuple((values, TIERS.index(self.tier(candidate))) for values, candidate in valid)
+
+    def _with(self, solved: tuple[Value, ...]) -> Candidate:
+        """The baseline with these values of the knobs that the constraints speak of."""
+        row = list(self.baseline.values)
+        for place, value in zip(self._solved_places, solved, strict=True):
+            row[place] = value
+        return Candidate(tuple(row))
+
+    def _other_values(self, places: list[int]) -> Iterator[tuple[tuple[Value, ...], int]]:
+        """Every combination of the knobs in `places`, which no constraint binds, with the index of its tier."""
+        own = self.baseline.values
+        pairs = [[(v, TIERS.index(self.knobs[i].tier) if v != own[i] else 0) for v in self.choices[i]] for i in places]
+        for row in itertools.product(*pairs):
+            yield tuple([value for value, _ in row]), max((tier for _, tier in row), default=0)
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
@@ -149,7 +190,10 @@ class Space:
 
     def why_empty(self) -> str:
         """One sentence: which constraint excludes how many of the combinations."""
-        excluded = Counter(self.violated(Candidate(values)) for values in itertools.product(*self.choices))
+        others = math.prod(len(c) for i, c in enumerate(self.choices) if i not in self._solved_places)
+        excluded: Counter[str | None] = Counter()
+        for values in itertools.product(*(self.choices[i] for i in self._solved_places)):
+            excluded[self.violated(self._with(values))] += others
         reasons = "; ".join(f"{count} by '{reason}'" for reason, count in excluded.most_common() if reason)
         return f"the search space has no valid candidate: of {sum(excluded.values())} combinations, {reasons}"
 
@@ -234,10 +278,13 @@ class Space:
 
     def allowed(self) -> list[Candidate]:
         """The candidates whose tier the user allows, baseline first."""
-        baseline = self.baseline
-        limit = TIERS.index(self.allow)
-        rest = [c for c in self.candidates() if c != baseline and TIERS.index(self.tier(c)) <= limit]
-        return [baseline, *rest]
+        return list(self.tiers)
+
+    @cached_property
+    def tiers(self) -> dict[Candidate, Tier]:
+        """{allowed candidate: its tier}, baseline first; made once. The baseline is there even if nothing else is."""
+        allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
+        return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
 
     # -- memory order ---------------------------------------------------------------------------------------------
 

@@ -6,13 +6,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from autofit.probing.result import ProbeStatus
-from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, samples_word, winner
+from autofit.tuning.frontier import (
+    SPEED,
+    Rule,
+    Trial,
+    baseline,
+    describe_changes,
+    pareto_front,
+    samples_word,
+    winner,
+)
 from autofit.units import format_bytes, format_seconds
 
 
-def front_table(trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None) -> Table:
+def front_table(
+    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None
+) -> Table:
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
-    best, base = winner(trials), baseline(trials)
+    best, base = winner(trials, **(rule or SPEED)), baseline(trials)
     rows = pareto_front(trials)
     if base is not None and base.result is not None and base not in rows:
         rows.append(base)
@@ -61,11 +72,18 @@ def counts(trials: Sequence[Trial], screened: int) -> dict[str, int]:
 
 
 def to_json(
-    trials: Sequence[Trial], *, study: str, target_bytes: int | None, screened: int, stopped: str, sentence: str
+    trials: Sequence[Trial],
+    *,
+    study: str,
+    target_bytes: int | None,
+    screened: int,
+    stopped: str,
+    sentence: str,
+    rule: Rule | None = None,
 ) -> dict[str, object]:
     """The object that `--json` prints."""
     base = baseline(trials)
-    best = winner(trials)
+    best = winner(trials, **(rule or SPEED))
     return {
         "study": study,
         "target_bytes": target_bytes,

@@ -28,7 +28,7 @@ from mlflow.tracking import MlflowClient
 
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, why, winner
+from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, rule_of, why, winner
 from autofit.tuning.study import exclusive, load_study, trials_of
 from autofit.units import format_bytes
 
@@ -198,8 +198,8 @@ def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Ru
     if run.data.tags.get("autofit.trials") == str(len(finished)) and run.info.status == "FINISHED":
         return
     target = cast(int | None, attrs.get("target_bytes"))
-    sentence = why(trials, attrs.get("resolved", {}), target)
-    best = winner(trials)
+    sentence = why(trials, attrs.get("resolved", {}), target, rule_of(attrs))
+    best = winner(trials, **rule_of(attrs))
     note = f"**{sentence}**\n\n{len(finished)} trials on {attrs.get('device')}"
     note += f", target {format_bytes(target)}" if target else ""
     api.set_tag(run_id, "mlflow.note.content", note)

@@ -32,6 +32,15 @@ def parse_seconds(text: str) -> float:
     return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
+def parse_frac(text: str) -> float:
+    """The share in `text`, such as `1%` or `0.01`: from 0 up to, not including, 1."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
+    value = float(match.group(1)) / (100 if match.group(2) else 1) if match else 1.0
+    if value >= 1:
+        raise ConfigError(f"a share looks like 1% or 0.01 and is below 100 %; got {text!r}")
+    return value
+
+
 def format_bytes(count: int) -> str:
     """`count` in GB (10^9), or MB below 0.1 GB, the unit that `--target-vram 40GB` uses."""
     return f"{count / 1e9:.2f} GB" if abs(count) >= 10**8 else f"{count / 1e6:.1f} MB"

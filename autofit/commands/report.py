@@ -18,14 +18,15 @@ def report(options: argparse.Namespace) -> int:
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
     from autofit.tables import front_table, to_json
-    from autofit.tuning.frontier import why, winner
+    from autofit.tuning.frontier import predicted_baseline, rule_of, why, winner
     from autofit.tuning.search import BROKEN
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(folder, name)
     trials, attrs = trials_of(study), study.user_attrs
     target = cast("int | None", attrs.get("target_bytes"))
-    sentence = why(trials, attrs["resolved"], target)
+    rule = rule_of(attrs)
+    sentence = why(trials, attrs["resolved"], target, rule) + predicted_baseline(trials, attrs)
     screened = int(attrs.get("screened", 0))
     if stopped == BROKEN:
         raise EnvironmentFault(f"{sentence}; mend that and run the same command again")
@@ -33,17 +34,23 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
         from rich.console import Console
 
         width = None if sys.stdout.isatty() else 150
-        Console(width=width).print(front_table(trials, attrs["resolved"], target))
+        Console(width=width).print(front_table(trials, attrs["resolved"], target, rule))
         print(f"{sentence}.")
         print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
-        if winner(trials) is not None:
+        if winner(trials, **rule) is not None:
             where = dir_option(folder)
             print(f"Next: autofit promote best{where}   then: autofit ui{where}")
     else:
         content = to_json(
-            trials, study=name, target_bytes=target, screened=screened, stopped=stopped, sentence=sentence
+            trials,
+            study=name,
+            target_bytes=target,
+            screened=screened,
+            stopped=stopped,
+            sentence=sentence,
+            rule=rule,
         )
         print(json.dumps(content))
     if stopped == "interrupted":
         return INTERRUPTED
-    return DONE if winner(trials) is not None else NOTHING_FITS
+    return DONE if winner(trials, **rule) is not None else NOTHING_FITS

@@ -26,7 +26,7 @@ from autofit.commands.common import (
 )
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
-from autofit.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
     from autofit.probing.warm import WarmServer
@@ -113,7 +113,9 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
         recipe=recipe, space=space, folder=options.dir, device=device, target_bytes=target, headroom_bytes=headroom,
         study_name=options.study, max_trials=options.trials or (None if open_ended else 6 if options.demo else 12),
         budget_s=budget,
-        plateau_trials=options.plateau, parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
+        plateau_trials=options.plateau, sampler=options.sampler, goal=options.goal,
+        min_gain_frac=given("--min-gain", options.min_gain, parse_frac) or None,
+        parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
         measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip
     return plan, scratch

@@ -11,10 +11,11 @@ NOT_NEUTRAL = 1  # what was to be proven is not so
 def verify(options: argparse.Namespace) -> int:
     from autofit.promotion import choose
     from autofit.proof import Verdict, lines, prove
+    from autofit.tuning.frontier import rule_of
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(options.dir, options.study)
-    trial = choose(trials_of(study), options.trial, fitting=False)
+    trial = choose(trials_of(study), options.trial, rule_of(study.user_attrs), fitting=False)
     proof = prove(study, trial, say=say)
     if options.json:
         print(json.dumps({"study": study.study_name, **proof.to_json()}))

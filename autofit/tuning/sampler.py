@@ -1,58 +1,85 @@
-"""An Optuna sampler that proposes only valid, untried candidates that no out-of-memory probe rules out."""
+"""Optuna samplers that propose only valid, untried candidates that nothing rules out: ours, and Optuna's wrapped."""
 
-from collections.abc import Iterable, Mapping
-from random import Random
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.space import Candidate, Space
+from autofit.tuning.acquisition import ProbeCost, Proposal, propose
+from autofit.tuning.frontier import Goal
+from autofit.tuning.grid import Grid, Mask
+from autofit.tuning.ledger import Ledger
+from autofit.tuning.model import Model
+from autofit.tuning.predictions import Predictions
 
-_HALVING_TRIALS = 4  # proposals by halving before TPE has enough to go on
-_DRAWS = 24  # TPE proposals looked at per trial; the first valid one is taken
+SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]
+SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
+_NOT_LIKELY = 0.05  # a baseline that fits with less probability than this is not probed first
+_HOPELESS = 0.01  # nothing fits, and the likeliest candidate left is less likely to: the search ends
+_FITS_TO_STOP = 3  # without predictions, so many fits before an expected gain means anything
+_DRAWS = 24  # proposals of a plain sampler looked at per trial; the first valid one is taken
+_GP_DRAWS = 1  # Optuna's GP takes 0.2 s and more a proposal, and a second one is much the same
 _SAMPLE = 200  # candidates among which halving looks for the one that rules out the most
 
 
 class CandidateSampler(BaseSampler):
-    """Halves what is larger than the fastest fit by what an OOM would rule out; then TPE, among the valid candidates.
+    """What all of ours share: the baseline first, whole candidates, none twice, none that an OOM rules out.
 
-    An OOM rules out whatever can only need as much memory or more (`Space.needs_no_less`).
+    Works in any Optuna study whose first objective is the step's seconds, minimised (device-used bytes may be the
+    second), and whose trials carry a constraint: bytes over the target, above zero for an OOM. An objective asks for
+    every knob: `{n: trial.suggest_categorical(n, d.choices) for n, d in sampler.distributions().items()}`.
     """
 
-    def __init__(self, space: Space, *, seed: int) -> None:
-        self._space = space
-        self._allowed = space.allowed()
-        self._random = Random(seed)
-        self._inner = TPESampler(multivariate=True, constant_liar=True, n_startup_trials=_HALVING_TRIALS, seed=seed)
+    def __init__(
+        self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0
+    ) -> None:
+        self.grid = grid
+        self.predictions = None if predictions is None else predictions.of(grid.candidates)
+        if self.predictions is not None and np.isnan(self.predictions.step_s).all():
+            self.predictions = None
+        cannot_fit = None
+        if self.predictions is not None and target_bytes is not None:
+            cannot_fit = self.predictions.floor_bytes > target_bytes
+        self.target_bytes = target_bytes
+        self._cannot_fit, self._seed = cannot_fit, seed
+        self._random = np.random.default_rng(seed)
+        self._study: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.ledger = Ledger(self.grid, target_bytes=self.target_bytes, cannot_fit=self._cannot_fit)
+
+    def read(self, study: Study, *, but: int | None = None) -> Ledger:
+        """The ledger, with all that `study` holds but the trial of number `but`."""
+        if self._study != study.study_name:  # one sampler may serve one study after another
+            self._study = study.study_name
+            self._begin()
+        self.ledger.read(study.get_trials(deepcopy=False), but=but)
+        return self.ledger
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """{knob: categorical distribution}, for `study.ask`."""
-        choices = zip(self._space.knobs, self._space.choices, strict=True)
-        return {knob.name: CategoricalDistribution(values) for knob, values in choices}
+        return {n: CategoricalDistribution(c) for n, c in zip(self.grid.names, self.grid.choices, strict=True)}
 
-    def remaining(self, trials: Iterable[FrozenTrial]) -> list[Candidate]:
-        """The allowed candidates that are neither tried nor ruled out by an OOM."""
-        trials = list(trials)
-        taken = {self._candidate(t) for t in trials}
-        ruled_out = [self._candidate(t) for t in trials if t.user_attrs.get("status") == "oom"]
-        known = [c for c in ruled_out if c is not None]
-        return [
-            c for c in self._allowed
-            if c not in taken and not any(self._space.needs_no_less(c, oom) for oom in known)
-        ]  # fmt: skip
+    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> str | None:
+        """Why no candidate is worth a probe any more, or None when one is."""
+        if not self.read(study).free.any():
+            return "every candidate is tried or ruled out"
+        return None
 
-    def screened(self, trials: Iterable[FrozenTrial]) -> int:
-        """How many untried candidates an OOM has ruled out."""
-        trials = list(trials)
-        taken = {self._candidate(t) for t in trials}
-        return sum(c not in taken for c in self._allowed) - len(self.remaining(trials))
+    def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
+        """The place of the candidate to probe next, one of `free`."""
+        raise NotImplementedError
 
-    def _candidate(self, trial: FrozenTrial) -> Candidate | None:
-        names = {knob.name for knob in self._space.knobs}
-        return self._space.candidate(trial.params) if names <= set(trial.params) else None
+    @property
+    def baseline_first(self) -> bool:
+        """Whether the recipe as it is is worth the first probe: not when it is predicted not to fit."""
+        return self._cannot_fit is None or not self._cannot_fit[0]
 
     # -- Optuna's interface ---------------------------------------------------------------------------------------
 
@@ -66,48 +93,185 @@ class CandidateSampler(BaseSampler):
         fixed = trial.params
         if set(fixed) >= set(search_space):
             return dict(fixed)
-        others = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
-        pool = [c for c in self.remaining(others) if _agrees(self._space.params(c), fixed)]
-        if trial.number == 0 or not pool:
-            return dict(self._space.params(self._space.baseline))
-        if larger := self._larger_than_the_fastest(pool, others):
-            return dict(self._space.params(self._halving(larger)))
-        if sum(t.state is TrialState.COMPLETE for t in others) > _HALVING_TRIALS:
-            allowed = set(pool)
-            for _ in range(_DRAWS):
-                drawn = self._inner.sample_relative(study, trial, search_space)
-                if drawn and (candidate := self._space.candidate(drawn)) in allowed:
-                    return dict(self._space.params(candidate))
-        return dict(self._space.params(self._halving(pool)))
+        ledger = self.read(study, but=trial.number)
+        free = ledger.free
+        if fixed:
+            return self.grid.params(self._completed(fixed, free, ledger.untried))
+        if not free.any():
+            study.tell(trial.number, state=TrialState.FAIL)
+            raise RuntimeError("every candidate is tried or ruled out: there is nothing left to propose")
+        first = not ledger.observations and not ledger.pending and free[0]
+        place = 0 if first and self.baseline_first else self.choose(study, trial, np.flatnonzero(free))
+        return dict(self.grid.params(place))
 
-    def _larger_than_the_fastest(self, pool: list[Candidate], others: list[FrozenTrial]) -> list[Candidate]:
-        """The candidates that can only need more memory than the fastest fit so far: speed is bought with memory."""
-        fits = [t for t in others if t.user_attrs.get("status") == "fit" and t.values]
-        if not fits:
-            return []
-        fastest = self._candidate(min(fits, key=lambda t: t.values[0]))
-        return [c for c in pool if fastest is not None and self._space.needs_no_less(c, fastest)]
-
-    def _halving(self, pool: list[Candidate]) -> Candidate:
-        """The candidate whose OOM, or whose fit, tells most about the others: as many above it as below."""
-        sample = pool if len(pool) <= _SAMPLE else self._random.sample(pool, _SAMPLE)
-        self._random.shuffle(sample := list(sample))
-
-        def tells(candidate: Candidate) -> tuple[int, int]:
-            above = sum(self._space.needs_no_less(other, candidate) for other in sample)
-            below = sum(self._space.needs_no_less(candidate, other) for other in sample)
-            return min(above, below), below
-
-        return max(sample, key=tells)
+    def _completed(self, fixed: Mapping[str, object], free: Mask, untried: Mask) -> int:
+        """A candidate with the values that are fixed already, untried if there is one."""
+        agreeing = self.grid.agrees(fixed)
+        pool = next(mask for mask in (agreeing & free, agreeing & untried, agreeing, free, untried) if mask.any())
+        return int(np.flatnonzero(pool)[0])
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        raise AssertionError("every knob is proposed by sample_relative")
+        raise ValueError(f"{param_name!r} is no knob of this sampler's grid; it has {', '.join(self.grid.names)}")
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """End `study.optimize` when nothing is left to propose."""
+        if not getattr(study._thread_local, "in_optimize_loop", False):
+            return
+        ledger = self.read(study, but=trial.number)
+        free = ledger.free
+        if (place := self.grid.find(trial.params)) is not None:
+            free[place] = False
+        if not free.any():
+            study.stop()
 
     def reseed_rng(self) -> None:
-        self._inner.reseed_rng()
+        self._random = np.random.default_rng()
 
 
-def _agrees(params: Mapping[str, object], fixed: Mapping[str, object]) -> bool:
-    return all(params[name] == value for name, value in fixed.items())
+class PriorSampler(CandidateSampler):
+    """Predictions as the prior, probes as the evidence: constrained expected improvement per second of probing.
+
+    Two Gaussian processes over the knobs model how far probes are from their predictions, in bytes and in seconds. An
+    OOM is a lower bound, a pending probe counts as if it said what is expected of it, and the tiers are gone through
+    in the winner rule's order. Without predictions the processes model the logarithms themselves, after halving.
+    """
+
+    def __init__(
+        self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0,
+        goal: Goal = "speed", cost: ProbeCost = ProbeCost(), min_gain_frac: float = 0.01,  # noqa: B008 (frozen)
+    ) -> None:  # fmt: skip
+        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed)
+        self._goal, self._cost, self._min_gain_frac = goal, cost, min_gain_frac
+        self._model = Model(grid, self.predictions, target_bytes=target_bytes)
+        self._known: tuple[object, ...] | None = None
+        self._proposal: Proposal | None = None
+
+    @property
+    def baseline_first(self) -> bool:
+        """Not when the baseline is predicted not to fit, for certain or by a wide margin."""
+        if not super().baseline_first:
+            return False
+        if self.predictions is None or self.target_bytes is None:
+            return True
+        unlearnt = Model(self.grid, self.predictions, target_bytes=self.target_bytes)
+        return bool(unlearnt.fits_at(np.zeros(1, dtype=np.intp))[0] >= _NOT_LIKELY)
+
+    def proposal(self) -> Proposal | None:
+        """The next candidate and what it is expected to gain, from what the ledger holds; worked out once."""
+        ledger = self.ledger
+        known = (self._study, len(ledger.observations), ledger.pending, int(ledger.free.sum()))
+        if known != self._known:
+            self._model.learn(ledger.observations, ledger.pending)
+            self._proposal = propose(
+                self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self._goal,
+                target_bytes=self.target_bytes, cost=self._cost, min_gain_frac=self._min_gain_frac,
+            )  # fmt: skip
+            self._known = known
+        return self._proposal
+
+    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> str | None:
+        reason = super().worth_another(study, min_gain_frac=min_gain_frac)
+        fits = sum(o.fits for o in self.ledger.observations)
+        enough = 1 if self.predictions is not None else _FITS_TO_STOP
+        if reason is not None or min_gain_frac is None or not self.ledger.observations:
+            return reason
+        found = self.proposal()
+        assert found is not None
+        if not found.anything_fits and self.predictions is not None and found.fits < _HOPELESS:
+            return f"nothing fits so far, and the likeliest candidate left fits with a probability of {found.fits:.1%}"
+        if fits >= enough and found.anything_fits and found.gain_frac < min_gain_frac:
+            expected, wanted = (f"{100 * share:.2g} %" for share in (found.gain_frac, min_gain_frac))
+            return f"the best candidate left is expected to gain {expected}, below {wanted}"
+        return None
+
+    def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
+        if self.predictions is None and (larger := self._larger_than_the_fastest(free)).size:
+            return halving(self.grid, larger, self._random)
+        found = self.proposal()
+        assert found is not None
+        return found.place
+
+    def _larger_than_the_fastest(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The candidates that can only need more memory than the fastest fit so far: speed is bought with memory."""
+        fits = [o for o in self.ledger.observations if o.fits and o.step_s is not None]
+        if not fits:
+            return free
+        fastest = min(fits, key=lambda o: (self.grid.tiers[o.place], o.step_s))
+        larger = free[self.grid.needs_no_less(fastest.place, free)]
+        return larger[self.grid.tiers[larger] == self.grid.tiers[larger].min()] if larger.size else larger
+
+
+def halving(grid: Grid, pool: NDArray[np.intp], random: np.random.Generator) -> int:
+    """The candidate whose OOM, or whose fit, tells most about the others: as many above it as below."""
+    sample = random.permutation(pool)[:_SAMPLE]
+    order = np.array([grid.needs_no_less(int(place), sample) for place in sample])  # [i, j]: j needs no less than i
+    above, below = order.sum(axis=1), order.sum(axis=0)
+    return int(sample[np.lexsort((below, np.minimum(above, below)))[-1]])
+
+
+class PlainSampler(CandidateSampler):
+    """One of Optuna's samplers, or grid order: its first draw that is valid and untried, else the free one nearest."""
+
+    def __init__(
+        self, grid: Grid, *, inner: BaseSampler | None, predictions: Predictions | None = None,
+        target_bytes: int | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed)
+        self._inner = inner
+
+    def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
+        if self._inner is None:
+            return int(free[0])
+        drawn: dict[str, Any] = {}
+        allowed = set(free.tolist())
+        distributions = self.distributions()
+        for _ in range(_GP_DRAWS if isinstance(self._inner, GPSampler) else _DRAWS):
+            drawn = self._inner.sample_relative(study, trial, distributions)
+            drawn = drawn or {
+                name: self._inner.sample_independent(study, trial, name, distribution)
+                for name, distribution in distributions.items()
+            }
+            place = self.grid.find(drawn)
+            if place is not None and place in allowed:
+                return place
+        differing = sum(
+            (self.grid.codes[free, k] != self.grid.choices[k].index(drawn[name])).astype(int)
+            for k, name in enumerate(self.grid.names)
+        )
+        nearest = free[differing == np.min(differing)]
+        return int(self._random.choice(nearest))
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        if self._inner is not None:
+            self._inner.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        if self._inner is not None:
+            self._inner.after_trial(study, trial, state, values)
+        super().after_trial(study, trial, state, values)
+
+    def reseed_rng(self) -> None:
+        super().reseed_rng()
+        if self._inner is not None:
+            self._inner.reseed_rng()
+
+
+def make_sampler(
+    name: SamplerName, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None,
+    seed: int = 0, goal: Goal = "speed", min_gain_frac: float = 0.01,
+) -> CandidateSampler:  # fmt: skip
+    """The sampler of that name over `grid`. All but `autofit` take from predictions only what cannot fit."""
+    if name == "autofit":
+        return PriorSampler(
+            grid, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal, min_gain_frac=min_gain_frac
+        )
+    inner: dict[str, BaseSampler | None] = {
+        "tpe": TPESampler(multivariate=True, constant_liar=True, n_startup_trials=5, seed=seed),
+        "nsga2": NSGAIISampler(population_size=12, seed=seed),
+        "random": RandomSampler(seed=seed),
+        "grid": None,
+    }
+    chosen = GPSampler(n_startup_trials=5, seed=seed) if name == "gp" else inner[name]
+    return PlainSampler(grid, inner=chosen, predictions=predictions, target_bytes=target_bytes, seed=seed)

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +24,11 @@ from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeStatus
 from autofit.recipe import Recipe, merge
 from autofit.space import Space
-from autofit.tuning.frontier import Trial, winner
-from autofit.tuning.sampler import CandidateSampler
-from autofit.tuning.study import database_errors, database_path, open_storage, requeue, tell, to_trial, trials_of
+from autofit.tuning.frontier import Goal, Trial, winner
+from autofit.tuning.grid import Grid
+from autofit.tuning.predictions import Predictions
+from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
+from autofit.tuning.study import database_errors, database_path, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
 _POLL_S = 0.03
@@ -33,6 +36,7 @@ _SHOW_S = 0.5
 _ATTEMPTS = 2  # a probe that was killed is tried once more
 _BROKEN_TRIALS = 2  # so many failures, and nothing else, end a search
 BROKEN = "no probe ran to its end"
+DEFAULT_MIN_GAIN_FRAC = 0.01  # what a candidate has to promise while one of a higher tier is left
 _GAIN = 0.01  # a winner less than this share faster is no improvement
 
 
@@ -50,6 +54,10 @@ class Plan:
     max_trials: int | None = 12
     budget_s: float | None = None
     plateau_trials: int | None = None
+    min_gain_frac: float | None = None
+    sampler: SamplerName = "autofit"
+    goal: Goal = "speed"
+    predictions: Predictions | None = None
     parallel: int = 1
     measured_steps: int = 2
     deadline_s: float = 900.0
@@ -99,7 +107,10 @@ def open_study(plan: Plan) -> optuna.Study:
         _forget_failures(plan, storage)
         study = optuna.create_study(
             study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"],
-            sampler=CandidateSampler(plan.space, seed=plan.seed),
+            sampler=make_sampler(
+                plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
+                seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
+            ),
         )  # fmt: skip
         known = study.user_attrs.get("fingerprint")
         if known is not None and known != plan.fingerprint:
@@ -113,12 +124,22 @@ def open_study(plan: Plan) -> optuna.Study:
             "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(),
             "recipe_name": plan.recipe.name,
             "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
-            "allow": plan.space.allow,
+            "allow": plan.space.allow, "goal": plan.goal, "sampler": plan.sampler,
+            "baseline_predicted": _baseline_predicted(plan),
         }  # fmt: skip
         for key, value in attributes.items():
             if study.user_attrs.get(key) != value:
                 study.set_user_attr(key, value)
     return study
+
+
+def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
+    """What is predicted of the recipe as it is: {floor_bytes, device_used_bytes, step_s}, or None."""
+    if plan.predictions is None or plan.space.baseline not in plan.predictions.candidates:
+        return None
+    alone = plan.predictions.of((plan.space.baseline,))
+    names = ("floor_bytes", "device_used_bytes", "step_s")
+    return {n: float(getattr(alone, n)[0]) for n in names if math.isfinite(getattr(alone, n)[0])}
 
 
 def _forget_failures(plan: Plan, storage: RDBStorage) -> None:
@@ -148,6 +169,7 @@ class Search:
         self._sampler = sampler
         self._live: dict[int, Path] = {}  # trial number -> the folder of its attempt
         self._began = time.monotonic()
+        self._told: dict[int, Trial] = {}  # finished trials, each read once
 
     def run(self) -> str:
         """Probe until the trials, the time, the plateau or the space is used up; the reason, in words."""
@@ -160,7 +182,7 @@ class Search:
                     reason = self._enough()
                 if not self._live:
                     assert reason is not None
-                    self.study.set_user_attr("screened", self._sampler.screened(self._frozen()))
+                    self.study.set_user_attr("screened", self._sampler.read(self.study).screened)
                     return reason
                 self._wait_for_one()
 
@@ -181,6 +203,16 @@ class Search:
     def _frozen(self) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False)
 
+    def _trials(self) -> tuple[Trial, ...]:
+        """All trials as plain values; a finished one is turned into one only once."""
+        trials = []
+        for frozen in self._frozen():
+            trial = self._told.get(frozen.number) or to_trial(frozen)
+            if frozen.state.is_finished():
+                self._told[frozen.number] = trial
+            trials.append(trial)
+        return tuple(trials)
+
     def _enough(self) -> str | None:
         """Why no further trial may be asked for, or None."""
         plan, frozen = self.plan, self._frozen()
@@ -193,11 +225,12 @@ class Search:
             return BROKEN
         if plan.max_trials is not None and len(frozen) >= plan.max_trials:
             return f"{len(frozen)} of {plan.max_trials} trials are done"
-        if plan.plateau_trials is not None and _since_improvement(trials_of(self.study)) >= plan.plateau_trials:
+        if plan.plateau_trials is not None and self._since_improvement() >= plan.plateau_trials:
             return f"the last {plan.plateau_trials} trials did not improve on the winner"
-        if frozen and not self._sampler.remaining(frozen):
-            return "every candidate is tried or ruled out"
-        return None
+        return self._sampler.worth_another(self.study, min_gain_frac=plan.min_gain_frac) if frozen else None
+
+    def _since_improvement(self) -> int:
+        return since_improvement(self._trials(), goal=self.plan.goal, target_bytes=self.plan.limit_bytes)
 
     def _ask(self) -> None:
         trial = self.study.ask(self._sampler.distributions())
@@ -269,7 +302,7 @@ class Search:
                 requeue(self.study, frozen)
 
     def _progress(self) -> Progress:
-        trials = tuple(trials_of(self.study))
+        trials = self._trials()
         elapsed_s = time.monotonic() - self._began
         done = [t for t in trials if t.result is not None]
         walls = [t.result.wall_s for t in done if t.result is not None and t.result.wall_s is not None]
@@ -281,7 +314,7 @@ class Search:
         return Progress(
             trials=trials,
             probing=tuple(t for t in trials if t.number in self._live),
-            best=winner(trials),
+            best=winner(trials, goal=self.plan.goal, target_bytes=self.plan.limit_bytes),
             elapsed_s=elapsed_s,
             left_s=left_s,
         )
@@ -293,20 +326,26 @@ def _all_broken(frozen: list[FrozenTrial]) -> bool:
     return len(finished) >= _BROKEN_TRIALS and all(t.state is TrialState.FAIL for t in finished)
 
 
-def _since_improvement(trials: list[Trial]) -> int:
+def since_improvement(trials: Sequence[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> int:
     """Finished trials since the winner last got better by more than 1 % or kept a higher tier; 0 before any fits."""
     best: Trial | None = None
     since = 0
-    for count in range(1, len(trials) + 1):
-        if trials[count - 1].result is None:
+    for trial in trials:
+        if trial.result is None:
             continue
         since += 1
-        new = winner(trials[:count])
-        if new is None or new is best:
-            continue
-        better = best is None or new.tier != best.tier or (new.step_s or 0) < (1 - _GAIN) * (best.step_s or 0)
-        best, since = (new, 0) if better else (best, since)
+        new = winner([trial] if best is None else [best, trial], goal=goal, target_bytes=target_bytes)
+        if new is not None and new is not best and (best is None or _clearly_better(new, best, goal)):
+            best, since = new, 0
     return since if best is not None else 0
+
+
+def _clearly_better(new: Trial, best: Trial, goal: Goal) -> bool:
+    if new.tier != best.tier or goal == "utilisation":
+        return True
+    if goal == "memory":
+        return (new.device_used_bytes or 0) < (1 - _GAIN) * (best.device_used_bytes or 0)
+    return (new.step_s or 0) < (1 - _GAIN) * (best.step_s or 0)
 
 
 def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:

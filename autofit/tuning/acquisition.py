@@ -1,0 +1,147 @@
+"""Which untried candidate is worth a probe: constrained expected improvement per second of probing."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autofit.space import TIERS
+from autofit.tuning.frontier import BAND, SLOWER_FRAC, Goal
+from autofit.tuning.grid import Floats, Grid, Mask
+from autofit.tuning.ledger import Observation
+from autofit.tuning.model import Model
+from autofit.tuning.residual import Places, expected_gain, probability_below
+
+_POOL = 512  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
+_NEAR = 128  # of them, those that differ least from the best so far
+_GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
+_CAUTION = 1.5  # the exponent on the probability of fitting: an OOM costs a probe and tells less than a fit
+_DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
+_FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
+_HOPELESS = 0.02  # where nothing of a tier fits with this probability, lower tiers get the probes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A candidate, and the share of the step's seconds that it (or a better one) is expected to gain."""
+
+    place: int
+    gain_frac: float
+    fits: float
+    anything_fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeCost:
+    """Seconds of a probe: its start, and so many steps."""
+
+    startup_s: float = 15.0
+    steps: float = 3.0
+
+
+def propose(
+    model: Model, grid: Grid, observations: Sequence[Observation], pending: Sequence[int], free: Mask, *,
+    goal: Goal, target_bytes: int | None, cost: ProbeCost, min_gain_frac: float,
+) -> Proposal | None:  # fmt: skip
+    """The best candidate of the highest tier in which there is something to gain, or None when none is free."""
+    fallback: Proposal | None = None
+    for tier in range(len(TIERS)):
+        places = np.flatnonzero(free & (grid.tiers == tier))
+        if not len(places):
+            continue
+        rivals = [o for o in observations if o.fits and o.step_s is not None and grid.tiers[o.place] <= tier]
+        imagined = [p for p in pending if grid.tiers[p] <= tier]
+        stage = _Stage(model, grid, rivals, imagined, goal=goal, target_bytes=target_bytes)
+        found = stage.best(places, cost)
+        worthwhile = found.gain_frac >= min_gain_frac if found.anything_fits else found.fits >= _HOPELESS
+        if worthwhile:
+            return found
+        if fallback is None or found.gain_frac > fallback.gain_frac:
+            fallback = found
+    return fallback
+
+
+class _Stage:
+    """The choice within one tier, against what fits in it and in the tiers above."""
+
+    def __init__(
+        self, model: Model, grid: Grid, rivals: Sequence[Observation], imagined: Sequence[int], *, goal: Goal,
+        target_bytes: int | None,
+    ) -> None:  # fmt: skip
+        self._model, self._grid, self._goal, self._target = model, grid, goal, target_bytes
+        self._rivals = list(rivals)
+        places = np.array(imagined, dtype=np.intp)
+        likely = places[model.fits_at(places) >= 0.5] if len(places) else places
+        steps, used = model.log_step_at(likely)[0], model.log_used_at(likely)[0]
+        measured = [(math.log(o.step_s or 1.0), math.log(o.device_used_bytes or 1.0)) for o in rivals]
+        self._points = np.array([*measured, *zip(steps, used, strict=True)]).reshape(-1, 2)
+        self._best_place = min(rivals, key=lambda o: o.step_s or 0.0).place if rivals else None
+
+    def best(self, places: Places, cost: ProbeCost) -> Proposal:
+        pool = self._pool(places)
+        fits = self._model.fits_at(pool)
+        step, spread = self._model.log_step_at(pool)
+        gain = self._gain(pool, step, spread, fits)
+        seconds = cost.startup_s + cost.steps * np.exp(np.clip(step, -20, 20))
+        chosen = int(np.argmax(fits**_CAUTION * gain / seconds))
+        return Proposal(
+            place=int(pool[chosen]),
+            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits)).max())),
+            fits=float(fits.max()),
+            anything_fits=bool(len(self._points)),
+        )
+
+    def _pool(self, places: Places) -> Places:
+        """Those of `places` that may be best, judged by predictions and the bias that all of them share."""
+        if len(places) <= _POOL:
+            return places
+        model = self._model
+        sample = places[:: max(1, len(places) // 64)]
+        step = model.log_step[places] + float(np.median(model.step.mean_at(sample)))
+        used = model.log_used[places] + float(np.median(model.used.mean_at(sample)))
+        reference = self._points[:, 0].min() if len(self._points) else float(np.median(step))
+        promise = expected_gain(reference, step, np.full(len(places), _GUESS))
+        if self._target is not None and model.predicted:
+            promise = promise * probability_below(math.log(self._target), used, np.full(len(places), _GUESS))
+        chosen = np.argpartition(-promise, _POOL)[:_POOL]
+        if self._best_place is not None:
+            codes = self._grid.codes
+            differing = (codes[places] != codes[self._best_place]).sum(axis=1)
+            chosen = np.union1d(chosen, np.argpartition(differing, _NEAR)[:_NEAR])
+        return np.asarray(places[chosen], dtype=np.intp)
+
+    def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
+        """Expected gain, as a difference of logarithms, of each of the pool if it fits."""
+        if self._goal == "memory":
+            return self._memory_gain(pool, step, spread, fits)
+        if self._goal == "utilisation" and self._target is not None:
+            return self._band_gain(pool, step, spread, fits)
+        best = self._points[:, 0].min() if len(self._points) else _reference(step, fits)
+        return expected_gain(best, step, spread)
+
+    def _memory_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
+        """The fewer bytes, as long as the step is not much slower than the fastest."""
+        slower = math.log1p(SLOWER_FRAC)
+        reachable = step[fits >= 0.5]
+        fastest = min([*self._points[:, 0], *(reachable.min(keepdims=True) if len(reachable) else [])], default=0.0)
+        quick = self._points[self._points[:, 0] <= fastest + slower] if len(self._points) else self._points
+        used, doubt = self._model.log_used_at(pool)
+        best = quick[:, 1].min() if len(quick) else _reference(used, fits)
+        return expected_gain(best, used, doubt) * probability_below(fastest + slower, step, spread)
+
+    def _band_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
+        """The faster, as long as the share of the target that is used is in the band."""
+        assert self._target is not None
+        low, high = (math.log(share * self._target) for share in BAND)
+        used, doubt = self._model.log_used_at(pool)
+        within = probability_below(high, used, doubt) - probability_below(low, used, doubt)
+        inside = self._points[(self._points[:, 1] >= low) & (self._points[:, 1] <= high)]
+        best = inside[:, 0].min() if len(inside) else _reference(step, within)
+        return expected_gain(best, step, spread) * within
+
+
+def _reference(expected: Floats, likely: Floats) -> float:
+    """What to improve on while nothing fits yet: much worse than is expected of what is likely to, as a first fit is
+    worth more than a fast one."""
+    return float(expected[likely >= 0.5 * likely.max()].max()) + _FIRST_FIT

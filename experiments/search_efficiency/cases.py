@@ -1,0 +1,106 @@
+"""The recipes and spaces that are searched: five recipes on three cards, from one card's worth to far too much."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from law import CARDS, SHAPES, Card, Columns, Shape, columns, predict
+
+from autofit.recipe import Recipe
+from autofit.space import Knob, Space, Tier, load_space
+from autofit.tuning.grid import Floats, Grid
+from autofit.tuning.predictions import Predictions
+
+_MORE_KNOBS = (
+    Knob(name="optim", tier="neutral", values=("adamw_torch", "adamw_torch_fused")),
+    Knob(name="torch_compile", tier="neutral", values=(False, True)),
+    Knob(name="torch_empty_cache_steps", tier="neutral", values=(None, 1)),
+)
+_FLASH = Knob(name="attn_implementation", tier="neutral", values=("sdpa", "eager", "flash_attention_2"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeOf:
+    """A recipe: what model, how it splits its batch, and how far the search may go."""
+
+    name: str
+    shape: str
+    split: tuple[int, int, int]  # micro-batch, accumulation, steps_per_generation
+    groups: int
+    completion_tokens: int
+    allow: Tier
+    loss: str = "grpo"
+    checkpointing: bool = True
+    lora_r: int = 16
+
+
+RECIPES = (
+    RecipeOf(name="small, under-used", shape="0.5B", split=(4, 16, 16), groups=8, completion_tokens=512,
+             allow="neutral"),
+    RecipeOf(name="1.5B, long completions", shape="1.5B", split=(8, 12, 12), groups=8, completion_tokens=2048,
+             allow="neutral"),
+    RecipeOf(name="4B, dapo", shape="4B", split=(4, 8, 8), groups=4, completion_tokens=1024, allow="approximate",
+             loss="dapo", lora_r=32),
+    RecipeOf(name="8B, too large a micro-batch", shape="8B", split=(32, 2, 2), groups=8, completion_tokens=768,
+             allow="neutral", checkpointing=False),
+    RecipeOf(name="14B, anything goes", shape="14B", split=(4, 8, 8), groups=8, completion_tokens=1024,
+             allow="recipe"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """A space on a card, as the search sees it: the grid, the target and the predictions."""
+
+    name: str
+    space: Space
+    known: Columns
+    shape: Shape
+    card: Card
+    grid: Grid
+    predictions: Predictions
+
+    @property
+    def target_bytes(self) -> int:
+        return int(0.98 * self.card.capacity_bytes)
+
+
+def recipe_of(wanted: RecipeOf) -> Recipe:
+    micro, accumulation, chunk = wanted.split
+    resolved: dict[str, object] = {
+        "model_name_or_path": wanted.shape, "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": accumulation, "steps_per_generation": chunk, "num_generations": wanted.groups,
+        "generation_batch_size": micro * chunk, "max_completion_length": wanted.completion_tokens, "num_iterations": 1,
+        "gradient_checkpointing": wanted.checkpointing, "attn_implementation": None, "loss_type": wanted.loss,
+        "use_peft": True, "lora_r": wanted.lora_r, "lora_alpha": 2 * wanted.lora_r, "load_in_4bit": False,
+        "load_in_8bit": False, "scale_rewards": "group", "top_entropy_quantile": 1.0, "optim": "adamw_torch",
+        "torch_compile": False, "torch_empty_cache_steps": None,
+    }  # fmt: skip
+    return Recipe(trainer="grpo", values={}, resolved=resolved)
+
+
+def case_of(wanted: RecipeOf, card: Card) -> Case:
+    knobs = [_FLASH if k.name == "attn_implementation" else k for k in load_space(None, trainer="grpo")]
+    knobs = [k if k.name != "quantization" else Knob(name=k.name, tier=k.tier, values=k.values,
+             memory_ascending=k.memory_ascending, needs=("lora",)) for k in knobs]  # fmt: skip
+    more = () if wanted.allow == "recipe" else _MORE_KNOBS
+    space = Space.of(recipe_of(wanted), (*knobs, *more), allow=wanted.allow, device="cuda")
+    grid = Grid.of(space)
+    shape = SHAPES[wanted.shape]
+    known = columns(space)
+    floor, used, step = predict(known, shape, card)
+    predictions = Predictions(candidates=grid.candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+    return Case(name=f"{wanted.name} on {card.name}", space=space, known=known, shape=shape, card=card, grid=grid,
+                predictions=predictions)  # fmt: skip
+
+
+def all_cases() -> list[Case]:
+    return [case_of(recipe, card) for recipe in RECIPES for card in CARDS.values()]
+
+
+def optimum(case: Case, used: Floats, step: Floats) -> tuple[int, float] | None:
+    """(index of the tier, seconds) of the exhaustive optimum by the winner rule, or None when nothing fits."""
+    fits = used <= case.target_bytes
+    if not fits.any():
+        return None
+    tier = int(case.grid.tiers[fits].min())
+    return tier, float(np.min(step[fits & (case.grid.tiers == tier)]))

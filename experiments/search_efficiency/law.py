@@ -1,0 +1,219 @@
+"""The bytes and seconds of a GRPO step, from formulas: `predict` is what a search is told, `truth` what probes say.
+
+No figure here claims to be a real card's. `truth` has other efficiencies (GEMM, bandwidth, launch), fragmentation that
+depends on knobs, kernel choices that help or hurt whole regions, and noise; its distance from `predict` is scaled to
+the misprediction that is asked for: the root mean square, over the grid, of the logarithm of truth over prediction.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit.space import Space
+
+Floats = NDArray[np.float64]
+_GB = 1e9
+_WEIGHT_BYTES = {"none": 2.0, "8bit": 1.06, "4bit": 0.55}  # a parameter, with scales and the layers left in bf16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder: parameters, layers, hidden and MLP width, heads, KV heads of `head` width, vocabulary."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head: int = 128
+    vocab: int = 151_936
+    prompt_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card as the data sheet has it: bytes that a program sees, context, bytes/s, dense half FLOP/s."""
+
+    name: str
+    capacity_bytes: float
+    context_bytes: float
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a cost model has to guess."""
+
+    gemm: float = 0.5  # share of the dense peak, at many tokens
+    half_tokens: float = 2000.0  # tokens in a micro-batch at which half of that is reached
+    bandwidth: float = 0.75
+    launch_s: float = 6e-6
+    decode_kernels: float = 52.0  # a layer and token
+    update_kernels: float = 150.0  # a layer, forward and backward
+    eager_rows: float = 10.0  # bytes a score in the eager attention's backward
+    kept: float = 34.0  # bytes a token and hidden unit that a layer keeps without checkpointing
+    checkpoint_kept: float = 2.0
+    fragmentation: float = 0.06
+    cache_copy: float = 1.0  # copies of the KV cache that growing it costs, in bytes moved
+    flash: float = 0.9  # time of a layer's attention with flash against sdpa
+    compiled: float = 0.9
+    unfused: float = 3.0  # passes over the optimizer's bytes
+
+
+Columns = dict[str, NDArray[np.object_]]
+
+
+def columns(space: Space) -> Columns:
+    """{knob: its value for every allowed candidate}, the split of the batch among them."""
+    allowed = space.allowed()
+    split = np.array([space.split(c) for c in allowed])
+    found: Columns = {}
+    for knob, values in zip(space.knobs, zip(*(c.values for c in allowed), strict=True), strict=True):
+        found[knob.name] = np.array(values, dtype=object)
+    resolved = space.recipe.resolved
+    for name in ("gradient_checkpointing", "attn_implementation", "max_completion_length", "lora_r", "optim",
+                 "torch_compile", "torch_empty_cache_steps"):  # fmt: skip
+        found.setdefault(name, np.array([resolved.get(name)] * len(allowed), dtype=object))
+    for place, name in enumerate(("micro", "accumulation", "chunk", "groups")):
+        found[name] = split[:, place]
+    return found
+
+
+def evaluate(c: Columns, shape: Shape, card: Card, rates: Rates) -> tuple[Floats, Floats, Floats]:
+    """(static bytes, device-used bytes, step seconds) of every allowed candidate."""
+    micro, accumulation = c["micro"].astype(float), c["accumulation"].astype(float)
+    rollout = micro * c["chunk"].astype(float)
+    rounds = np.maximum(1.0, micro * accumulation / rollout)
+    new = c["max_completion_length"].astype(float)
+    tokens = shape.prompt_tokens + new
+    checkpointed = c["gradient_checkpointing"].astype(bool)
+    eager = c["attn_implementation"] == "eager"
+    flash = c["attn_implementation"] == "flash_attention_2"
+    compiled = c["torch_compile"].astype(bool)
+    emptied = c["torch_empty_cache_steps"] == 1
+    quantised = c.get("quantization", np.array(["none"] * len(micro), dtype=object))
+    weight = np.array([_WEIGHT_BYTES[str(q)] for q in quantised]) * shape.parameters
+    rank = c["lora_r"].astype(float)
+    adapters = 2.0 * rank * shape.layers * (4 * shape.hidden + 3 * (shape.hidden + shape.mlp))
+    fused = c["optim"] == "adamw_torch_fused"
+    expandable = c.get("env.PYTORCH_CUDA_ALLOC_CONF", np.full(len(micro), None)) == "expandable_segments:True"
+
+    static = weight + 16.0 * adapters + card.context_bytes
+    kv_token = 4.0 * shape.layers * shape.kv_heads * shape.head
+    kv = rollout * tokens * kv_token
+    in_rollout = kv * (1.0 + rates.cache_copy / shape.layers * 2) + rollout * shape.vocab * 8.0
+    rows = micro * tokens
+    layer = rows * shape.hidden * (rates.kept + np.where(rank > 0, 8.0, 0.0)) + rows * shape.mlp * 6.0
+    scores = np.where(eager, micro * shape.heads * tokens**2 * rates.eager_rows / 2, 0.0)
+    kept = np.where(
+        checkpointed, rows * shape.hidden * rates.checkpoint_kept * shape.layers + layer + scores,
+        shape.layers * (layer + scores),
+    )  # fmt: skip
+    head = np.minimum(rows, 4096) * 32768 * 2.0 + rows * shape.hidden * 4.0
+    in_update = kept + head + np.where(fused, 0.0, 4.0 * adapters)
+    loose = rates.fragmentation * np.where(expandable, 0.3, 1.0) * np.where(emptied, 0.7, 1.0)
+    used = static + np.maximum(in_rollout, in_update) * (1.0 + loose)
+
+    bandwidth = card.bytes_per_s * rates.bandwidth
+    slower = np.where(eager, 1.15, np.where(flash, rates.flash * 0.5 + 0.5, 1.0))
+    slower = slower * np.where(compiled, rates.compiled, 1.0)
+    dequantise = np.where(quantised == "4bit", 1.5, np.where(quantised == "8bit", 2.2, 1.0))
+    launches = shape.layers * rates.decode_kernels * rates.launch_s * np.where(compiled, 0.8, 1.0)
+    moved = weight * dequantise + rollout * (tokens - new / 2) * kv_token * (1.0 + rates.cache_copy)
+    decode = rounds * new * np.maximum(launches, moved / bandwidth)
+    speed = card.flops_per_s * rates.gemm * rows / (rows + rates.half_tokens)
+    attention = 12.0 * shape.layers * shape.heads * shape.head * tokens * np.where(eager, 3.0, 1.0)
+    work = (shape.parameters * np.where(checkpointed, 6.0, 4.0) + attention) * rows
+    each = np.maximum(work * slower / speed, shape.layers * rates.update_kernels * rates.launch_s)
+    each = each + np.where(eager, shape.layers * scores / bandwidth * 2, 0.0) + (dequantise - 1) * weight / bandwidth
+    optimizer = adapters * 16.0 * np.where(fused, 1.0, rates.unfused) / bandwidth + np.where(fused, 2e-4, 8e-3)
+    prefill = rounds * rollout * shape.prompt_tokens * 2.0 * shape.parameters / (card.flops_per_s * rates.gemm)
+    step = decode + accumulation * each + optimizer + prefill + np.where(emptied, 0.05, 0.0)
+    return np.asarray(static, float), np.asarray(used, float), np.asarray(step, float)
+
+
+def predict(known: Columns, shape: Shape, card: Card) -> tuple[Floats, Floats, Floats]:
+    """(floor bytes, device-used bytes, step seconds) as the search is told."""
+    return evaluate(known, shape, card, Rates())
+
+
+def truth(
+    known: Columns,
+    codes: NDArray[np.int64],
+    shape: Shape,
+    card: Card,
+    *,
+    misprediction: float,
+    seed: int,
+    unexplained: float = 0.05,
+) -> tuple[Floats, Floats]:
+    """(device-used bytes, step seconds) that probes measure, but for their noise; `codes` number the knobs' values.
+
+    Most of the misprediction comes from other rates; `unexplained` (of a logarithm, before scaling) from no formula.
+    """
+    chance = np.random.default_rng([seed, int(misprediction * 1000)])
+
+    def off(spread: float) -> float:
+        return float(np.exp(chance.normal(0.0, spread)))
+
+    base = Rates()
+    rates = Rates(
+        gemm=base.gemm * off(0.4), half_tokens=base.half_tokens * off(0.8), bandwidth=base.bandwidth * off(0.3),
+        launch_s=base.launch_s * off(0.6), decode_kernels=base.decode_kernels * off(0.2), flash=base.flash * off(0.3),
+        update_kernels=base.update_kernels * off(0.3), eager_rows=base.eager_rows * off(0.3), kept=base.kept * off(0.3),
+        checkpoint_kept=base.checkpoint_kept * off(0.3), fragmentation=base.fragmentation * off(0.8),
+        cache_copy=base.cache_copy * off(0.7), compiled=base.compiled * off(0.1), unfused=base.unfused * off(0.5),
+    )  # fmt: skip
+    floor, expected_used, expected_step = predict(known, shape, card)
+    _, used, step = evaluate(known, shape, card, rates)
+    bytes_off = np.log(used / expected_used) + unexplained * _regions(codes, chance)
+    seconds_off = np.log(step / expected_step) + unexplained * _regions(codes, chance)
+    bytes_off, seconds_off = (_scaled(values, misprediction, chance) for values in (bytes_off, seconds_off))
+    return np.maximum(floor, expected_used * np.exp(bytes_off)), expected_step * np.exp(seconds_off)
+
+
+def truth_unexplained(
+    known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
+) -> tuple[Floats, Floats]:
+    """A harder one: most of the misprediction is of values, pairs and waves that no formula has."""
+    return truth(known, codes, shape, card, misprediction=misprediction, seed=seed, unexplained=0.3)
+
+
+def _regions(coded: NDArray[np.int64], chance: np.random.Generator) -> Floats:
+    """Kernel choices and fragmentation that no formula has: an effect of each value, of pairs, and smooth waves."""
+    codes = [column for column in coded.T if np.ptp(column)]
+    total = np.zeros(len(codes[0]))
+    for code in codes:
+        total += chance.normal(0, 1.0, int(code.max()) + 1)[code] / np.sqrt(len(codes))
+    for _ in range(4):
+        one, two = chance.choice(len(codes), 2, replace=False)
+        effects = chance.normal(0, 0.5, (int(codes[one].max()) + 1, int(codes[two].max()) + 1))
+        total += effects[codes[one], codes[two]] / 2
+    phase = sum(chance.normal(0, 0.8) * code for code in codes)
+    return np.asarray(total + 0.5 * np.sin(phase + chance.uniform(0, 6)), dtype=np.float64)
+
+
+def _scaled(values: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
+    """`values` with a root mean square of `misprediction`: half of it over the grid, half common to all."""
+    within = values - values.mean()
+    share = np.sqrt(0.5)
+    common = share * misprediction * (1 if chance.random() < 0.5 else -1)
+    return within / max(1e-9, within.std()) * share * misprediction + common
+
+
+_CARDS = (
+    Card(name="rtx4090", capacity_bytes=25.4 * _GB, context_bytes=0.52 * _GB, bytes_per_s=1008e9, flops_per_s=165e12),
+    Card(name="a100-40gb", capacity_bytes=42.3 * _GB, context_bytes=0.53 * _GB, bytes_per_s=1555e9, flops_per_s=312e12),
+    Card(name="h100", capacity_bytes=84.9 * _GB, context_bytes=0.64 * _GB, bytes_per_s=3350e9, flops_per_s=989e12),
+)
+CARDS = {card.name: card for card in _CARDS}
+SHAPES = {
+    "0.5B": Shape(parameters=0.49e9, layers=24, hidden=896, mlp=4864, heads=14, kv_heads=2, head=64),
+    "1.5B": Shape(parameters=1.54e9, layers=28, hidden=1536, mlp=8960, heads=12, kv_heads=2),
+    "4B": Shape(parameters=4.0e9, layers=36, hidden=2560, mlp=9728, heads=32, kv_heads=8),
+    "8B": Shape(parameters=8.2e9, layers=36, hidden=4096, mlp=12288, heads=32, kv_heads=8),
+    "14B": Shape(parameters=14.8e9, layers=40, hidden=5120, mlp=17408, heads=40, kv_heads=8),
+}

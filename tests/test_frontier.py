@@ -1,0 +1,61 @@
+"""The winner rule: the tier first, then what the goal asks for."""
+
+import pytest
+
+from autofit.errors import ConfigError
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space import Tier
+from autofit.tuning.frontier import Goal, Trial, baseline, predicted_baseline, rule_of, why, winner
+from autofit.tuning.search import since_improvement
+from autofit.units import parse_frac
+
+GB = 10**9
+
+
+def trial(number: int, step_s: float, used_gb: float, *, tier: Tier = "neutral") -> Trial:
+    result = ProbeResult(
+        status=ProbeStatus.FIT, device="cpu", device_used_bytes=int(used_gb * GB), step_s=(step_s,),
+        completions_per_step=8,
+    )  # fmt: skip
+    return Trial(number=number, tier=tier, changes={"x": number} if number else {}, params={}, result=result)
+
+
+TRIALS = [
+    trial(0, 10.0, 2), trial(1, 4.0, 9.5), trial(2, 4.3, 6), trial(3, 5.0, 8), trial(4, 9.0, 1),
+    trial(5, 3.0, 5, tier="recipe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("goal", "number"), [("speed", 1), ("memory", 2), ("utilisation", 3)])
+def test_each_goal_has_its_winner_in_the_highest_tier_that_fits(goal: Goal, number: int) -> None:
+    best = winner(TRIALS, goal=goal, target_bytes=10 * GB)
+    assert best is not None
+    assert best.number == number
+    assert why(TRIALS, {}, 10 * GB, {"goal": goal, "target_bytes": 10 * GB}).startswith(f"trial {number} wins")
+
+
+def test_with_nothing_in_the_band_the_nearest_from_below_wins() -> None:
+    best = winner([TRIALS[1], TRIALS[2], TRIALS[4]], goal="utilisation", target_bytes=10 * GB)
+    assert best is TRIALS[2]
+
+
+def test_a_baseline_that_was_not_probed_is_said_to_be_predicted_not_to_fit() -> None:
+    attrs = {"target_bytes": 10 * GB, "headroom_bytes": GB,
+             "baseline_predicted": {"floor_bytes": 11e9, "device_used_bytes": 12e9, "step_s": 1.0}}  # fmt: skip
+    moved = [trial(number, 1.0, 1) for number in (1, 2)]
+    assert baseline(moved) is None
+    assert "predicted 12.00 GB, which does not fit" in predicted_baseline(moved, attrs)
+    assert predicted_baseline(TRIALS, attrs) == ""
+    assert rule_of(attrs) == {"goal": "speed", "target_bytes": 9 * GB}
+
+
+def test_trials_since_the_winner_improved_are_counted_in_one_pass() -> None:
+    steps = [10.0, 8.0, 7.99, 9.0, 7.0, 7.0, 7.5]
+    assert since_improvement([trial(n, s, 1) for n, s in enumerate(steps)]) == 2
+    assert since_improvement([trial(n, 5.0, 1) for n in range(3000)]) == 2999
+
+
+def test_a_share_is_given_as_a_percentage_or_a_number() -> None:
+    assert (parse_frac("1%"), parse_frac("0.01"), parse_frac("0")) == (0.01, 0.01, 0.0)
+    with pytest.raises(ConfigError, match="a share looks like"):
+        parse_frac("120%")

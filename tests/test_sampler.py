@@ -1,0 +1,284 @@
+"""The sampler against laws that are not its predictions: what it may never do, whatever the law."""
+
+import dataclasses
+
+import numpy as np
+import optuna
+import pytest
+from optuna.trial import TrialState, create_trial
+from recipes import grpo_recipe
+
+from autofit.errors import ConfigError
+from autofit.space import TIERS, Knob, Space, Tier, load_space
+from autofit.tuning.grid import Grid
+from autofit.tuning.predictions import Predictions
+from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
+
+GB = 10**9
+
+
+class Law:
+    """A space, what is predicted of it and what is true: another cost for each value, drawn by `seed`."""
+
+    def __init__(self, *, seed: int, allow: Tier = "neutral", off: float = 0.3, loss: str = "grpo") -> None:
+        recipe = grpo_recipe(
+            per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=8, loss_type=loss
+        )
+        self.space = Space.of(recipe, load_space(None, trainer="grpo"), allow=allow)
+        self.grid = grid = Grid.of(self.space)
+        chance = np.random.default_rng(seed)
+        split = np.array([self.space.split(c) for c in grid.candidates], dtype=float)
+        params = [self.space.params(c) for c in grid.candidates]
+        kept = np.array([4.0 if p["gradient_checkpointing"] else 10.0 for p in params])
+        used = (2 + kept * split[:, 0] / 4) * GB
+        step = (0.5 + 4 / split[:, 0]) * np.where(kept > 5, 1.0, 1.3)
+        truths = [sum(chance.normal(0, off / 2, 40)[codes] for codes in grid.codes.T) for _ in range(2)]
+        self.used, self.step = used * np.exp(truths[0]), step * np.exp(truths[1])
+        self.target_bytes = int(np.quantile(self.used, 0.6))
+        self.predictions = Predictions(
+            candidates=grid.candidates, floor_bytes=np.minimum(0.5 * used, 0.99 * self.used),
+            device_used_bytes=used, step_s=step,
+        )  # fmt: skip
+
+    def sampler(self, name: SamplerName = "autofit", *, predicted: bool = True, seed: int = 0) -> CandidateSampler:
+        return make_sampler(
+            name, self.grid, predictions=self.predictions if predicted else None, target_bytes=self.target_bytes,
+            seed=seed,
+        )  # fmt: skip
+
+    def study(self, sampler: CandidateSampler) -> optuna.Study:
+        return optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+
+    def place(self, trial: optuna.trial.Trial) -> int:
+        place = self.grid.find(trial.params)
+        assert place is not None, f"not a candidate: {trial.params}"
+        return place
+
+    def tell(self, study: optuna.Study, trial: optuna.trial.Trial) -> bool:
+        place = self.place(trial)
+        trial.set_constraint("bytes_over_target", float(self.used[place] - self.target_bytes))
+        study.tell(trial, [float(self.step[place]), float(self.used[place])])
+        return bool(self.used[place] <= self.target_bytes)
+
+    def best_place(self) -> int:
+        fits = self.used <= self.target_bytes
+        tier = self.grid.tiers[fits].min()
+        return int(np.argmin(np.where(fits & (self.grid.tiers == tier), self.step, np.inf)))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("predicted", [True, False])
+def test_no_candidate_is_proposed_twice_or_after_an_oom_that_rules_it_out_or_without_the_effective_batch(
+    name: SamplerName, predicted: bool
+) -> None:
+    for seed in range(2):
+        law = Law(seed=seed, allow="approximate", loss="dapo")
+        study = law.study(law.sampler(name, predicted=predicted, seed=seed))
+        seen: list[int] = []
+        ooms: list[int] = []
+        for _ in range(7 if name == "gp" else 14):
+            trial = study.ask(law.sampler().distributions())
+            place = law.place(trial)
+            candidate = law.grid.candidates[place]
+            assert place not in seen
+            assert not any(law.space.needs_no_less(candidate, law.grid.candidates[oom]) for oom in ooms)
+            assert law.space.violated(candidate) is None
+            micro, accumulation, chunk, groups = law.space.split(candidate)
+            assert micro * accumulation == 32
+            assert (micro * chunk) % groups == 0
+            seen.append(place)
+            if not law.tell(study, trial):
+                ooms.append(place)
+        assert seen[0] == 0
+
+
+def test_an_error_of_30_percent_in_memory_and_time_costs_a_few_probes() -> None:
+    needed = []
+    for seed in range(12):
+        law = Law(seed=seed)
+        study = law.study(law.sampler())
+        best = law.step[law.best_place()]
+        for count in range(1, 13):  # noqa: B007
+            trial = study.ask(law.sampler().distributions())
+            if law.tell(study, trial) and law.step[law.place(trial)] <= best / 0.95:
+                break
+        needed.append(count)
+    assert np.median(needed) <= 6, needed
+
+
+def test_probes_at_work_are_left_alone_and_spread_out() -> None:
+    law = Law(seed=1)
+    study = law.study(law.sampler())
+    law.tell(study, study.ask(law.sampler().distributions()))
+    asked = [law.place(study.ask(law.sampler().distributions())) for _ in range(6)]
+    assert len(set(asked)) == 6
+
+
+def test_plain_optimize_works_and_ends_when_nothing_is_left() -> None:
+    law = Law(seed=2)
+    sampler = law.sampler()
+    assert isinstance(sampler, PriorSampler)
+
+    def objective(trial: optuna.Trial) -> tuple[float, float]:
+        for name, distribution in sampler.distributions().items():
+            assert isinstance(distribution, optuna.distributions.CategoricalDistribution)
+            trial.suggest_categorical(name, distribution.choices)
+        place = law.place(trial)
+        trial.set_constraint("bytes_over_target", float(law.used[place] - law.target_bytes))
+        return float(law.step[place]), float(law.used[place])
+
+    study = law.study(sampler)
+    study.optimize(objective, n_trials=1000)
+    assert len(study.trials) + sampler.read(study).screened == len(law.grid)
+    best = min((t for t in study.trials if t.constraints["bytes_over_target"] <= 0), key=lambda t: t.values[0])
+    assert law.grid.find(best.params) == law.best_place()
+
+
+def test_a_study_of_one_objective_and_pruned_trials_is_understood() -> None:
+    law = Law(seed=3)
+    sampler = law.sampler()
+    study = optuna.create_study(direction="minimize", sampler=sampler)
+    for _ in range(8):
+        trial = study.ask(sampler.distributions())
+        place = law.place(trial)
+        if law.used[place] > law.target_bytes:
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, float(law.step[place]))
+    observed = sampler.read(study).observations
+    assert len(observed) == 8
+    assert all(o.at_least == (not o.fits) for o in observed)
+
+
+def test_a_baseline_whose_floor_is_over_the_target_costs_no_probe() -> None:
+    law = Law(seed=4)
+    floor = law.predictions.floor_bytes.copy()
+    floor[0] = law.target_bytes + 1
+    law.predictions = dataclasses.replace(law.predictions, floor_bytes=floor)
+    sampler = law.sampler()
+    study = law.study(sampler)
+    assert law.place(study.ask(sampler.distributions())) != 0
+    assert not sampler.read(study).free[0]
+
+
+def test_a_lower_tier_waits_until_the_higher_has_nothing_to_gain() -> None:
+    for seed in range(3):
+        law = Law(seed=seed, allow="recipe")
+        study = law.study(law.sampler(seed=seed))
+        tiers = []
+        for _ in range(30):
+            trial = study.ask(law.sampler().distributions())
+            law.tell(study, trial)
+            tiers.append(int(law.grid.tiers[law.place(trial)]))
+        neutral = [n for n, tier in enumerate(tiers) if tier == 0]
+        found = [law.place(t) for t in study.trials[: max(neutral) + 1]]  # type: ignore[arg-type]
+        assert min(tiers[:5]) == 0
+        assert min(law.step[p] for p in found if law.used[p] <= law.target_bytes and not law.grid.tiers[p]) <= (
+            law.step[law.best_place()] / 0.95
+        )
+        assert set(tiers) > {0}  # and then they get their probes too
+
+
+def test_the_search_ends_when_little_is_left_to_gain_and_says_how_little() -> None:
+    law = Law(seed=5, off=0.05)
+    sampler = law.sampler()
+    study = law.study(sampler)
+    reasons = []
+    while (reason := sampler.worth_another(study, min_gain_frac=0.01)) is None:
+        law.tell(study, study.ask(sampler.distributions()))
+        assert len(study.trials) < 30
+    reasons.append(reason)
+    assert "is expected to gain" in reason
+    assert "below 1 %" in reason
+    assert sampler.worth_another(study, min_gain_frac=None) is None
+
+
+def test_an_oom_teaches_that_like_candidates_need_more_than_was_predicted() -> None:
+    law = Law(seed=6)
+    sampler = law.sampler()
+    assert isinstance(sampler, PriorSampler)
+    places = np.arange(len(law.grid))
+    before = sampler._model.fits_at(places)
+    place = int(np.argmax(before))
+    distributions = sampler.distributions()
+    study = law.study(sampler)
+    study.add_trial(create_trial(
+        params=law.grid.params(place), distributions=distributions, values=[9.0, law.target_bytes + 1.0],
+        constraints={"bytes_over_target": 1.0},
+    ))  # fmt: skip
+    sampler.read(study)
+    sampler.proposal()
+    after = sampler._model.fits_at(places)
+    assert (after <= before + 1e-9).all()
+    assert after[place] < 0.6 * before[place]
+
+
+def test_unknown_predictions_are_guessed_from_the_rest() -> None:
+    law = Law(seed=7)
+    step = law.predictions.step_s.copy()
+    step[::3] = np.nan
+    law.predictions = dataclasses.replace(law.predictions, step_s=step)
+    sampler = law.sampler()
+    assert isinstance(sampler, PriorSampler)
+    expected = np.exp(sampler._model.log_step)
+    assert np.isfinite(expected).all()
+    assert np.corrcoef(np.log(expected), np.log(law.step))[0, 1] > 0.5
+    with pytest.raises(ConfigError, match="one step_s a candidate"):
+        dataclasses.replace(law.predictions, step_s=step[1:])
+
+
+def test_memory_order_in_the_grid_is_that_of_the_space() -> None:
+    for loss, allow in (("grpo", "neutral"), ("dapo", "recipe")):
+        law = Law(seed=8, allow=allow, loss=loss)  # type: ignore[arg-type]
+        chance = np.random.default_rng(0)
+        for place in chance.integers(0, len(law.grid), 12):
+            mask = law.grid.needs_no_less(int(place))
+            for other in chance.integers(0, len(law.grid), 60):
+                one, two = law.grid.candidates[other], law.grid.candidates[place]
+                assert mask[other] == law.space.needs_no_less(one, two)
+
+
+def test_a_grid_needs_no_space() -> None:
+    from autofit.space import Candidate
+
+    candidates = [Candidate((a, b)) for a in (1, 2, 4, 8) for b in ("x", "y")]
+    grid = Grid(["size", "kind"], [(1, 2, 4, 8), ("x", "y")], candidates, ascending=["size"])
+    sampler = PriorSampler(grid, target_bytes=5)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    for _ in range(6):
+        trial = study.ask(sampler.distributions())
+        size = trial.params["size"]
+        trial.set_constraint("over", size - 5.0)
+        study.tell(trial, [8 / size if size < 5 else 8.0, size])
+        if sampler.worth_another(study, min_gain_frac=None) is not None:
+            break
+    assert min(t.values[0] for t in study.trials if t.constraints["over"] <= 0) == 2
+    assert len({str(t.params) for t in study.trials}) == len(study.trials)
+
+
+def test_tiers_of_the_grid_are_those_of_the_space() -> None:
+    law = Law(seed=9, allow="recipe", loss="dapo")
+    assert [TIERS[t] for t in law.grid.tiers] == [law.space.tier(c) for c in law.grid.candidates]
+
+
+def test_a_hundred_thousand_candidates_are_listed_and_searched() -> None:
+    recipe = grpo_recipe(
+        per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=8, optim="a", seed=1, x=1
+    )
+    more = tuple(Knob(name=n, tier="neutral", values=v) for n, v in
+                 [("optim", ("a", "b", "c")), ("seed", (1, 2, 3, 4)), ("x", (1, 2, 3, 5))])  # fmt: skip
+    space = Space.of(recipe, (*load_space(None, trainer="grpo"), *more), allow="recipe")
+    grid = Grid.of(space)
+    assert len(grid) > 100_000
+    chance = np.random.default_rng(0)
+    used, step = chance.uniform(1, 9, len(grid)) * GB, chance.uniform(1, 9, len(grid))
+    predictions = Predictions(candidates=grid.candidates, floor_bytes=0.5 * used, device_used_bytes=used, step_s=step)
+    sampler = PriorSampler(grid, predictions=predictions, target_bytes=5 * GB)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    for _ in range(4):
+        trial = study.ask(sampler.distributions())
+        place = grid.find(trial.params)
+        assert place is not None
+        trial.set_constraint("over", float(used[place] - 5 * GB))
+        study.tell(trial, [float(step[place]), float(used[place])])
+    assert min(t.values[0] for t in study.trials[1:]) < 1.1
