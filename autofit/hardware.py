@@ -155,6 +155,17 @@ def _spec(name: str) -> GpuSpec:
         raise ConfigError(str(error)) from error
 
 
+def simulated_twin(device: Device) -> Device | None:
+    """The simulated card that predicts `device`: itself, or the visible card's model; None where none is known."""
+    if device.startswith("sim:"):
+        return device
+    names = {gpu.name for gpu in gpus()} if device == "cuda" else set()
+    try:
+        return f"sim:{gpu_spec(names.pop()).name}" if len(names) == 1 else None
+    except UnknownGpuError:
+        return None
+
+
 def choose_target(asked_bytes: int | None, device: Device) -> int:
     """The target in bytes: what was asked for, or the whole card. Raises ConfigError for more than there is."""
     if device.startswith("sim:"):

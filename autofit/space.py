@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ class Knob:
     name: str
     tier: Tier
     values: tuple[Value, ...] = ()
+    cpu_values: tuple[Value, ...] = ()  # tried as well where probes run on the CPU
     solved: bool = False
     memory_ascending: bool = False
     needs: tuple[str, ...] = ()
@@ -75,6 +76,8 @@ class Space:
                 f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
             )
         free = tuple(k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow) and _usable(k, recipe, device))
+        if device == "cpu":
+            free = tuple(replace(k, values=k.values + k.cpu_values) for k in free)
         space = cls(recipe, free, tuple(_choices(k, recipe) for k in free), allow)
         if not space._solved:
             raise ConfigError(space.why_empty())
@@ -344,7 +347,7 @@ def _knob(path: Path, name: str, entry: object) -> Knob:
     where = f"the search space {path}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
-    known = {"tier", "values", "memory", "needs", "scales"}
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -358,12 +361,16 @@ def _knob(path: Path, name: str, entry: object) -> Knob:
     if values != "solved" and (not isinstance(values, list) or not values):
         raise ConfigError(f"{where}: values must be a list with at least one value; got {values!r}")
     listed = () if values == "solved" else tuple(cast(list[Value], values))
-    if any(isinstance(v, list | dict) for v in listed):
+    on_cpu = entry.get("cpu_values", [])
+    if not isinstance(on_cpu, list) or (on_cpu and values == "solved"):
+        raise ConfigError(f"{where}: cpu_values must be a list of further values; got {on_cpu!r}")
+    if any(isinstance(v, list | dict) for v in (*listed, *on_cpu)):
         raise ConfigError(f"{where}: values must be plain (numbers, text, true, false); got {values!r}")
     return Knob(
         name=name,
         tier=entry["tier"],
         values=listed,
+        cpu_values=tuple(on_cpu),
         solved=values == "solved",
         memory_ascending=memory == "ascending",
         needs=_texts(where, "needs", entry.get("needs", [])),

@@ -2,17 +2,21 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
+    cache_folder,
     check_prompt_tokens,
     describe,
     given,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from autofit.probing.warm import WarmServer
     from autofit.recipe import Recipe
     from autofit.tuning.frontier import Trial
+    from autofit.tuning.predictions import Predictions
     from autofit.tuning.search import Plan, Progress, Search
 
 
@@ -45,6 +50,7 @@ def search(options: argparse.Namespace) -> int:
     server = warm(folder)
     try:
         plan, scratch = _plan(options, server)
+        plan = replace(plan, predictions=_predictions(plan, scratch, server))
         with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
             study = open_study(plan)
             _keep_worst_case(scratch, plan.probes_folder)
@@ -121,6 +127,30 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
     return plan, scratch
 
 
+def _predictions(plan: "Plan", scratch: Path, server: "WarmServer") -> "Predictions | None":
+    """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
+    import numpy as np
+
+    from autofit.forecast import Forecaster
+    from autofit.hardware import simulated_twin
+    from autofit.probing.prepare import worst_case_path
+
+    device = simulated_twin(plan.device)
+    if device is None:
+        return None
+    began = time.monotonic()
+    forecaster = Forecaster(
+        device=device, worst_case=worst_case_path(scratch), server=server, scratch=scratch / "forecasts",
+        kept=cache_folder() / "forecasts",
+    )  # fmt: skip
+    predictions = forecaster.predict(plan.space)
+    known = int(np.isfinite(predictions.step_s).sum())
+    too_large = int((predictions.floor_bytes > (plan.limit_bytes or math.inf)).sum())
+    say(f"{'predicted':>16}: {known} of {len(predictions.candidates)} candidates in "
+        f"{format_seconds(time.monotonic() - began)}; {too_large} cannot fit")  # fmt: skip
+    return predictions
+
+
 def _keep_worst_case(scratch: Path, folder: Path) -> None:
     """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
     from autofit.probing import stand_in
@@ -151,8 +181,7 @@ def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:
 def _demo_recipe() -> Path:
     from autofit.demo import prepare_smollm2
 
-    cache = Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
-    return prepare_smollm2(cache, progress=say)
+    return prepare_smollm2(cache_folder(), progress=say)
 
 
 @contextlib.contextmanager
