@@ -231,6 +231,7 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
         listed = name in ("grid", "halving")  # a list to go through: nothing is proposed
         summary[name] = {**summary_of(ours, options.probes),
                          "propose_ms_at_200": 0.0 if listed else propose_ms(name, 200)}  # fmt: skip
+        summary[name]["probes"] = options.probes  # the most a search had
         details[name] = {
             "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
             "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
