@@ -70,8 +70,14 @@ class Forecaster:
             groups.setdefault(self._structure(space, candidate, shape), []).append(place)
         requests = {name: self._request(name, space, [(candidates[p], shapes[p]) for p in places])
                     for name, places in groups.items()}  # fmt: skip
+        self.scratch.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.workers) as pool:
-            models = dict(zip(requests, pool.map(self._model, requests.values()), strict=True))
+            try:
+                models = dict(zip(requests, pool.map(self._model, requests.values()), strict=True))
+            except BaseException:  # Ctrl-C: the traces at work end, too
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._cancel.touch()
+                raise
         floor = np.zeros(len(candidates))
         used, step = np.full(len(candidates), np.nan), np.full(len(candidates), np.nan)
         spec = gpu_spec(self.device.removeprefix("sim:"))
@@ -82,6 +88,10 @@ class Forecaster:
                 used[places] = spec.context_bytes + live
                 step[places] = seconds
         return Predictions(candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+
+    @property
+    def _cancel(self) -> Path:
+        return self.scratch / "cancel"
 
     def _structure(self, space: Space, candidate: Candidate, shape: _Shape) -> str:
         """What tells one mass model from another, as text."""
@@ -128,7 +138,7 @@ class Forecaster:
                     {
                         "entry": "autofit.probing.forecast_worker:run", "argument": str(folder / "request.json"),
                         "cwd": str(Path.cwd()), "log": str(folder / "forecast.log"), "env": {},
-                        "deadline_s": _DEADLINE_S,
+                        "deadline_s": _DEADLINE_S, "cancel": str(self._cancel),
                     }
                 )  # fmt: skip
             except EnvironmentFault:

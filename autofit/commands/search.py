@@ -143,7 +143,11 @@ def _predictions(plan: "Plan", scratch: Path, server: "WarmServer") -> "Predicti
         device=device, worst_case=worst_case_path(scratch), server=server, scratch=scratch / "forecasts",
         kept=cache_folder() / "forecasts",
     )  # fmt: skip
-    predictions = forecaster.predict(plan.space)
+    try:
+        predictions = forecaster.predict(plan.space)
+    except BaseException:
+        remove(scratch)
+        raise
     known = int(np.isfinite(predictions.step_s).sum())
     too_large = int((predictions.floor_bytes > (plan.limit_bytes or math.inf)).sum())
     say(f"{'predicted':>16}: {known} of {len(predictions.candidates)} candidates in "
