@@ -30,7 +30,7 @@ def hangs(_: str) -> int:
 def leaves_grandchildren(path: str) -> int:
     """Start a child, and a child of a child in a session of its own; write their pids to `path`."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=2).pid)"
     orphan = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout.strip()
     with open(path, "w") as file:
         file.write(f"{child.pid} {orphan}")
