@@ -6,6 +6,7 @@ are made up, which matters only where two free blocks have the same size.
 
 from __future__ import annotations
 
+import copy
 import os
 from bisect import bisect_left, insort
 from collections.abc import Mapping
@@ -93,6 +94,12 @@ class Pool:
     def remove(self, block: Block) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
+    def twin(self, block: Block) -> Block:
+        """A block like that of another allocator's pool, with no neighbours yet."""
+        twin = Block(self, block.address, block.size, free=block.free, mapped=block.mapped)
+        twin.requested_bytes = block.requested_bytes
+        return twin
+
 
 class CachingAllocator:
     """One device's allocator. `malloc` returns a Block; `free` takes it back; the counters are torch's."""
@@ -153,6 +160,25 @@ class CachingAllocator:
         self.peak_requested_bytes = self.requested_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
+    def copy(self, live: Mapping[int, Block]) -> tuple[CachingAllocator, dict[int, Block]]:
+        """The same state for another future; `live` names every block in use, and comes back naming the copy's."""
+        other = copy.copy(self)
+        other._pools = {key: Pool(small=pool.small) for key, pool in self._pools.items()}
+        twins: dict[Block, Block] = {}
+        for key, pool in self._pools.items():
+            twins |= {block: other._pools[key].twin(block) for _, _, block in pool.free}
+            twins |= {block: other._pools[key].twin(block) for block in pool.unmapped}
+        names = {id(pool): key for key, pool in self._pools.items()}
+        mine = {name: other._pools[names[id(block.pool)]].twin(block) for name, block in live.items()}
+        twins |= {block: mine[name] for name, block in live.items()}
+        for block, twin in twins.items():
+            twin.prev = twins[block.prev] if block.prev is not None else None
+            twin.next = twins[block.next] if block.next is not None else None
+        for key, pool in self._pools.items():
+            other._pools[key].free = [(size, address, twins[block]) for size, address, block in pool.free]
+            other._pools[key].unmapped = [twins[block] for block in pool.unmapped]
+        return other, mine
+
     def round_size(self, nbytes: int) -> int:
         """Bytes a request takes: whole 512 B, or power-of-two divisions where the settings ask for them."""
         if nbytes < MIN_BLOCK_BYTES:
@@ -182,7 +208,7 @@ class CachingAllocator:
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         if self.settings.expandable_segments:
             return self._expand(pool, size)
-        segment = _segment_bytes(size)
+        segment = segment_bytes(size)
         if self.reserved_bytes + segment > self.capacity_bytes:
             return None
         block = Block(pool, self._next_address, segment, free=False)
@@ -316,7 +342,8 @@ class CachingAllocator:
         insort(pool.unmapped, block)
 
 
-def _segment_bytes(size: int) -> int:
+def segment_bytes(size: int) -> int:
+    """What a request that no cached block serves takes from the driver."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:

@@ -3,7 +3,8 @@
 A decode step repeats the one before it with tensors that grow linearly (the KV cache). Once two consecutive steps have
 the same allocations and frees in the same order, the remaining steps are played straight into the allocator, with
 sizes extrapolated. Of most of those steps only what grows or outlives the step is played, since the rest reuses the
-same cached blocks; every 16th step and the last two are played whole, so the peak is that of a whole last step.
+same cached blocks. In every 16th step what the large pool serves is played too, because there a growing cache may have
+taken the block that the rest lay in; the last two steps are played whole, so the peak is that of a whole last step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.fakegpu.allocator import SMALL_BYTES
 from autofit.fakegpu.layers import Delay, LayerClock
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_TRY = 4  # steps traced before looking for a steady state; the first ones contain the prefill
 LAST_TRY = 40
-WHOLE_EVERY = 16
+LARGE_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class RolloutSynthesis:
         own = {e.position for e in last.events if not e.is_allocation and e.steps_ago == 0}
         local = {position for position in own if growth[position] == 0}
         short = [e for e in last.events if not (e.position in local and e.steps_ago == 0)]
+        small = {position for position in local if last.sizes[position] <= SMALL_BYTES}
+        large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
         templates = [memory.allocations[index] for index in last.ids]
         shapes = [memory.allocations[index].shape for index in before.ids]
         ids: dict[int, dict[int, int]] = {
@@ -125,9 +129,9 @@ class RolloutSynthesis:
             seconds += slope * skipped
             clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
         for step in range(first, self.total_steps):
-            whole = step % WHOLE_EVERY == 0 or step >= self.total_steps - 2
             mine = ids[step] = {}
-            for event in last.events if whole else short:
+            whole = step >= self.total_steps - 2
+            for event in last.events if whole else large if step % LARGE_EVERY == 0 else short:
                 if layers is not None:
                     layers.set(event.layer)
                 if event.is_allocation:

@@ -17,7 +17,7 @@ import transformers
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.expand import Mark, Run, expanded
 from autofit.fakegpu.layers import LayerClock, shrink
-from autofit.fakegpu.replay import least_capacity, replay, replay_phases
+from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.probing.result import PhasePeak
 
@@ -47,7 +47,7 @@ class SimMemory:
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # the marks at which measured steps begin and end, in turn
         self._run: Run | None = None
-        self._peaks = (0, 0)  # allocated and reserved, over the whole run
+        self._replay: Unlimited | None = None
 
     @contextmanager
     def card(self, *, shallow: bool) -> Iterator[None]:
@@ -88,8 +88,7 @@ class SimMemory:
         assert self._gpu is not None
         run = self._run = expanded(self._gpu, self._marks)
         times = run.seconds()
-        peaks = replay_phases(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
-        self._peaks = max(a for a, _ in peaks), max(r for _, r in peaks)
+        self._replay = Unlimited(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
         found = [
             PhasePeak(
                 name=mark.name,
@@ -97,7 +96,7 @@ class SimMemory:
                 peak_reserved_bytes=reserved,
                 device_used_bytes=reserved + self._outside_bytes,
             )
-            for mark, (allocated, reserved) in zip(run.marks, peaks, strict=True)
+            for mark, (allocated, reserved) in zip(run.marks, self._replay.phases, strict=True)
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
@@ -121,15 +120,14 @@ class SimMemory:
 
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target."""
-        gpu, run, outside = self._gpu, self._run, self._outside_bytes
-        assert gpu is not None
+        run, unlimited, outside = self._run, self._replay, self._outside_bytes
         assert run is not None
-        log = run.log
-        used = self._peaks[1] + outside
-        least = min(used, least_capacity(log, settings=gpu.settings, unlimited_peaks=self._peaks) + outside)
+        assert unlimited is not None
+        used = unlimited.peaks[1] + outside
+        least = min(used, unlimited.least_capacity() + outside)
         if used > self._limit_bytes >= least:  # the allocator gives cached blocks back before it gives up
             room = self._limit_bytes - outside
-            used = replay(log, capacity_bytes=room, settings=gpu.settings).peak_reserved_bytes + outside
+            used = unlimited.replay(room).peak_reserved_bytes + outside
         elif least > self._limit_bytes:
             used = least
         phases = phase_categories(run.nbytes, run.categories, [(m.event, m.name) for m in run.marks])

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from autofit.fakegpu.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfCapacityError
-from autofit.fakegpu.replay import EventLog, least_capacity, replay
+from autofit.fakegpu import replay as replay_module
+from autofit.fakegpu.allocator import MIB, UNLIMITED, AllocatorSettings, Block, CachingAllocator, OutOfCapacityError
+from autofit.fakegpu.replay import EventLog, Unlimited, least_capacity, replay
 
 
 def test_requests_are_rounded_to_512_bytes_and_segments_follow_the_size_classes() -> None:
@@ -89,17 +90,42 @@ def test_counters_stay_consistent_under_random_load_in_every_mode() -> None:
         assert allocator.allocated_bytes == allocator.reserved_bytes == 0
 
 
-def test_least_capacity_runs_and_a_little_less_does_not() -> None:
+def _random_log(*, steps: int) -> EventLog:
     generator, log = random.Random(0), EventLog()
     live: list[tuple[int, int]] = []
-    for step in range(2000):
+    for step in range(steps):
         if live and generator.random() < 0.5:
             storage, nbytes = live.pop(generator.randrange(len(live)))
             log.add(storage, -nbytes)
         else:
-            nbytes = generator.choice([5000, 3 * MIB, 33 * MIB])
+            nbytes = generator.choice([700, 5000, 3 * MIB, 14 * MIB, 33 * MIB])
             log.add(step, nbytes)
             live.append((step, nbytes))
+    return log
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("max_split", [UNLIMITED, 20 * MIB])
+def test_a_replay_from_a_checkpoint_is_the_whole_replay(
+    expandable: bool, max_split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_module, "_CHECKPOINT_EVENTS", 64)
+    settings = AllocatorSettings(expandable_segments=expandable, max_split_size_bytes=max_split)
+    log = _random_log(steps=4000)
+    unlimited = Unlimited(log, [0, 1000, 3000], settings=settings)
+    whole = replay(log, settings=settings)
+    assert unlimited.peaks == (whole.peak_allocated_bytes, whole.peak_reserved_bytes)
+    assert unlimited.peaks == tuple(map(max, zip(*unlimited.phases, strict=True)))
+    outcomes = set()
+    for percent in range(80, 140, 3):
+        capacity = unlimited.peaks[0] * percent // 100
+        assert unlimited.replay(capacity) == replay(log, capacity_bytes=capacity, settings=settings)
+        outcomes.add(unlimited.replay(capacity).fits)
+    assert outcomes == {True, False}
+
+
+def test_least_capacity_runs_and_a_little_less_does_not() -> None:
+    log = _random_log(steps=2000)
     least = least_capacity(log, tolerance_bytes=2 * MIB)
     assert replay(log, capacity_bytes=least).fits
     assert not replay(log, capacity_bytes=least - 2 * MIB).fits
