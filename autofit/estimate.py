@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.table import Table
 
 from autofit.errors import EnvironmentFault
+from autofit.files import write_json
 from autofit.hardware import Device, slot_names
-from autofit.probing.launch import Launcher
+from autofit.probing.job import run_probe
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.warm import WarmServer
 from autofit.recipe import Recipe
@@ -18,12 +19,19 @@ def estimate(
     recipe: Recipe, device: Device, capacity_bytes: int, *, folder: Path, worst_case: Path, server: WarmServer,
     deadline_s: float,
 ) -> ProbeResult:  # fmt: skip
-    """Probe the recipe as it is on `device`. Raises EnvironmentFault when the simulation itself fails."""
+    """Probe the recipe as it is on `device`. Raises EnvironmentFault when the simulation itself fails.
+
+    The job is this process: nobody would look for its answer if it died.
+    """
     request = ProbeRequest(
         folder=folder, trainer=recipe.trainer, values=recipe.values, device=device, limit_bytes=capacity_bytes,
         worst_case=worst_case, deadline_s=deadline_s, warm_socket=server.socket_path, slots=slot_names(device, 1),
     )  # fmt: skip
-    result = Launcher().run(request)
+    write_json(request.request_path, request.to_json())
+    run_probe(str(request.request_path))
+    result = ProbeResult.read(request.answer_path)
+    if result is None:
+        raise EnvironmentFault("the simulation was given up")
     if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
         raise EnvironmentFault(f"the simulation did not end: {result.reason}")
     return result

@@ -70,7 +70,8 @@ def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str,
 def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for kind in dataclass_types:
-        hints |= {f.name: typing.get_type_hints(kind)[f.name] for f in fields(kind) if f.init}
+        known = typing.get_type_hints(kind)
+        hints |= {f.name: known[f.name] for f in fields(kind) if f.init}
     return hints
 
 

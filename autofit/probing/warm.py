@@ -97,9 +97,10 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 def serve(socket_path: str) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's business
+    gc.disable()  # going through all that is imported, again and again, would be a quarter of the time
     for name in _PRELOAD:
         importlib.import_module(name)
-    gc.collect()
+    gc.enable()
     gc.freeze()  # so that the children's collections do not copy what they share
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_path + ".new")
