@@ -18,14 +18,16 @@ from autofit.recipe import TrainerName
 
 
 def probe(
-    recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None, trainer: TrainerName = "grpo"
-) -> ProbeResult:
+    recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None, trainer: TrainerName = "grpo",
+    least_of_fits: bool = True,
+) -> ProbeResult:  # fmt: skip
     recipe = prepare(
         recipe_path, trainer=trainer, device="sim:a100-40gb", folder=recipe_path.parent / "i", server=server
     )
     request = ProbeRequest(
         folder=folder, trainer=trainer, values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
         worst_case=worst_case_path(recipe_path.parent / "i"), warm_socket=server.socket_path,
+        least_of_fits=least_of_fits,
     )  # fmt: skip
     return Launcher().run(request)
 
@@ -47,8 +49,12 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
         assert sum(free.categories[phase.name].values()) <= phase.peak_allocated_bytes * 1.001
     fits = probe(tiny_recipe, tmp_path / "fits", warm_server, limit_bytes=least)
     assert (fits.status, fits.peak_allocated_bytes) == (ProbeStatus.FIT, free.peak_allocated_bytes)
-    below = probe(tiny_recipe, tmp_path / "below", warm_server, limit_bytes=least - 32 * 2**20)
+    quick = probe(tiny_recipe, tmp_path / "quick", warm_server, limit_bytes=used, least_of_fits=False)
+    assert (quick.status, quick.device_used_bytes, quick.least_capacity_bytes) == (ProbeStatus.FIT, used, None)
+    limit_bytes = least - 32 * 2**20
+    below = probe(tiny_recipe, tmp_path / "below", warm_server, limit_bytes=limit_bytes, least_of_fits=False)
     assert below.status is ProbeStatus.OOM
+    assert below.least_capacity_bytes == least
     assert below.device_used_bytes is not None
     assert below.device_used_bytes > least - 32 * 2**20
 

@@ -17,8 +17,8 @@ from autofit.fakegpu.allocator import (
     segment_bytes,
 )
 
-_CHECKPOINT_EVENTS = 8192  # a checkpoint costs about as much as playing this many events
-_GUESSES = 4  # of the least capacity, before the interval is halved
+_CHECKPOINT_EVENTS = 16384  # a checkpoint costs about as much as playing half as many
+_GUESSES = 12  # of the least capacity, before the interval is halved
 
 
 class EventLog:
@@ -133,8 +133,9 @@ class Unlimited:
         for start, end in pairwise([0, *starts, len(log)]):
             now.allocator.reset_peaks()
             for at in range(start, end, _CHECKPOINT_EVENTS):
-                if highest[1] > self._checkpoints[-1].allocator.peak_reserved_bytes:
-                    self._checkpoints.append(now.kept(at, *highest))
+                if highest[1] == self._checkpoints[-1].allocator.peak_reserved_bytes:
+                    self._checkpoints.pop()  # what is later serves the same capacities, and saves more
+                self._checkpoints.append(now.kept(at, *highest))
                 _play(log, at, min(at + _CHECKPOINT_EVENTS, end), now.allocator, now.blocks)
                 highest = (
                     max(highest[0], now.allocator.peak_allocated_bytes),
@@ -153,18 +154,18 @@ class Unlimited:
         """The smallest allocator capacity, to within `tolerance_bytes` above, at which the log runs through.
 
         A run that fails says how much it wanted, which often is the answer: it is tried, and then that a little less
-        is too little; where that fails, the interval is halved.
+        is too little. Where the guesses lead nowhere, the interval is halved.
         """
         low, high = self.peaks[0] - 1, self.peaks[1]
         tried = low + 1 + tolerance_bytes
-        guesses = _GUESSES
+        guesses, less = _GUESSES, tolerance_bytes
         while high - low > tolerance_bytes:
             run = self.replay(tried)
             if run.fits:
                 high = min(tried, run.peak_reserved_bytes)  # with no more than it reserved, the run would be the same
-                wanted = high - tolerance_bytes
+                wanted, less = high - less, 4 * less
             else:
-                low, wanted = tried, run.wanted_bytes
+                low, wanted = tried, max(run.wanted_bytes, tried + tolerance_bytes)
             guesses -= 1
             tried = wanted if guesses >= 0 and low < wanted < high else (low + high) // 2
         return high

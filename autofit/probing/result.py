@@ -34,6 +34,7 @@ class ProbeRequest:
     cwd: Path = field(default_factory=Path.cwd)
     warm_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
+    least_of_fits: bool = True  # simulated: find the least capacity of what fits too, which takes a second or more
 
     @property
     def request_path(self) -> Path:

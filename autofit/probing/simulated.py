@@ -48,6 +48,7 @@ class SimMemory:
         self._steps: list[int] = []  # the marks at which measured steps begin and end, in turn
         self._run: Run | None = None
         self._replay: Unlimited | None = None
+        self.least_of_fits = True
 
     @contextmanager
     def card(self, *, shallow: bool) -> Iterator[None]:
@@ -119,17 +120,22 @@ class SimMemory:
         return self._spec.context_bytes + self._gpu.occupied_bytes
 
     def account(self) -> dict[str, Any]:
-        """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target."""
+        """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.
+
+        Without `least_of_fits`, what fits without giving anything back has no least capacity.
+        """
         run, unlimited, outside = self._run, self._replay, self._outside_bytes
         assert run is not None
         assert unlimited is not None
         used = unlimited.peaks[1] + outside
-        least = min(used, unlimited.least_capacity() + outside)
-        if used > self._limit_bytes >= least:  # the allocator gives cached blocks back before it gives up
-            room = self._limit_bytes - outside
-            used = unlimited.replay(room).peak_reserved_bytes + outside
-        elif least > self._limit_bytes:
-            used = least
+        least = None
+        if self.least_of_fits or used > self._limit_bytes:
+            least = min(used, unlimited.least_capacity() + outside)
+            if used > self._limit_bytes >= least:  # the allocator gives cached blocks back before it gives up
+                room = self._limit_bytes - outside
+                used = unlimited.replay(room).peak_reserved_bytes + outside
+            elif least > self._limit_bytes:
+                used = least
         phases = phase_categories(run.nbytes, run.categories, [(m.event, m.name) for m in run.marks])
         return {
             "device_used_bytes": used,

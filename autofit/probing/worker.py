@@ -200,6 +200,7 @@ def _train_simulated(
     from autofit.probing.simulated import SimMemory
 
     assert isinstance(memory, SimMemory)
+    memory.least_of_fits = request.least_of_fits
     named = [
         str(value) for key, value in request.values.items() if key.startswith("lora_") and not isinstance(value, float)
     ]

@@ -249,7 +249,7 @@ class Search:
             folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
             limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
             measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, warm_socket=self._warm_socket,
-            slots=slot_names(plan.device, plan.parallel),
+            slots=slot_names(plan.device, plan.parallel), least_of_fits=False,
         )  # fmt: skip
         folder.mkdir(parents=True)
         self._launcher.submit(request)

@@ -57,21 +57,22 @@ def main() -> None:
             "versions": {name: version(name) for name in ("torch", "transformers", "trl", "numpy")},
         }
         for name, recipe in recipes.items():
-            content[f"estimate, {name}"] = report(name, split_estimate(recipe, folder / name, PROMPT_TOKENS[name]))
+            row = split_estimate(recipe, folder / name, PROMPT_TOKENS[name])
+            report(content, f"estimate, {name}", row)
             arguments = ["estimate", str(recipe), "--gpu", CARD, "--json", "--prompt-tokens", str(PROMPT_TOKENS[name])]
-            content[f"autofit estimate, {name}"] = report(name, command(arguments, folder))
+            report(content, f"autofit estimate, {name}", command(arguments, folder))
         os.environ["AUTOFIT_CACHE"] = str(folder / "cache")
         for state in ("cold", "warm"):
             arguments = ["search", "--target-vram", "40GB", "--no-mlflow", "--dir", str(folder / state)]
-            content[f"autofit search, {state}"] = report(state, command(arguments, folder))
-        content["mass evaluation"] = report("mass", mass(folder / "cache" / "forecasts"))
+            report(content, f"autofit search, {state}", command(arguments, folder))
+        report(content, "mass evaluation", mass(folder / "cache" / "forecasts"))
+
+
+def report(content: dict[str, object], name: str, row: dict[str, object]) -> None:
+    """Print a row, and keep it with those before: on a busy machine all of them take long."""
+    content[name] = row | {"load_average_1min": round(os.getloadavg()[0], 1)}
+    print(f"{name}: {json.dumps(content[name])}", flush=True)
     (HERE / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
-def report(name: str, row: dict[str, object]) -> dict[str, object]:
-    row["load_average_1min"] = round(os.getloadavg()[0], 1)
-    print(f"{name}: {json.dumps(row)}", flush=True)
-    return row
 
 
 def command(arguments: list[str], folder: Path) -> dict[str, object]:
