@@ -11,6 +11,7 @@ from autofit.tuning.frontier import (
     Rule,
     Trial,
     baseline,
+    confirmation_json,
     describe_changes,
     pareto_front,
     samples_word,
@@ -24,7 +25,7 @@ def front_table(
 ) -> Table:
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
     best, base = winner(trials, **(rule or SPEED)), baseline(trials)
-    rows = pareto_front(trials)
+    rows = _with_winner(pareto_front(trials), best)
     if base is not None and base.result is not None and base not in rows:
         rows.append(base)
     result = next((t.result for t in rows if t.result is not None), None)
@@ -90,7 +91,8 @@ def to_json(
         "device": next((t.result.device for t in trials if t.result is not None), None),
         "fidelity": next((t.result.fidelity for t in trials if t.result is not None), "measured"),
         "winner": None if best is None else trial_json(best, base),
-        "front": [trial_json(t, base) for t in pareto_front(trials)],
+        "confirmation": confirmation_json(trials, rule or SPEED),
+        "front": [trial_json(t, base) for t in _with_winner(pareto_front(trials), best)],
         "baseline": None if base is None else trial_json(base, base),
         "counts": counts(trials, screened),
         "stopped": stopped,
@@ -109,7 +111,15 @@ def trial_json(trial: Trial, base: Trial | None) -> dict[str, object]:
         "step_s": trial.step_s,
         "completions_per_s": trial.completions_per_s,
         "speedup": trial.speedup(base),
+        "confirmed": None if trial.confirmed is None else not trial.fell,
     }
+
+
+def _with_winner(front: list[Trial], best: Trial | None) -> list[Trial]:
+    """The front, and the winner where its confirmation was, within noise, slower than the next trial's probe."""
+    if best is None or best in front:
+        return front
+    return sorted([*front, best], key=lambda t: (t.step_s or 0.0, t.device_used_bytes or 0))
 
 
 def _share(trial: Trial, target_bytes: int | None) -> str:

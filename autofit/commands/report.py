@@ -18,7 +18,7 @@ def report(options: argparse.Namespace) -> int:
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
     from autofit.tables import front_table, to_json
-    from autofit.tuning.frontier import predicted_baseline, rule_of, why, winner
+    from autofit.tuning.frontier import confirmation_note, predicted_baseline, rule_of, why, winner
     from autofit.tuning.search import BROKEN
     from autofit.tuning.study import load_study, trials_of
 
@@ -36,6 +36,8 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
         width = None if sys.stdout.isatty() else 150
         Console(width=width).print(front_table(trials, attrs["resolved"], target, rule))
         print(f"{sentence}.")
+        note = confirmation_note(trials, rule)
+        print(f"{note[:1].upper()}{note[1:]}." if note else "", end="\n" if note else "")
         print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
         if winner(trials, **rule) is not None:
             where = dir_option(folder)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 def search(options: argparse.Namespace) -> int:
+    from autofit.tuning.confirmation import confirm
     from autofit.tuning.search import Search, open_study
     from autofit.tuning.study import exclusive
 
@@ -57,13 +58,15 @@ def search(options: argparse.Namespace) -> int:
             say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
             search = Search(plan, study, warm_socket=server.socket_path)
-            with _display(search, plan):
-                try:
+            try:
+                with _display(search, plan):
                     stopped = search.run()
-                except KeyboardInterrupt:
-                    ignore_interrupts()
-                    search.interrupt()
-                    stopped = "interrupted"
+                if not options.no_confirm:
+                    confirm(plan, study, warm_socket=server.socket_path, say=say)
+            except KeyboardInterrupt:
+                ignore_interrupts()
+                search.interrupt()
+                stopped = "interrupted"
         return show_result(options, folder, plan.name, stopped)
     finally:
         server.close()
