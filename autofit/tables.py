@@ -62,7 +62,8 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
         step = format_seconds(result.median_step_s)
         return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
     if result.status is ProbeStatus.OOM:
-        return f"{head}oom (pruned) during {result.oom_phase}, at least {used}"
+        needs = "held without the cap" if result.uncapped_bytes is not None else "at least"
+        return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
     return f"{head}{result.status}: {result.reason}"
 
 

@@ -34,6 +34,7 @@ class ProbeRequest:
     cwd: Path = field(default_factory=Path.cwd)
     warm_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
+    capped: bool = True  # False: allocate what is asked for, and hold it against the limit afterwards
 
     @property
     def request_path(self) -> Path:
@@ -98,6 +99,7 @@ class ProbeResult:
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
     least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
+    uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: str = "measured"
     device_name: str = ""
