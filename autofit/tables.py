@@ -1,6 +1,6 @@
 """What a search found, as a table for people and one JSON object for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +17,7 @@ from autofit.tuning.frontier import (
     samples_word,
     winner,
 )
+from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 
 
@@ -121,6 +122,45 @@ def _with_winner(front: list[Trial], best: Trial | None) -> list[Trial]:
     if best is None or best in front:
         return front
     return sorted([*front, best], key=lambda t: (t.step_s or 0.0, t.device_used_bytes or 0))
+
+
+def sensitivity_table(kept: Mapping[str, object]) -> Table | None:
+    """One step in each knob; None where nothing is known of any."""
+    rows = [Neighbour(**row) for row in kept["neighbours"]]  # type: ignore[attr-defined]
+    known = [row for row in rows if row.device_used_delta_bytes is not None]
+    if not known:
+        return None
+    table = Table(title=f"One step from trial {kept['trial']}, all else held", title_justify="left")
+    for name in ("knob", "from -> to", "tier"):
+        table.add_column(name, overflow="fold")
+    for name in ("device-used", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known from")
+    for row in known:
+        assert row.device_used_delta_bytes is not None
+        used = _signed(row.device_used_delta_bytes, format_bytes) + ("" if row.fits else ", does not fit")
+        used = f"at least {used}" if row.at_least else used
+        step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
+        source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
+        table.add_row(row.knob, f"{row.before} -> {row.after}", row.tier, used, step, source)
+    return table
+
+
+def _signed(value: float, text: Callable[[int], str]) -> str:
+    shown = text(abs(value))  # type: ignore[arg-type]
+    return "0" if not value else f"{'+' if value > 0 else '-'}{shown}"
+
+
+def margin_sentence(kept: Mapping[str, object]) -> str:
+    """How much room the winner has, in one sentence; "" where there is no target."""
+    margin = Margin(**kept["margin"])  # type: ignore[arg-type]
+    if margin.bytes_left is None:
+        return ""
+    head = f"Margin: {format_bytes(margin.bytes_left)} below the target less the headroom; "
+    if margin.tokens is None:
+        return f"{head}how much longer {margin.key} could be is not known here"
+    more = "at least " if margin.at_least else ""
+    return f"{head}{margin.key} could be {more}{margin.tokens} tokens longer ({margin.fidelity})"
 
 
 def _share(trial: Trial, target_bytes: int | None) -> str:

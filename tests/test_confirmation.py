@@ -126,6 +126,19 @@ def test_slower_by_noise_it_stays_the_winner_and_by_more_the_next_is_asked(
     assert "was probed longer as well and is not the winner" in confirmation_note(trials, RULE)
 
 
+def test_on_a_machine_that_became_slower_only_the_next_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, _ = confirmed(folder, monkeypatch, **{f"t{t.number}": 3.0 for t in ranked(folder)})
+    first, second = ranked_by_search(trials)[:2]
+    assert [t.number for t in ranked_by_search(trials) if t.confirmed is not None] == [first.number, second.number]
+    assert winner(trials, **RULE) == first
+
+
+def ranked_by_search(trials: list[Trial]) -> list[Trial]:
+    return sorted(
+        (t for t in trials if t.fits and t.result), key=lambda t: t.result.median_step_s or 0 if t.result else 0
+    )
+
+
 def test_a_confirmation_killed_twice_is_no_verdict_and_is_repeated_by_the_next_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

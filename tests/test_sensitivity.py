@@ -9,8 +9,9 @@ from recipes import grpo_recipe
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space import CHUNK, SPLIT, Candidate, Space, load_space
+from autofit.tables import margin_sentence, sensitivity_table
 from autofit.tuning.frontier import Trial
-from autofit.tuning.sensitivity import margin_sentence, neighbours, of_winner, sensitivity, sensitivity_table
+from autofit.tuning.sensitivity import neighbours, of_winner, sensitivity
 
 MB = 10**6
 LIMIT = 400 * MB
@@ -91,6 +92,18 @@ def test_what_was_probed_is_said_as_measured() -> None:
     table = sensitivity_table(kept)
     assert table is not None
     assert list(table.columns[-1].cells) == ["trial 5, measured"]
+
+
+def test_a_neighbour_that_ran_out_of_memory_is_a_lower_bound_unless_it_was_graded() -> None:
+    space = space_of()
+    best, other = trial_of(space), trial_of(space, 5, gradient_checkpointing=False)
+    assert other.result is not None
+    oom = replace(other.result, status=ProbeStatus.OOM, device_used_bytes=LIMIT + 1, step_s=(), oom_phase="update")
+    for graded, text in ((None, "at least +28.0 MB, does not fit"), (LIMIT + 1, "+28.0 MB, does not fit")):
+        trials = [best, replace(other, result=replace(oom, uncapped_bytes=graded))]
+        table = sensitivity_table(sensitivity(space, trials, best, limit_bytes=LIMIT, predict=lambda _, __: None))
+        assert table is not None
+        assert list(table.columns[3].cells) == [text]
 
 
 def test_the_margin_is_the_last_token_that_fits() -> None:

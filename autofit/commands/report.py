@@ -17,10 +17,10 @@ def report(options: argparse.Namespace) -> int:
 
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
-    from autofit.tables import front_table, to_json
+    from autofit.tables import front_table, margin_sentence, sensitivity_table, to_json
     from autofit.tuning.frontier import confirmation_note, predicted_baseline, rule_of, why, winner
     from autofit.tuning.search import BROKEN
-    from autofit.tuning.sensitivity import margin_sentence, of_winner, sensitivity_table
+    from autofit.tuning.sensitivity import of_winner
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(folder, name)

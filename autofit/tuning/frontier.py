@@ -104,7 +104,8 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target; where none does, the nearest to that from below.
 
-    The first by the search's own probes stays the winner when its confirmation differs by no more than noise.
+    The first by the search's own probes stays the winner when its confirmation differs by no more than noise. Once two
+    are confirmed only those are compared: a machine that became slower must not have every trial probed again.
     """
     fitting = measured(trials)
     as_searched = [t if t.confirmed is None else replace(t, confirmed=None) for t in fitting]
@@ -112,7 +113,8 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     if found is None:
         return None
     first = next(t for t in fitting if t.number == found.number)
-    now = _first(fitting, goal=goal, target_bytes=target_bytes)
+    sure = [t for t in fitting if t.confirmed is not None]
+    now = _first(sure if len(sure) > 1 else fitting, goal=goal, target_bytes=target_bytes)
     assert now is not None
     return now if first.confirmed is not None and _clearly_ahead(now, first, goal) else first
 
@@ -215,6 +217,9 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     if not ooms and broken:
         assert broken[0].result is not None
         return f"no probe ran to its end; trial {broken[0].number}: {broken[0].result.reason}"
+    fell = [t for t in trials if t.fell]
+    if not ooms and fell:
+        return f"nothing fits: each of the {len(fell)} trials that fitted fell when it was to be confirmed"
     if not ooms:
         return "no trial was probed yet; run the same command again to go on"
     used = [t for t in ooms if t.device_used_bytes is not None]

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from rich.table import Table
-
 from autofit.probing.result import ProbeStatus
 from autofit.space import CHUNK, SPLIT, Candidate, Space, Tier, Value
 from autofit.tuning.frontier import Trial
-from autofit.units import format_bytes, format_seconds
 
 # (device-used bytes, step seconds) of a candidate with so many completion tokens (None: its own), or None: not known
 Predict = Callable[[Candidate, int | None], tuple[float, float] | None]
@@ -31,6 +28,7 @@ class Neighbour:
     step_s: float | None
     device_used_delta_bytes: int | None
     step_delta_s: float | None
+    at_least: bool  # it ran out of memory, and how much more it needs is not known
     fits: bool | None
     fidelity: str | None  # predicted, or measured where it was probed
     trial: int | None  # the trial that probed it
@@ -112,15 +110,22 @@ def _neighbour(
     trial: Trial | None, predict: Predict, limit_bytes: int | None,
 ) -> Neighbour:  # fmt: skip
     used, step_s, fits, fidelity = _figures(other, knob, trial, predict, limit_bytes)
-    probed = trial is not None and trial.status in (ProbeStatus.FIT, ProbeStatus.OOM)
+    probed = trial if trial is not None and trial.status in (ProbeStatus.FIT, ProbeStatus.OOM) else None
     ours, ours_s = best.device_used_bytes, best.step_s
     return Neighbour(
         knob=knob, direction=direction, before=space.params(candidate)[knob], after=space.params(other)[knob],
         tier=space.tier(other), device_used_bytes=used, step_s=step_s,
         device_used_delta_bytes=None if used is None or ours is None else used - ours,
         step_delta_s=None if step_s is None or ours_s is None else step_s - ours_s,
-        fits=fits, fidelity=fidelity, trial=trial.number if trial is not None and probed else None,
+        at_least=probed is not None and probed.status is ProbeStatus.OOM and not _graded(probed),
+        fits=fits, fidelity=fidelity, trial=None if probed is None else probed.number,
     )  # fmt: skip
+
+
+def _graded(trial: Trial) -> bool:
+    """Whether an OOM says how much would have been enough."""
+    result = trial.result
+    return result is not None and (result.least_capacity_bytes or result.uncapped_bytes) is not None
 
 
 def _figures(
@@ -183,49 +188,8 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
     return max(lengths, default=None)
 
 
-# -- in words -------------------------------------------------------------------------------------------------------
-
-
 def of_winner(kept: object, best: Trial | None) -> Mapping[str, object] | None:
     """What a study keeps of `sensitivity`, or None when it is of another trial than the winner."""
     if not isinstance(kept, Mapping) or best is None or kept.get("trial") != best.number:
         return None
     return kept
-
-
-def sensitivity_table(kept: Mapping[str, object]) -> Table | None:
-    """One step in each knob; None where nothing is known of any."""
-    rows = [Neighbour(**row) for row in kept["neighbours"]]  # type: ignore[attr-defined]
-    known = [row for row in rows if row.device_used_delta_bytes is not None]
-    if not known:
-        return None
-    table = Table(title=f"One step from trial {kept['trial']}, all else held", title_justify="left")
-    for name in ("knob", "from -> to", "tier"):
-        table.add_column(name, overflow="fold")
-    for name in ("device-used", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("known from")
-    for row in known:
-        assert row.device_used_delta_bytes is not None
-        used = _signed(row.device_used_delta_bytes, format_bytes) + ("" if row.fits else ", does not fit")
-        step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
-        source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
-        table.add_row(row.knob, f"{row.before} -> {row.after}", row.tier, used, step, source)
-    return table
-
-
-def _signed(value: float, text: Callable[[int], str]) -> str:
-    shown = text(abs(value))  # type: ignore[arg-type]
-    return "0" if not value else f"{'+' if value > 0 else '-'}{shown}"
-
-
-def margin_sentence(kept: Mapping[str, object]) -> str:
-    """How much room the winner has, in one sentence; "" where there is no target."""
-    margin = Margin(**kept["margin"])  # type: ignore[arg-type]
-    if margin.bytes_left is None:
-        return ""
-    head = f"Margin: {format_bytes(margin.bytes_left)} below the target less the headroom; "
-    if margin.tokens is None:
-        return f"{head}how much longer {margin.key} could be is not known here"
-    more = "at least " if margin.at_least else ""
-    return f"{head}{margin.key} could be {more}{margin.tokens} tokens longer ({margin.fidelity})"
