@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,11 +24,12 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.probing import stand_in
 from autofit.probing.warm import WarmServer
-from autofit.recipe import merge
+from autofit.recipe import Recipe, merge
 from autofit.space import CHUNK, SPLIT, Candidate, Space, Value
 from autofit.tuning.predictions import Predictions
 
 TILE_TOKENS = 4096  # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE
+LONGER = 4  # models hold for completions up to so many times as long as the space's longest
 EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
 _VARIABLES = (SPLIT, CHUNK, "gradient_accumulation_steps", "max_completion_length", "lora_r", "num_generations")
 _DEADLINE_S = 300.0
@@ -63,11 +64,15 @@ class Forecaster:
 
     def predict(self, space: Space) -> Predictions:
         """Floor, device-used bytes and step seconds of the allowed candidates; unknown where a trace fails."""
+        return self.forecast(space).predictions
+
+    def forecast(self, space: Space) -> "Forecast":
+        """The predictions of the allowed candidates, with the models they were evaluated from."""
         candidates = tuple(space.allowed())
         shapes = [_shape(space, c) for c in candidates]
         groups: dict[str, list[int]] = {}
         for place, (candidate, shape) in enumerate(zip(candidates, shapes, strict=True)):
-            groups.setdefault(self._structure(space, candidate, shape), []).append(place)
+            groups.setdefault(_structure(space.recipe, space.params(candidate), shape), []).append(place)
         requests = {name: self._request(name, space, [(candidates[p], shapes[p]) for p in places])
                     for name, places in groups.items()}  # fmt: skip
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -87,18 +92,12 @@ class Forecaster:
                 floor[places] = spec.context_bytes + live if found[2] <= EXACT_SHARE else 0.0
                 used[places] = spec.context_bytes + live
                 step[places] = seconds
-        return Predictions(candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+        predictions = Predictions(candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+        return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
 
     @property
     def _cancel(self) -> Path:
         return self.scratch / "cancel"
-
-    def _structure(self, space: Space, candidate: Candidate, shape: _Shape) -> str:
-        """What tells one mass model from another, as text."""
-        recipe = space.recipe
-        fixed = {k: v for k, v in space.params(candidate).items() if k not in _VARIABLES and not k.startswith("env.")}
-        tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
-        return json.dumps([fixed, shape.micro * tokens > TILE_TOKENS], sort_keys=True, default=str)
 
     def _request(self, name: str, space: Space, members: list[tuple[Candidate, _Shape]]) -> dict[str, object]:
         recipe = space.recipe
@@ -119,7 +118,8 @@ class Forecaster:
             "varies_rank": recipe.uses_lora,
             "ranges": {
                 "B": span([s.micro for s in shapes]), "G": span([s.generated for s in shapes]),
-                "C": span([s.completion for s in shapes]), "r": span([s.rank for s in shapes]),
+                "C": _widened(span([s.completion for s in shapes]), by=LONGER),
+                "r": _widened(span([s.rank for s in shapes]), by=2),
             },
             "hold_out": hold,
         }  # fmt: skip
@@ -147,6 +147,54 @@ class Forecaster:
             if found is not None:
                 _keep(folder, kept)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What was predicted of a space, and the models it came from: they answer for what lies beside it as well."""
+
+    space: Space
+    context_bytes: int
+    predictions: Predictions
+    models: Mapping[str, tuple[MassModel, int, float] | None]
+
+    def of(
+        self, space: Space, candidate: Candidate, *, completion_tokens: int | None = None
+    ) -> tuple[float, float] | None:
+        """(device-used bytes, step seconds) of a candidate of `space`, which may have more knobs than the forecast's.
+
+        `completion_tokens` is taken in place of the candidate's own. None where its structure was not traced.
+        """
+        own, ours = space.params(space.baseline), {knob.name for knob in self.space.knobs}
+        params = space.params(candidate)
+        if any(v != own[k] for k, v in params.items() if k not in ours and _is_structural(k)):
+            return None
+        shape = _shape(space, candidate)
+        if completion_tokens is not None:
+            shape = replace(shape, completion=completion_tokens)
+        known = {k: v for k, v in params.items() if k in ours}
+        found = self.models.get(_structure(space.recipe, known, shape))
+        if found is None:
+            return None
+        live, seconds = _evaluate(*found, [shape])
+        return self.context_bytes + float(live[0]), float(seconds[0])
+
+
+def _is_structural(knob: str) -> bool:
+    """Whether another value of `knob` is another structure, not another value of a model's variable."""
+    return knob not in _VARIABLES and not knob.startswith("env.")
+
+
+def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
+    """What tells one mass model from another, as text."""
+    fixed = {k: v for k, v in params.items() if _is_structural(k)}
+    tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
+    return json.dumps([fixed, shape.micro * tokens > TILE_TOKENS], sort_keys=True, default=str)
+
+
+def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
+    """`span` with room on both sides, so that the model holds for what a user could change next."""
+    return span[0] / by, span[1] * by
 
 
 def _read(folder: Path) -> tuple[MassModel, int, float] | None:

@@ -16,7 +16,7 @@ from autofit.probing.launch import is_alive, start_job
 from autofit.promotion_job import run_promoted
 from autofit.proof import Proof, checked
 from autofit.recipe import merge, tuned_yaml
-from autofit.tuning.frontier import Rule, Trial, describe_changes, rule_of, winner
+from autofit.tuning.frontier import Rule, Trial, confirmation_note, describe_changes, rule_of, winner
 from autofit.tuning.study import load_study, trials_of
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -35,6 +35,7 @@ class Promotion:
     yaml_path: Path
     cwd: Path
     proof: Proof
+    confirmation: str = ""  # whether the trial was probed longer, in words
 
     @property
     def output_dir(self) -> Path:
@@ -53,6 +54,8 @@ def plan_promotion(
     chosen = choose(trials_of(study), trial, rule_of(study.user_attrs))
     proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
+    sure = confirmation_note([chosen], rule_of(study.user_attrs))
+    say(sure)
     attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     given = cast(dict[str, object], attrs["values"])
@@ -68,7 +71,7 @@ def plan_promotion(
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
         f"{describe_changes(chosen.changes, resolved)}\n"
-        f"{proof.sentence}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
+        f"{proof.sentence}\n{sure}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
     )
     if not has_dataset(given):
         comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
@@ -77,7 +80,7 @@ def plan_promotion(
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
         values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
-        cwd=Path(str(attrs["cwd"])), proof=proof,
+        cwd=Path(str(attrs["cwd"])), proof=proof, confirmation=sure,
     )  # fmt: skip
 
 
@@ -104,6 +107,8 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
         state = (
             "is not finished"
             if chosen.status is None
+            else f"fell when it was to be confirmed: {chosen.confirmed and chosen.confirmed.reason}"
+            if chosen.fell
             else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
         )
         raise ConfigError(f"only a trial that fits can be promoted, and trial {chosen.number} {state}")
@@ -128,6 +133,7 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
         "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
         "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
+        "confirmation": promotion.confirmation,
     }  # fmt: skip
     write_json(folder / "request.json", request)
     resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))

@@ -49,7 +49,9 @@ def mirror(request: dict[str, Any], *, ended: bool) -> str | None:
             sync(study_folder, study)
             trial_run = trial_run_id(api, study_folder, study, int(request["trial"]))
         link = {"autofit.trial_run": trial_run or "", STATUS: "running"}
-        link |= {f"autofit.{key}": str(request[key]) for key in ("proof", "proof_verdict") if key in request}
+        link |= {
+            f"autofit.{key}": str(request[key]) for key in ("proof", "proof_verdict", "confirmation") if key in request
+        }
         run = api.create_run(experiment, tags=tags | link, run_name=f"promoted trial-{int(request['trial']):04d}")
         params = [Param(k, str(v)[:500]) for k, v in request["values"].items()]
         for start in range(0, len(params), 90):

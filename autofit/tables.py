@@ -1,6 +1,6 @@
 """What a search found, as a table for people and one JSON object for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,11 +11,13 @@ from autofit.tuning.frontier import (
     Rule,
     Trial,
     baseline,
+    confirmation_json,
     describe_changes,
     pareto_front,
     samples_word,
     winner,
 )
+from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 
 
@@ -24,7 +26,7 @@ def front_table(
 ) -> Table:
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
     best, base = winner(trials, **(rule or SPEED)), baseline(trials)
-    rows = pareto_front(trials)
+    rows = _with_winner(pareto_front(trials), best)
     if base is not None and base.result is not None and base not in rows:
         rows.append(base)
     result = next((t.result for t in rows if t.result is not None), None)
@@ -61,7 +63,8 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
         step = format_seconds(result.median_step_s)
         return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
     if result.status is ProbeStatus.OOM:
-        return f"{head}oom (pruned) during {result.oom_phase}, at least {used}"
+        needs = "held without the cap" if result.uncapped_bytes is not None else "at least"
+        return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
     return f"{head}{result.status}: {result.reason}"
 
 
@@ -90,7 +93,8 @@ def to_json(
         "device": next((t.result.device for t in trials if t.result is not None), None),
         "fidelity": next((t.result.fidelity for t in trials if t.result is not None), "measured"),
         "winner": None if best is None else trial_json(best, base),
-        "front": [trial_json(t, base) for t in pareto_front(trials)],
+        "confirmation": confirmation_json(trials, rule or SPEED),
+        "front": [trial_json(t, base) for t in _with_winner(pareto_front(trials), best)],
         "baseline": None if base is None else trial_json(base, base),
         "counts": counts(trials, screened),
         "stopped": stopped,
@@ -109,7 +113,54 @@ def trial_json(trial: Trial, base: Trial | None) -> dict[str, object]:
         "step_s": trial.step_s,
         "completions_per_s": trial.completions_per_s,
         "speedup": trial.speedup(base),
+        "confirmed": None if trial.confirmed is None else not trial.fell,
     }
+
+
+def _with_winner(front: list[Trial], best: Trial | None) -> list[Trial]:
+    """The front, and the winner where its confirmation was, within noise, slower than the next trial's probe."""
+    if best is None or best in front:
+        return front
+    return sorted([*front, best], key=lambda t: (t.step_s or 0.0, t.device_used_bytes or 0))
+
+
+def sensitivity_table(kept: Mapping[str, object]) -> Table | None:
+    """One step in each knob; None where nothing is known of any."""
+    rows = [Neighbour(**row) for row in kept["neighbours"]]  # type: ignore[attr-defined]
+    known = [row for row in rows if row.device_used_delta_bytes is not None]
+    if not known:
+        return None
+    table = Table(title=f"One step from trial {kept['trial']}, all else held", title_justify="left")
+    for name in ("knob", "from -> to", "tier"):
+        table.add_column(name, overflow="fold")
+    for name in ("device-used", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known from")
+    for row in known:
+        assert row.device_used_delta_bytes is not None
+        used = _signed(row.device_used_delta_bytes, format_bytes) + ("" if row.fits else ", does not fit")
+        used = f"at least {used}" if row.at_least else used
+        step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
+        source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
+        table.add_row(row.knob, f"{row.before} -> {row.after}", row.tier, used, step, source)
+    return table
+
+
+def _signed(value: float, text: Callable[[int], str]) -> str:
+    shown = text(abs(value))  # type: ignore[arg-type]
+    return "0" if not value else f"{'+' if value > 0 else '-'}{shown}"
+
+
+def margin_sentence(kept: Mapping[str, object]) -> str:
+    """How much room the winner has, in one sentence; "" where there is no target."""
+    margin = Margin(**kept["margin"])  # type: ignore[arg-type]
+    if margin.bytes_left is None:
+        return ""
+    head = f"Margin: {format_bytes(margin.bytes_left)} below the target less the headroom; "
+    if margin.tokens is None:
+        return f"{head}how much longer {margin.key} could be is not known here"
+    more = "at least " if margin.at_least else ""
+    return f"{head}{margin.key} could be {more}{margin.tokens} tokens longer ({margin.fidelity})"
 
 
 def _share(trial: Trial, target_bytes: int | None) -> str:

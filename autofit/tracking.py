@@ -28,12 +28,22 @@ from mlflow.tracking import MlflowClient
 
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.tuning.frontier import Trial, baseline, describe_changes, pareto_front, rule_of, why, winner
+from autofit.tuning.frontier import (
+    Trial,
+    baseline,
+    confirmation_json,
+    confirmation_note,
+    describe_changes,
+    pareto_front,
+    rule_of,
+    why,
+    winner,
+)
 from autofit.tuning.study import exclusive, load_study, trials_of
 from autofit.units import format_bytes
 
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
-ENDED = "autofit.ended"
+ENDED, CONFIRMED = "autofit.ended", "autofit.confirmation"
 _FOLLOW_S = 2.0
 _LOCK_S = 15.0  # the longest that one mirror waits for another
 _RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
@@ -108,7 +118,9 @@ def _sync(folder: Path, study: Any, *, rebuild: bool) -> int:
                 api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
                 known = None
             if known is None or known.info.status == "RUNNING":
-                _mirror(api, experiment, study, trial, known, ended)
+                known = _mirror(api, experiment, study, trial, known, ended)
+            if trial.confirmed is not None and CONFIRMED not in known.data.tags:
+                _mirror_confirmation(api, known.info.run_id, trial.confirmed, ended)
         _summary(api, experiment, study, trials, runs.get("summary"))
     return len(finished)
 
@@ -136,7 +148,15 @@ def _runs(api: MlflowClient, experiment: str) -> dict[str, Run]:
             return found
 
 
-def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None, ended: datetime | None) -> None:
+def _mirror_confirmation(api: Any, run_id: str, result: ProbeResult, ended: datetime | None) -> None:
+    """The longer probe of a finalist, as `confirmed_` metrics and a tag of its trial's run."""
+    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
+    metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in _metrics(result).items() if "." not in key]
+    tag = RunTag(CONFIRMED, "confirmed" if result.status is ProbeStatus.FIT else f"{result.status}: {result.reason}")
+    api.log_batch(run_id, metrics=metrics, tags=[tag])
+
+
+def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None, ended: datetime | None) -> Run:
     result = trial.result
     assert result is not None
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
@@ -157,6 +177,7 @@ def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None
         api.log_batch(run.info.run_id, params=params[start : start + 90])
     api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in tags.items()])
     api.set_terminated(run.info.run_id, status=_RUN_STATUS[result.status], end_time=at_ms)
+    return run
 
 
 def _params(trial: Trial, resolved: dict[str, object]) -> dict[str, object]:
@@ -195,25 +216,30 @@ def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Ru
     if run is None:
         run = api.create_run(experiment, tags={STUDY: study.study_name, KIND: "study"}, run_name="summary")
     run_id = run.info.run_id
-    if run.data.tags.get("autofit.trials") == str(len(finished)) and run.info.status == "FINISHED":
+    confirmed = sum(t.confirmed is not None for t in finished)
+    known = (run.data.tags.get("autofit.trials"), run.data.tags.get("autofit.confirmations", "0"))
+    if known == (str(len(finished)), str(confirmed)) and run.info.status == "FINISHED":
         return
     target = cast(int | None, attrs.get("target_bytes"))
     sentence = why(trials, attrs.get("resolved", {}), target, rule_of(attrs))
-    best = winner(trials, **rule_of(attrs))
+    best, sure = winner(trials, **rule_of(attrs)), confirmation_note(trials, rule_of(attrs))
     note = f"**{sentence}**\n\n{len(finished)} trials on {attrs.get('device')}"
     note += f", target {format_bytes(target)}" if target else ""
+    note += f"\n\n{sure}" if sure else ""
     api.set_tag(run_id, "mlflow.note.content", note)
     api.set_tag(run_id, "autofit.winner", "" if best is None else str(best.number))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "summary.md").write_text(note + "\n")
         content = {"study": study.study_name, "why": sentence, "winner": None if best is None else best.number,
-                   "front": [t.number for t in pareto_front(trials)]}  # fmt: skip
+                   "front": [t.number for t in pareto_front(trials)],
+                   "confirmation": confirmation_json(trials, rule_of(attrs))}  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
         plot_front(trials, target, folder / "front.png")
         for path in sorted(folder.iterdir()):
             api.log_artifact(run_id, str(path))
     api.set_tag(run_id, "autofit.trials", str(len(finished)))
+    api.set_tag(run_id, "autofit.confirmations", str(confirmed))
     api.set_terminated(run_id)
 
 
@@ -251,13 +277,15 @@ def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s until standard input closes, then once more."""
     os.nice(19)  # the probe that is being timed comes first
     mlflow.set_tracking_uri(tracking_uri(folder))
-    ended, mirrored = False, 0
+    ended, mirrored = False, (0, 0)
     while not ended:
         ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
         try:
-            finished = sum(t.result is not None for t in trials_of(load_study(folder, study_name)))
-            if finished > mirrored:
-                mirrored = sync(folder, study_name)
+            trials = [t for t in trials_of(load_study(folder, study_name)) if t.result is not None]
+            there = (len(trials), sum(t.confirmed is not None for t in trials))
+            if there != mirrored:
+                sync(folder, study_name)
+                mirrored = there
         except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,9 @@
 """A probe with a law instead of a trainer: bytes grow with the micro-batch, time falls with it. Run as a real job."""
 
+import json
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -33,11 +36,37 @@ def result_of(request: ProbeRequest) -> ProbeResult:
     )  # fmt: skip
 
 
+def at_once(request_path: str) -> None:
+    """The same without a process to be told of, and without the moment."""
+    request = ProbeRequest.read(Path(request_path))
+    write_json(request.answer_path, result_of(request).to_json())
+
+
+def unsteady(request_path: str) -> None:
+    """As `at_once`; a confirmation does what UNSTEADY says of its trial: oom, kill, wait, or be N times slower."""
+    request = ProbeRequest.read(Path(request_path))
+    confirms = request.folder.name.startswith("confirm-")
+    trial = str(int(request.folder.name.split("-")[1]))
+    does = json.loads(os.environ.get("UNSTEADY", "{}")).get(trial) if confirms else None
+    result = result_of(request)
+    if does == "kill":  # a job that is gone without an answer
+        write_json(request.folder / "started.json", {"pid": 2**22, "create_time": 0.0})
+        return
+    if does == "wait":
+        run(request_path)
+        return
+    if does == "oom":
+        result = replace(result, status=ProbeStatus.OOM, step_s=(), oom_phase="save")
+    if isinstance(does, float):
+        result = replace(result, step_s=tuple(s * does for s in result.step_s))
+    write_json(request.answer_path, result.to_json())
+
+
 def run(request_path: str) -> None:
     """The job: says that it started, takes a moment, answers."""
     request = ProbeRequest.read(Path(request_path))
     process = psutil.Process()
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    time.sleep(0.15)
+    time.sleep(float(os.environ.get("LAWFUL_S", "0.15")))
     if not cancelled(request):
         write_json(request.answer_path, result_of(request).to_json())

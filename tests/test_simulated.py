@@ -136,6 +136,18 @@ def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> 
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fidelity"] == "predicted"
     assert found["counts"]["fit"] == 3
+    assert found["confirmation"]["status"] == "predicted"
+    around = {(row["knob"], row["direction"]): row for row in found["sensitivity"]}
+    assert around["max_completion_length", "down"]["device_used_delta_bytes"] < 0
+    assert all(row["fidelity"] in ("predicted", None) for row in around.values())
+    probed = [row for row in around.values() if row["trial"] is not None]
+    assert {row["trial"] for row in probed} <= {0, 1, 2}
+    margin = found["margin"]
+    assert margin["bytes_left"] > 0
+    assert (margin["tokens"] > 0, margin["fidelity"]) == (True, "predicted")
+    again = subprocess.run([*command[:3], "report", "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True)
+    reported = json.loads(again.stdout.splitlines()[-1])
+    assert (reported["sensitivity"], reported["margin"]) == (found["sensitivity"], margin)
 
 
 def test_a_card_is_named_or_refused() -> None:

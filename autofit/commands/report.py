@@ -17,9 +17,10 @@ def report(options: argparse.Namespace) -> int:
 
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
-    from autofit.tables import front_table, to_json
-    from autofit.tuning.frontier import predicted_baseline, rule_of, why, winner
+    from autofit.tables import front_table, margin_sentence, sensitivity_table, to_json
+    from autofit.tuning.frontier import confirmation_note, predicted_baseline, rule_of, why, winner
     from autofit.tuning.search import BROKEN
+    from autofit.tuning.sensitivity import of_winner
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(folder, name)
@@ -30,12 +31,19 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
     screened = int(attrs.get("screened", 0))
     if stopped == BROKEN:
         raise EnvironmentFault(f"{sentence}; mend that and run the same command again")
+    kept = of_winner(attrs.get("sensitivity"), winner(trials, **rule))
     if not options.json:
         from rich.console import Console
 
         width = None if sys.stdout.isatty() else 150
         Console(width=width).print(front_table(trials, attrs["resolved"], target, rule))
+        if kept is not None and (beside := sensitivity_table(kept)) is not None:
+            Console(width=width).print(beside)
         print(f"{sentence}.")
+        note = confirmation_note(trials, rule)
+        print(f"{note[:1].upper()}{note[1:]}." if note else "", end="\n" if note else "")
+        margin = "" if kept is None else margin_sentence(kept)
+        print(f"{margin}." if margin else "", end="\n" if margin else "")
         print(f"Stopped because {stopped}." if stopped else "", end="\n" if stopped else "")
         if winner(trials, **rule) is not None:
             where = dir_option(folder)
@@ -50,7 +58,8 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
             sentence=sentence,
             rule=rule,
         )
-        print(json.dumps(content))
+        around = kept or {"neighbours": None, "margin": None}
+        print(json.dumps(content | {"sensitivity": around["neighbours"], "margin": around["margin"]}))
     if stopped == "interrupted":
         return INTERRUPTED
     return DONE if winner(trials, **rule) is not None else NOTHING_FITS

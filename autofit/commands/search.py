@@ -33,14 +33,17 @@ from autofit.errors import ConfigError
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
+    import optuna
+
+    from autofit.forecast import Forecast
     from autofit.probing.warm import WarmServer
     from autofit.recipe import Recipe
     from autofit.tuning.frontier import Trial
-    from autofit.tuning.predictions import Predictions
     from autofit.tuning.search import Plan, Progress, Search
 
 
 def search(options: argparse.Namespace) -> int:
+    from autofit.tuning.confirmation import confirm
     from autofit.tuning.search import Search, open_study
     from autofit.tuning.study import exclusive
 
@@ -50,20 +53,24 @@ def search(options: argparse.Namespace) -> int:
     server = warm(folder)
     try:
         plan, scratch = _plan(options, server)
-        plan = replace(plan, predictions=_predictions(plan, scratch, server))
+        forecast = _forecast(plan, scratch, server)
+        plan = replace(plan, predictions=None if forecast is None else forecast.predictions)
         with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
             study = open_study(plan)
             _keep_worst_case(scratch, plan.probes_folder)
             say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
             search = Search(plan, study, warm_socket=server.socket_path)
-            with _display(search, plan):
-                try:
+            try:
+                with _display(search, plan):
                     stopped = search.run()
-                except KeyboardInterrupt:
-                    ignore_interrupts()
-                    search.interrupt()
-                    stopped = "interrupted"
+                if not options.no_confirm:
+                    confirm(plan, study, warm_socket=server.socket_path, say=say)
+            except KeyboardInterrupt:
+                ignore_interrupts()
+                search.interrupt()
+                stopped = "interrupted"
+            _keep_sensitivity(options, plan, study, forecast)
         return show_result(options, folder, plan.name, stopped)
     finally:
         server.close()
@@ -127,7 +134,7 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
     return plan, scratch
 
 
-def _predictions(plan: "Plan", scratch: Path, server: "WarmServer") -> "Predictions | None":
+def _forecast(plan: "Plan", scratch: Path, server: "WarmServer") -> "Forecast | None":
     """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
     import numpy as np
 
@@ -144,15 +151,39 @@ def _predictions(plan: "Plan", scratch: Path, server: "WarmServer") -> "Predicti
         kept=cache_folder() / "forecasts",
     )  # fmt: skip
     try:
-        predictions = forecaster.predict(plan.space)
+        forecast = forecaster.forecast(plan.space)
     except BaseException:
         remove(scratch)
         raise
+    predictions = forecast.predictions
     known = int(np.isfinite(predictions.step_s).sum())
     too_large = int((predictions.floor_bytes > (plan.limit_bytes or math.inf)).sum())
     say(f"{'predicted':>16}: {known} of {len(predictions.candidates)} candidates in "
         f"{format_seconds(time.monotonic() - began)}; {too_large} cannot fit")  # fmt: skip
-    return predictions
+    return forecast
+
+
+def _keep_sensitivity(
+    options: argparse.Namespace, plan: "Plan", study: "optuna.Study", forecast: "Forecast | None"
+) -> None:
+    """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
+    from autofit.space import Space, load_space
+    from autofit.tuning.frontier import rule_of, winner
+    from autofit.tuning.sensitivity import sensitivity
+    from autofit.tuning.study import trials_of
+
+    trials = trials_of(study)
+    best = winner(trials, **rule_of(study.user_attrs))
+    if best is None:
+        return
+    knobs = load_space(options.space, trainer=plan.recipe.trainer)
+    space = Space.of(plan.recipe, knobs, allow="recipe", device=plan.device)
+    kept = sensitivity(
+        space, trials, best, limit_bytes=plan.limit_bytes,
+        predict=lambda other, tokens: None if forecast is None else forecast.of(space, other, completion_tokens=tokens),
+    )  # fmt: skip
+    if study.user_attrs.get("sensitivity") != kept:
+        study.set_user_attr("sensitivity", kept)
 
 
 def _keep_worst_case(scratch: Path, folder: Path) -> None:

@@ -4,17 +4,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
+from autofit.hardware import gpus
 from autofit.probing.keeper import Ending, computing_env, keep
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slot
 from autofit.probing.warm import call
+from autofit.units import format_bytes
 
+_LARGER = 1.1  # a card that is hardly larger than the target cannot say by how much that is exceeded
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
@@ -25,7 +29,9 @@ def run_probe(request_path: str) -> None:
     process = psutil.Process()
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
     with slot(request.slots, abandoned=lambda: cancelled(request)) as name:
-        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name)
+        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
+        if name is not None and _can_say_how_far_over(request):
+            _grade(request, name)
     if read_json(request.answer_path) is None and not ending.abandoned:
         write_json(request.answer_path, classified(ending, request).to_json())
     content = read_json(request.answer_path)
@@ -42,7 +48,38 @@ def cancelled(request: ProbeRequest) -> bool:
     return (request.folder / "cancel").exists()
 
 
-def _keep(request: ProbeRequest, slot_name: str) -> Ending:
+def _can_say_how_far_over(request: ProbeRequest) -> bool:
+    """Whether the probe ran out of memory under a target that is emulated on a larger card."""
+    answer = ProbeResult.read(request.answer_path)
+    oom = answer is not None and answer.status is ProbeStatus.OOM
+    if request.device != "cuda" or request.limit_bytes is None or not oom or cancelled(request):
+        return False
+    return any(gpu.capacity_bytes > _LARGER * request.limit_bytes for gpu in gpus())
+
+
+def _grade(request: ProbeRequest, slot_name: str) -> None:
+    """Probe again without the cap, and add to the answer how much was held then. The cap alone decides what fits."""
+    free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
+    free.folder.mkdir(exist_ok=True)
+    write_json(free.request_path, free.to_json())
+    _keep(free, slot_name, request)
+    found, answer = ProbeResult.read(free.answer_path), ProbeResult.read(request.answer_path)
+    assert answer is not None
+    assert request.limit_bytes is not None
+    used = found.device_used_bytes if found is not None and found.step_s else None  # without steps it did not end
+    if found is not None and used is not None and used > request.limit_bytes:
+        over = (
+            f"without the cap it held {format_bytes(used)}, {format_bytes(used - request.limit_bytes)} over the target"
+        )
+        graded = replace(
+            answer, device_used_bytes=used, uncapped_bytes=used, phases=found.phases, reason=f"{over}; {answer.reason}",
+            peak_reserved_bytes=found.peak_reserved_bytes, peak_allocated_bytes=found.peak_allocated_bytes,
+        )  # fmt: skip
+        write_json(request.answer_path, graded.to_json())
+
+
+def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
+    """Run the probe to its end; `asked` is the request that is cancelled with it."""
     env: dict[str, str] = {}
     if slot_name.startswith("cuda-"):
         env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
@@ -50,14 +87,14 @@ def _keep(request: ProbeRequest, slot_name: str) -> Ending:
         message = {
             "entry": "autofit.probing.worker:run", "argument": str(request.request_path), "cwd": str(request.cwd),
             "log": str(request.log_path), "env": env, "deadline_s": request.deadline_s,
-            "cancel": str(request.folder / "cancel"),
+            "cancel": str(asked.folder / "cancel"),
         }  # fmt: skip
         try:
             return call(request.warm_socket, message)
         except EnvironmentFault as fault:
             if "does not answer" not in str(fault):  # the child was taken: it may have run, so it is not run again
                 return Ending(exit_code=-signal.SIGKILL)
-    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(request))
+    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(asked))
 
 
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:

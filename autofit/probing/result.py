@@ -35,6 +35,7 @@ class ProbeRequest:
     warm_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
     least_of_fits: bool = True  # simulated: find the least capacity of what fits too, which takes a second or more
+    capped: bool = True  # False: allocate what is asked for, and hold it against the limit afterwards
 
     @property
     def request_path(self) -> Path:
@@ -99,6 +100,7 @@ class ProbeResult:
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
     least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
+    uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: str = "measured"
     device_name: str = ""

@@ -87,7 +87,7 @@ def run(request_path: str) -> int:
     if not Path(str(models.get("model_name_or_path"))).is_dir():
         go_offline_without_a_hub()
     try:
-        with memory_of(request.device, request.limit_bytes) as memory:
+        with memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
             recorder.append(Recorder(memory, request.phase_path))
             result = _probe(request, memory, recorder[0])
     except Exception as error:

@@ -1,17 +1,19 @@
 """Trials as plain values, and the rules that rank them: the Pareto front, the winner, and why."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict, cast, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space import TIERS, Tier
-from autofit.units import format_bytes
+from autofit.units import format_bytes, format_seconds
 
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
+# Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
+NOISE_FRAC = 2 * 2**0.5 * 0.02
 
 
 class Rule(TypedDict):
@@ -26,13 +28,17 @@ SPEED: Rule = {"goal": "speed", "target_bytes": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One candidate of a study and, once probed, what the device said. `changes` is empty for the baseline."""
+    """One candidate of a study and, once probed, what the device said. `changes` is empty for the baseline.
+
+    `result` is the search's probe, `confirmed` the longer one that a finalist gets; figures are the longer one's.
+    """
 
     number: int
     tier: Tier
     changes: Mapping[str, object]
     params: Mapping[str, object]
     result: ProbeResult | None = None
+    confirmed: ProbeResult | None = None
 
     @property
     def status(self) -> ProbeStatus | None:
@@ -40,19 +46,30 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        return self.status is ProbeStatus.FIT
+        """Whether it fitted whenever it was probed."""
+        return self.status is ProbeStatus.FIT and not self.fell
+
+    @property
+    def fell(self) -> bool:
+        """Whether it ran out of memory, or failed, when it was to be confirmed."""
+        return self.confirmed is not None and self.confirmed.status is not ProbeStatus.FIT
+
+    @property
+    def figures(self) -> ProbeResult | None:
+        """The probe that says most: the confirmation where there is one."""
+        return self.confirmed if self.confirmed is not None else self.result
 
     @property
     def step_s(self) -> float | None:
-        return None if self.result is None else self.result.median_step_s
+        return None if self.figures is None else self.figures.median_step_s
 
     @property
     def device_used_bytes(self) -> int | None:
-        return None if self.result is None else self.result.device_used_bytes
+        return None if self.figures is None else self.figures.device_used_bytes
 
     @property
     def completions_per_s(self) -> float | None:
-        return None if self.result is None else self.result.completions_per_s
+        return None if self.figures is None else self.figures.completions_per_s
 
     def speedup(self, baseline: "Trial | None") -> float | None:
         """Completions per second against the baseline's, or None where either was not measured."""
@@ -86,8 +103,37 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
 
     speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target; where none does, the nearest to that from below.
+
+    The first by the search's own probes stays the winner when its confirmation differs by no more than noise. Once two
+    are confirmed only those are compared: a machine that became slower must not have every trial probed again.
     """
     fitting = measured(trials)
+    as_searched = [t if t.confirmed is None else replace(t, confirmed=None) for t in fitting]
+    found = _first(as_searched, goal=goal, target_bytes=target_bytes)
+    if found is None:
+        return None
+    first = next(t for t in fitting if t.number == found.number)
+    sure = [t for t in fitting if t.confirmed is not None]
+    now = _first(sure if len(sure) > 1 else fitting, goal=goal, target_bytes=target_bytes)
+    assert now is not None
+    return now if first.confirmed is not None and _clearly_ahead(now, first, goal) else first
+
+
+def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
+    """Whether `one`, which ranks first, does so by more than the noise of a probe."""
+    (ours_s, ours_bytes), (theirs_s, theirs_bytes) = _cost(one), _cost(other)
+    faster = ours_s < (1 - NOISE_FRAC) * theirs_s
+    return one.tier != other.tier or faster or (goal != "speed" and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
+
+
+def finalist(trials: Iterable[Trial], rule: Rule) -> Trial | None:
+    """The winner when it has still to be confirmed; None for the baseline, which is what is run without us."""
+    best = winner(trials, **rule)
+    return best if best is not None and best.confirmed is None and best.changes else None
+
+
+def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
+    """The winner by the figures as they are."""
     kept = min((TIERS.index(t.tier) for t in fitting), default=0)
     rivals = [t for t in fitting if TIERS.index(t.tier) == kept]
     if not rivals:
@@ -171,6 +217,9 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     if not ooms and broken:
         assert broken[0].result is not None
         return f"no probe ran to its end; trial {broken[0].number}: {broken[0].result.reason}"
+    fell = [t for t in trials if t.fell]
+    if not ooms and fell:
+        return f"nothing fits: each of the {len(fell)} trials that fitted fell when it was to be confirmed"
     if not ooms:
         return "no trial was probed yet; run the same command again to go on"
     used = [t for t in ooms if t.device_used_bytes is not None]
@@ -193,3 +242,66 @@ def predicted_baseline(trials: Sequence[Trial], attrs: Mapping[str, object]) -> 
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
     return f"; the recipe as it is was not probed: predicted {format_bytes(int(used))}, which does not fit"
+
+
+# -- the confirmation of the winner -----------------------------------------------------------------------------------
+
+
+def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
+    """Whether the winner was confirmed, with what figures, and which finalists fell before it; "" without a winner."""
+    best = winner(trials, **rule)
+    parts = [_how_it_fell(t) for t in trials if t.confirmed is not None and t is not best]
+    if best is not None:
+        parts.append(_how_sure(best))
+    return "; ".join(parts)
+
+
+def _how_it_fell(trial: Trial) -> str:
+    long, short = trial.confirmed, trial.result
+    assert long is not None
+    if long.status is ProbeStatus.OOM:
+        held = "" if long.device_used_bytes is None else f" at {format_bytes(long.device_used_bytes)}"
+        return f"trial {trial.number} fell in its confirmation: out of memory{held} during {long.oom_phase}"
+    if long.status is not ProbeStatus.FIT:
+        return f"trial {trial.number} fell in its confirmation: {long.status}: {long.reason}"
+    before = short.median_step_s if short is not None else None
+    times = f"{format_seconds(trial.step_s or 0)} a step" + (
+        f", {format_seconds(before)} in the search" if before else ""
+    )
+    return f"trial {trial.number} was probed longer as well and is not the winner ({times})"
+
+
+def _how_sure(best: Trial) -> str:
+    long = best.confirmed
+    if long is not None:
+        return (
+            f"trial {best.number} is confirmed: {len(long.step_s)} steps, saved and resumed, under the target as a "
+            f"hard cap: {format_bytes(best.device_used_bytes or 0)}, {format_seconds(best.step_s or 0)} a step"
+        )
+    if best.result is not None and best.result.fidelity == "predicted":
+        return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
+    if not best.changes:
+        return "the recipe as it is needs no confirmation"
+    steps = len(best.result.step_s) if best.result is not None else 0
+    return f"trial {best.number} is not confirmed: it was probed over {steps} steps only"
+
+
+def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] | None:
+    """What `--json` says of the winner's confirmation; None without a winner."""
+    best = winner(trials, **rule)
+    if best is None:
+        return None
+    predicted = best.result is not None and best.result.fidelity == "predicted"
+    open_status = "predicted" if predicted else "not confirmed" if best.changes else "baseline"
+    long = best.confirmed
+    return {
+        "trial": best.number, "status": open_status if long is None else "confirmed",
+        "measured_steps": None if long is None else len(long.step_s),
+        "device_used_bytes": None if long is None else long.device_used_bytes,
+        "step_s": None if long is None else long.median_step_s,
+        "fallen": [
+            {"trial": t.number, "status": str(t.confirmed.status), "reason": t.confirmed.reason,
+             "device_used_bytes": t.confirmed.device_used_bytes, "step_s": t.confirmed.median_step_s}
+            for t in trials if t.confirmed is not None and t is not best
+        ],
+    }  # fmt: skip

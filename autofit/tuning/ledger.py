@@ -90,7 +90,7 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
     values = trial.values or []
     bytes_told = None if over is None or target_bytes is None else target_bytes + over
     if trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == "oom" or (over is not None and over > 0):
-        exact = result.get("least_capacity_bytes")
+        exact = result.get("least_capacity_bytes") or result.get("uncapped_bytes")
         held = float(cast(int, exact)) if exact else bytes_told or target_bytes
         return Observation(place=place, step_s=None, device_used_bytes=held, at_least=not exact, fits=False)
     used = values[1] if len(values) > 1 else bytes_told

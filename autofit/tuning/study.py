@@ -5,6 +5,7 @@ import fcntl
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -18,6 +19,8 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space import Tier
 from autofit.tuning.frontier import Trial
+
+_CONFIRMATION = "confirmation"  # of the study's attribute for trial N: "confirmation N"
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -132,8 +135,18 @@ def to_trial(frozen: FrozenTrial) -> Trial:
 
 
 def trials_of(study: optuna.Study) -> list[Trial]:
-    """All trials of `study` in order, as plain values."""
-    return [to_trial(t) for t in study.get_trials(deepcopy=False)]
+    """All trials of `study` in order, as plain values, with the confirmations of its finalists."""
+    attrs = study.user_attrs
+    trials = []
+    for trial in map(to_trial, study.get_trials(deepcopy=False)):
+        long = attrs.get(f"{_CONFIRMATION} {trial.number}")
+        trials.append(trial if long is None else replace(trial, confirmed=ProbeResult.from_json(long)))
+    return trials
+
+
+def keep_confirmation(study: optuna.Study, number: int, result: ProbeResult) -> None:
+    """Keep what the longer probe of trial `number` said: with the study, as a finished trial takes no attributes."""
+    study.set_user_attr(f"{_CONFIRMATION} {number}", result.to_json())
 
 
 def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:

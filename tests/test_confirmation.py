@@ -1,0 +1,204 @@
+"""The finalist is probed once more; lawful probes that behave otherwise the second time."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import lawful
+import pytest
+from search_driver import plan
+
+from autofit.errors import ConfigError
+from autofit.files import write_json
+from autofit.probing.launch import Launcher
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.promotion import choose
+from autofit.tables import front_table, to_json
+from autofit.tracking import client, experiment_id, sync
+from autofit.tuning.confirmation import confirm
+from autofit.tuning.frontier import Trial, confirmation_note, pareto_front, rule_of, winner
+from autofit.tuning.search import Plan, Search, open_study
+from autofit.tuning.study import keep_confirmation, load_study, trials_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RULE = rule_of({"target_bytes": 150 * lawful.MB})
+
+
+class AtOnce(Launcher):
+    """Answers within the call: no job, no process."""
+
+    def submit(self, request: ProbeRequest) -> None:
+        write_json(request.request_path, request.to_json())
+        self._function(str(request.request_path))
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished search that was not confirmed."""
+    folder = tmp_path_factory.mktemp("searched")
+    search_in(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(searched: Path, tmp_path: Path) -> Path:
+    shutil.copytree(searched, tmp_path / "studies")
+    return tmp_path / "studies"
+
+
+def search_in(folder: Path) -> Plan:
+    wanted = plan(folder, 8)
+    Search(wanted, open_study(wanted), warm_socket=None, launcher=AtOnce(lawful.at_once)).run()
+    return wanted
+
+
+def confirmed(folder: Path, monkeypatch: pytest.MonkeyPatch, **does: object) -> tuple[list[Trial], list[str]]:
+    """The trials after a confirmation in which each trial `tN` does as told, and what was said."""
+    monkeypatch.setenv("UNSTEADY", json.dumps({name[1:]: what for name, what in does.items()}))
+    wanted, said = plan(folder, 8), list[str]()
+    confirm(wanted, open_study(wanted), warm_socket=None, launcher=AtOnce(lawful.unsteady), say=said.append)
+    return trials_of(load_study(folder, "law")), said
+
+
+def ranked(folder: Path) -> list[Trial]:
+    """The trials that fit, as the search ranks them."""
+    return sorted((t for t in trials_of(load_study(folder, "law")) if t.fits), key=lambda t: t.step_s or 0)
+
+
+def test_the_winner_is_probed_longer_under_the_same_cap_and_only_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ranked(folder)[0]
+    trials, _ = confirmed(folder, monkeypatch)
+    assert [t.number for t in trials if t.confirmed is not None] == [best.number]
+    request = ProbeRequest.read(folder / "probes" / "law" / f"confirm-{best.number:04d}-1" / "request.json")
+    assert (request.measured_steps, request.limit_bytes) == (5, 150 * lawful.MB)
+    assert request.values["per_device_train_batch_size"] == best.changes["per_device_train_batch_size"]
+    assert f"trial {best.number} is confirmed" in confirmation_note(trials, RULE)
+    _, said = confirmed(folder, monkeypatch)
+    assert said == []
+
+
+def test_a_finalist_that_falls_gives_way_to_the_next_and_the_output_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ranked(folder)[:2]
+    trials, said = confirmed(folder, monkeypatch, **{f"t{first.number}": "oom"})
+    best = winner(trials, **RULE)
+    assert best is not None
+    assert best.number == second.number
+    assert best.confirmed is not None
+    assert first.number not in [t.number for t in pareto_front(trials)]
+    assert any(f"trial {first.number} fell in its confirmation: out of memory" in line for line in said)
+    content = to_json(trials, study="law", target_bytes=1, screened=0, stopped="", sentence="", rule=RULE)
+    assert content["winner"]["trial"] == second.number  # type: ignore[index]
+    assert content["confirmation"]["status"] == "confirmed"  # type: ignore[index]
+    assert [f["trial"] for f in content["confirmation"]["fallen"]] == [first.number]  # type: ignore[index]
+    assert choose(trials, "best", RULE).number == second.number
+    with pytest.raises(ConfigError, match="fell when it was to be confirmed"):
+        choose(trials, str(first.number), RULE)
+
+
+def test_slower_by_noise_it_stays_the_winner_and_by_more_the_next_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "again")
+    first, second = ranked(folder)[:2]
+    assert first.step_s is not None
+    assert second.step_s is not None
+    behind = second.step_s / first.step_s
+    trials, _ = confirmed(folder, monkeypatch, **{f"t{first.number}": 1.04 * behind})
+    best = winner(trials, **RULE)
+    assert best is not None
+    assert best.number == first.number
+    assert best.step_s == pytest.approx(1.04 * second.step_s)  # its figures are those of the confirmation
+    rows = front_table(trials, {}, None, RULE).columns[0].cells
+    assert f"{first.number} *" in list(rows)
+    trials, _ = confirmed(tmp_path / "again", monkeypatch, **{f"t{first.number}": 2.0 * behind})
+    best = winner(trials, **RULE)
+    assert best is not None
+    assert best.number == second.number
+    assert "was probed longer as well and is not the winner" in confirmation_note(trials, RULE)
+
+
+def test_on_a_machine_that_became_slower_only_the_next_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, _ = confirmed(folder, monkeypatch, **{f"t{t.number}": 3.0 for t in ranked(folder)})
+    first, second = ranked_by_search(trials)[:2]
+    assert [t.number for t in ranked_by_search(trials) if t.confirmed is not None] == [first.number, second.number]
+    assert winner(trials, **RULE) == first
+
+
+def ranked_by_search(trials: list[Trial]) -> list[Trial]:
+    return sorted(
+        (t for t in trials if t.fits and t.result), key=lambda t: t.result.median_step_s or 0 if t.result else 0
+    )
+
+
+def test_a_confirmation_killed_twice_is_no_verdict_and_is_repeated_by_the_next_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ranked(folder)[0]
+    trials, said = confirmed(folder, monkeypatch, **{f"t{best.number}": "kill"})
+    assert all(t.confirmed is None for t in trials)
+    assert "was killed; run the same command again" in said[-1]
+    assert "is not confirmed" in confirmation_note(trials, RULE)
+    trials, _ = confirmed(folder, monkeypatch)
+    assert trials[best.number].confirmed is not None
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_ended_during_the_confirmation_the_next_run_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+) -> None:
+    best = ranked(folder)[0]
+    monkeypatch.setenv("UNSTEADY", json.dumps({str(best.number): "wait"}))
+    monkeypatch.setenv("LAWFUL_S", "1.0")
+    driver = subprocess.Popen([sys.executable, __file__, str(folder)], stderr=subprocess.DEVNULL)
+    probe = folder / "probes" / "law" / f"confirm-{best.number:04d}-1"
+    deadline = time.monotonic() + 60
+    while not (probe / "job.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.send_signal(ending)
+    driver.wait(timeout=30)
+    trials, _ = confirmed(folder, monkeypatch)
+    assert trials[best.number].confirmed is not None
+    attempts = 1 if ending is signal.SIGKILL else 2  # the job outlives a kill; Ctrl-C stops it
+    assert len(list(probe.parent.glob("confirm-*"))) == attempts
+
+
+def test_a_simulated_card_and_the_recipe_as_it_is_are_not_asked_again() -> None:
+    result = ProbeResult(status=ProbeStatus.FIT, device="sim:t4", fidelity="predicted", step_s=(1.0,),
+                         device_used_bytes=5)  # fmt: skip
+    asis = Trial(number=0, tier="neutral", changes={}, params={}, result=replace(result, step_s=(2.0,)))
+    better = Trial(number=1, tier="neutral", changes={"a": 1}, params={}, result=result)
+    assert "is predicted, not confirmed" in confirmation_note([asis, better], RULE)
+    measured = replace(asis, result=replace(result, fidelity="measured"))
+    assert confirmation_note([measured], RULE) == "the recipe as it is needs no confirmation"
+
+
+def test_mlflow_has_the_confirmation_whenever_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sync(folder, "law")
+    best = ranked(folder)[0]
+    assert best.result is not None
+    keep_confirmation(load_study(folder, "law"), best.number, replace(best.result, step_s=(0.9, 0.9)))
+    sync(folder, "law")
+    api = client(folder)
+    runs = api.search_runs([experiment_id(api, folder, "law")])
+    run = next(r for r in runs if r.data.tags.get("autofit.trial") == str(best.number))
+    assert run.data.tags["autofit.confirmation"] == "confirmed"
+    assert run.data.metrics["confirmed_step_s"] == 0.9
+    assert run.data.metrics["step_s"] == best.step_s
+    summary = next(r for r in runs if r.data.tags.get("autofit.kind") == "study")
+    assert "is confirmed: 2 steps" in summary.data.tags["mlflow.note.content"]
+
+
+if __name__ == "__main__":
+    wanted = plan(Path(sys.argv[1]), 8)
+    confirm(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.unsteady))
