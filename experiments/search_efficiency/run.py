@@ -48,7 +48,7 @@ class Prober:
         self.case, self.used, self.step = case, used, step
         self._chance = np.random.default_rng([seed, 7])
         self.best: tuple[int, float, int] | None = None  # tier, measured seconds, place
-        self.ooms = 0
+        self.oom_at: list[bool] = []  # for every probe, whether it ran out of memory
         self.stopped: int | None = None  # probes after which the rule of the least gain would have ended it
         self.speed: list[float] = []  # the winner's true speed over the optimum's, after each probe
         found = cases.optimum(case, used, step)
@@ -64,7 +64,7 @@ class Prober:
             tier = int(self.case.grid.tiers[place])
             if self.best is None or (tier, step) < self.best[:2]:
                 self.best = (tier, step, place)
-        self.ooms += not fits
+        self.oom_at.append(not fits)
         known = self.best is not None and self.best[0] == self.tier
         self.speed.append(self.optimum_s / float(self.step[self.best[2]]) if known and self.best else 0.0)
         # a probe stops at the allocation that fails: it held the target and a part of what it still needed
@@ -122,7 +122,8 @@ def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
     return {
         **row,
         "speed": [round(s, 4) for s in prober.speed],
-        "ooms": prober.ooms,
+        "ooms": sum(prober.oom_at),
+        "oom_at": prober.oom_at,
         "stopped": prober.stopped,
         "seconds": round(seconds, 3),
     }
