@@ -92,7 +92,7 @@ class _Stage:
         chosen = int(np.argmax(np.where(worth > 0, worth / seconds, worth * seconds)))
         return Proposal(
             place=int(pool[chosen]),
-            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits)).max())),
+            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits, wider=_DOUBT)).max())),
             fits=float(fits.max()),
             anything_fits=bool(len(self._points)),
         )
@@ -116,14 +116,14 @@ class _Stage:
             chosen = np.union1d(chosen, np.argpartition(differing, _NEAR)[:_NEAR])
         return np.asarray(places[chosen], dtype=np.intp)
 
-    def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
+    def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats, *, wider: float = 1.0) -> Floats:
         """Expected gain, as a difference of logarithms, of each of the pool if it fits."""
         if self._goal == "memory":
             return self._memory_gain(pool, step, spread, fits)
         if self._goal == "utilisation" and self._target is not None:
             return self._band_gain(pool, step, spread, fits)
         best = self._points[:, 0].min() if len(self._points) else _reference(step, fits)
-        return expected_gain(best, step, spread)
+        return self._model.gain_at(pool, best, wider=wider)
 
     def _memory_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
         """The fewer bytes, as long as the step is not much slower than the fastest."""

@@ -13,8 +13,11 @@ Places = NDArray[np.intp]
 _OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight times may change it wholly
 _UNLIKE = 0.4  # how alike two candidates are, in what all knobs do together, that differ in one without an order
 _UNEVEN = 0.9  # spread of the logarithm of an axis' share: a few knobs have most of a residual
+_PAIRS = 0.5  # how strong effects of two knobs together are, against those of each alone
+_JOINT = 0.3  # and what all knobs do together, as a share of the spread
 _DRAWS = 128  # of how a residual may behave, from the prior
 _KEPT = 16  # of them, drawn by their evidence
+_PLENTY, _KEPT_OF_PLENTY = 24, 5  # with so many probes the settings agree, and fewer of them will do
 _MOVES = 6  # Metropolis steps of each of those, so that they fit the data better than the draws did
 _STRIDE = 0.3  # of a step, in each logarithm
 _DAMPING = 0.7  # of all sweeps but the first
@@ -54,8 +57,8 @@ def _alike(count: int, octaves: Floats | None, *, trends: bool) -> tuple[Floats,
     if octaves is None:
         return np.eye(count), np.where(np.eye(count) > 0, 1.0, _UNLIKE)
     near = np.exp(-0.5 * ((octaves[:, None] - octaves[None, :]) / _OCTAVES) ** 2)
-    if not trends:
-        return near, near
+    if not trends:  # half of a number's effect is smooth; the other half is the value's own (kernels, fragmentation)
+        return 0.5 * near + 0.5 * np.eye(count), near
     centred = (octaves - octaves.mean()) / max(1e-9, np.ptp(octaves))  # a straight line in the logarithm
     return 0.5 * near + 2.0 * centred[:, None] * centred[None, :], near
 
@@ -83,11 +86,11 @@ class Prior:
 
     def _centre(self, axes: int) -> Floats:
         even = -0.5 * np.log(max(1, axes)) - _UNEVEN**2
-        return np.array([np.log(self.spread), *[even] * axes, np.log(PAIR), np.log(JOINT)])
+        return np.array([np.log(self.spread), *[even] * axes, np.log(_PAIRS), np.log(_JOINT)])
 
     def _scale(self, axes: int) -> Floats:
         return np.array([self.doubt, *[_UNEVEN] * axes, 0.5, 0.5])
-PAIR=0.7; JOINT=0.3
+
 
 class _Kernel:
     """Covariances under several settings at once."""
@@ -102,8 +105,12 @@ class _Kernel:
     def between(self, axes: Floats, joint: Floats) -> Floats:
         flat = axes.reshape(len(axes), -1)
         alone = self._own @ flat
-        pairs = alone**2 - self._own**2 @ flat**2
-        whole = self._offset**2 + alone + self._pairs[:, None] * pairs + self._joint[:, None] * joint.reshape(1, -1)
+        whole = alone * alone  # in place from here on: this is where a proposal's time goes
+        whole -= self._own**2 @ (flat * flat)
+        whole *= self._pairs[:, None]
+        whole += alone
+        whole += self._joint[:, None] * joint.reshape(1, -1)
+        whole += self._offset**2
         return np.asarray(whole.reshape(len(self._joint), *joint.shape), dtype=np.float64)
 
     @property
@@ -119,6 +126,7 @@ class Residual:
     def __init__(self, similarity: Similarity, prior: Prior, places: Places, values: Floats, at_least: Mask) -> None:
         self._similarity, self._prior, self._places = similarity, prior, places
         self._values, self._at_least = values, at_least
+        self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
         draws = prior.draw(similarity.axes, _DRAWS)
         if not len(places):
             self._variance = float(_Kernel(draws, prior.offset).diagonal.mean())
@@ -132,11 +140,12 @@ class Residual:
         self._alpha = (self._inverse @ fit.values[:, :, None])[:, :, 0]
 
     def _moved(self, draws: Floats) -> Floats:
-        """Settings drawn from their posterior: resampled by the evidence, then moved (a particle filter's two steps)."""
+        """Settings drawn from their posterior: resampled by the evidence, then moved, as a particle filter does."""
         chance = np.random.default_rng(len(self._places))
         evidence = self._evidence(draws)
         weights = np.exp(evidence - evidence.max()).cumsum()
-        chosen = np.searchsorted(weights, weights[-1] * (np.arange(_KEPT) + 0.5) / _KEPT)
+        kept = _KEPT if len(self._places) < _PLENTY else _KEPT_OF_PLENTY
+        chosen = np.searchsorted(weights, weights[-1] * (np.arange(kept) + 0.5) / kept)
         settings = draws[chosen]
         now = evidence[chosen] + self._prior.log_density(settings)
         for _ in range(_MOVES):
@@ -149,22 +158,30 @@ class Residual:
 
     def _evidence(self, settings: Floats) -> Floats:
         covariances = _Kernel(settings, self._prior.offset).between(self._axes, self._joint)
-        return _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
+        found: Floats = _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
+        return found
 
     @property
     def informed(self) -> bool:
         """Whether there are data at all."""
         return len(self._places) > 0
 
+    def each(self, places: Places) -> tuple[Floats, Floats]:
+        """(mean, standard deviation) of the residual at `places`, noise left out, under each setting that is kept."""
+        if not self.informed:
+            return np.zeros((1, len(places))), np.full((1, len(places)), np.sqrt(self._variance))
+        key = places.tobytes()
+        if self._last is None or self._last[0] != key:
+            cross = self._kernel.between(*self._similarity.between(places, self._places))
+            mean = (cross @ self._alpha[:, :, None])[:, :, 0]
+            known = np.einsum("pij,pij->pi", cross @ self._inverse, cross)
+            self._last = key, (mean, np.sqrt(np.maximum(self._kernel.diagonal[:, None] - known, 1e-10)))
+        return self._last[1]
+
     def at(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the residual at `places`, noise left out."""
-        if not self.informed:
-            return np.zeros(len(places)), np.full(len(places), np.sqrt(self._variance))
-        cross = self._kernel.between(*self._similarity.between(places, self._places))
-        mean = (cross @ self._alpha[:, :, None])[:, :, 0]
-        known = ((cross @ self._inverse) * cross).sum(axis=2)
-        variance = np.maximum(self._kernel.diagonal[:, None] - known, 1e-10)
-        return mean.mean(axis=0), np.sqrt(variance.mean(axis=0) + mean.var(axis=0))
+        mean, spread = self.each(places)
+        return mean.mean(axis=0), np.sqrt((spread**2).mean(axis=0) + mean.var(axis=0))
 
     def mean_at(self, places: Places) -> Floats:
         """The mean alone."""
