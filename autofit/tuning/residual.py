@@ -129,7 +129,7 @@ class Residual:
         self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
         draws = prior.draw(similarity.axes, _DRAWS)
         if not len(places):
-            self._variance = float(_Kernel(draws, prior.offset).diagonal.mean())
+            self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
             return
         self._axes, self._joint = similarity.between(places, places)
         settings = self._moved(draws)
@@ -146,7 +146,7 @@ class Residual:
         weights = np.exp(evidence - evidence.max()).cumsum()
         kept = _KEPT if len(self._places) < _PLENTY else _KEPT_OF_PLENTY
         chosen = np.searchsorted(weights, weights[-1] * (np.arange(kept) + 0.5) / kept)
-        settings = draws[chosen]
+        settings: Floats = draws[chosen]
         now = evidence[chosen] + self._prior.log_density(settings)
         for _ in range(_MOVES):
             tried = settings + _STRIDE * chance.normal(size=settings.shape)
@@ -158,8 +158,7 @@ class Residual:
 
     def _evidence(self, settings: Floats) -> Floats:
         covariances = _Kernel(settings, self._prior.offset).between(self._axes, self._joint)
-        found: Floats = _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
-        return found
+        return _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
 
     @property
     def informed(self) -> bool:
@@ -169,7 +168,8 @@ class Residual:
     def each(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the residual at `places`, noise left out, under each setting that is kept."""
         if not self.informed:
-            return np.zeros((1, len(places))), np.full((1, len(places)), np.sqrt(self._variance))
+            spread = np.repeat(self._spreads[:, None], len(places), axis=1)
+            return np.zeros_like(spread), spread
         key = places.tobytes()
         if self._last is None or self._last[0] != key:
             cross = self._kernel.between(*self._similarity.between(places, self._places))

@@ -4,6 +4,10 @@ Run: `python experiments/search_efficiency/run.py`. Truth tables are exhaustive 
 through plain Optuna. Writes results.json, summary.json and probes.png next to this file. `--truth module:function` puts
 another cost model in the place of `law.truth`, `--recipes module:NAME` other recipes in the place of `cases.RECIPES`,
 `--first-seed N` other seeds.
+
+A search has PROBES probes, whatever it was told: the rule that would end ours earlier is noted, not followed.
+`oom_probes_median` counts the OOMs among all of them; `oom_probes_12_*` those of the first 12, `oom_probes_to_stop_*`
+those until the rule (or the budget) ends it.
 """
 
 import argparse
