@@ -209,7 +209,9 @@ def test_an_oom_teaches_that_like_candidates_need_more_than_was_predicted() -> N
     sampler.read(study)
     sampler.proposal()
     after = sampler._model.fits_at(places)
-    assert (after <= before + 1e-9).all()
+    # what was predicted to fit is less likely to; what was not may be a little likelier: predictions are further off
+    assert (after[before >= 0.3] < before[before >= 0.3]).all()
+    assert after.mean() < 0.6 * before.mean()
     assert after[place] < 0.6 * before[place]
 
 

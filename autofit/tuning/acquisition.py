@@ -16,10 +16,11 @@ from autofit.tuning.residual import Places, expected_gain, probability_below
 _POOL = 512  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
 _NEAR = 128  # of them, those that differ least from the best so far
 _GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
-_CAUTION = 1.5  # the exponent on the probability of fitting: an OOM costs a probe and tells less than a fit
+_OOM_COST = 0.03  # what an OOM costs, as a difference of logarithms: it tells less than a fit, and may hang a card
 _DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
 _FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
-_HOPELESS = 0.02  # where nothing of a tier fits with this probability, lower tiers get the probes
+_LIKELY = 0.5  # while no bytes are measured, a tier in which nothing is likelier to fit waits for one that has it
+_HOPELESS = 0.1  # where nothing of a tier fits with this probability, lower tiers get the probes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ def propose(
 ) -> Proposal | None:  # fmt: skip
     """The best candidate of the highest tier in which there is something to gain, or None when none is free."""
     fallback: Proposal | None = None
+    measured = any(o.fits for o in observations)
+    unsure = not measured and any(not o.fits for o in observations)
     for tier in range(len(TIERS)):
         places = np.flatnonzero(free & (grid.tiers == tier))
         if not len(places):
@@ -54,11 +57,12 @@ def propose(
         imagined = [p for p in pending if grid.tiers[p] <= tier]
         stage = _Stage(model, grid, rivals, imagined, goal=goal, target_bytes=target_bytes)
         found = stage.best(places, cost)
-        worthwhile = found.gain_frac >= min_gain_frac if found.anything_fits else found.fits >= _HOPELESS
+        enough = _LIKELY if unsure else _HOPELESS
+        worthwhile = found.gain_frac >= min_gain_frac if found.anything_fits else found.fits >= enough
         if worthwhile:
             return found
-        if fallback is None or found.gain_frac > fallback.gain_frac:
-            fallback = found
+        better = fallback is None or (found.fits > fallback.fits if unsure else found.gain_frac > fallback.gain_frac)
+        fallback = found if better else fallback
     return fallback
 
 
@@ -84,10 +88,11 @@ class _Stage:
         step, spread = self._model.log_step_at(pool)
         gain = self._gain(pool, step, spread, fits)
         seconds = cost.startup_s + cost.steps * np.exp(np.clip(step, -20, 20))
-        chosen = int(np.argmax(fits**_CAUTION * gain / seconds))
+        worth = fits * gain - (1 - fits) * _OOM_COST
+        chosen = int(np.argmax(np.where(worth > 0, worth / seconds, worth * seconds)))
         return Proposal(
             place=int(pool[chosen]),
-            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits)).max())),
+            gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits, wider=_DOUBT)).max())),
             fits=float(fits.max()),
             anything_fits=bool(len(self._points)),
         )
@@ -111,14 +116,14 @@ class _Stage:
             chosen = np.union1d(chosen, np.argpartition(differing, _NEAR)[:_NEAR])
         return np.asarray(places[chosen], dtype=np.intp)
 
-    def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
+    def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats, *, wider: float = 1.0) -> Floats:
         """Expected gain, as a difference of logarithms, of each of the pool if it fits."""
         if self._goal == "memory":
             return self._memory_gain(pool, step, spread, fits)
         if self._goal == "utilisation" and self._target is not None:
             return self._band_gain(pool, step, spread, fits)
         best = self._points[:, 0].min() if len(self._points) else _reference(step, fits)
-        return expected_gain(best, step, spread)
+        return self._model.gain_at(pool, best, wider=wider)
 
     def _memory_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
         """The fewer bytes, as long as the step is not much slower than the fastest."""

@@ -8,16 +8,16 @@ import numpy as np
 from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.ledger import Observation
 from autofit.tuning.predictions import Predictions
-from autofit.tuning.residual import Places, Prior, Residual, Similarity, prior, probability_below
+from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, probability_below
 
 Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound
-_MOST_DATA = 48  # probes that the processes are given: the best and the latest; what an older, worse one says is known
-# How wrong a prediction may be over the knobs ({spread of the logarithm: weight}), and in what all candidates share.
-_STEP = prior({0.03: 0.15, 0.08: 0.3, 0.18: 0.35, 0.4: 0.2}, offset=0.35, noise=0.02)
-_USED = prior({0.02: 0.15, 0.06: 0.3, 0.15: 0.35, 0.35: 0.2}, offset=0.25, noise=0.01)
+_MOST_DATA = 32  # probes that the processes are given: the best and the latest; what an older, worse one says is known
+# How wrong a prediction may be over the knobs (unknown by the factor e^doubt), and in what all candidates share.
+_STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=0.02)
+_USED = Prior(spread=0.19, doubt=0.8, offset=0.25, noise=0.01)
 # Without a prediction the whole logarithm is a residual, about the mean of what was measured.
-_STEP_ALONE = prior({0.2: 0.3, 0.6: 0.5, 1.5: 0.2}, offset=1.0, noise=0.02)
-_USED_ALONE = prior({0.1: 0.3, 0.4: 0.5, 1.2: 0.2}, offset=1.0, noise=0.01)
+_STEP_ALONE = Prior(spread=0.7, doubt=0.8, offset=1.0, noise=0.02)
+_USED_ALONE = Prior(spread=0.5, doubt=0.8, offset=1.0, noise=0.01)
 
 
 class Model:
@@ -75,7 +75,13 @@ class Model:
         """The probability that each of `places` fits the target."""
         if math.isinf(self._target) or (not self.predicted and not self.used.informed):
             return np.ones(len(places))
-        return probability_below(self._target, *self.log_used_at(places))
+        mean, spread = self.used.each(places)
+        return np.asarray(probability_below(self._target, mean + self.log_used[places], spread).mean(axis=0))
+
+    def gain_at(self, places: Places, best: float, *, wider: float = 1.0) -> Floats:
+        """How far each of `places` is expected to come below `best`, the logarithm of a step's seconds."""
+        mean, spread = self.step.each(places)
+        return np.asarray(expected_gain(best, mean + self.log_step[places], wider * spread).mean(axis=0))
 
 
 def _filled(grid: Grid, logs: Floats) -> Floats:

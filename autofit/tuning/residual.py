@@ -5,22 +5,27 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_solve, solve_triangular
 from scipy.special import log_ndtr, ndtr
 
 from autofit.tuning.grid import Floats, Grid, Mask
 
 Places = NDArray[np.intp]
 _OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight times may change it wholly
-_UNLIKE = 0.4  # how alike two candidates are, in the interactions, that differ in one knob without an order
-_SWEEPS = 4  # of expectation propagation over the probes that ran out of memory
-_GUESSES = 8  # draws of which axes matter, next to all of them alike
-_MOST_GUESSES = 6  # of them are kept
-_NEGLIGIBLE = 0.03  # and none with less evidence than this share of the best
+_UNLIKE = 0.4  # how alike two candidates are, in what all knobs do together, that differ in one without an order
+_UNEVEN = 0.9  # spread of the logarithm of an axis' share: a few knobs have most of a residual
+_PAIRS = 0.5  # how strong effects of two knobs together are, against those of each alone
+_JOINT = 0.3  # and what all knobs do together, as a share of the spread
+_DRAWS = 128  # of how a residual may behave, from the prior
+_KEPT = 16  # of them, drawn by their evidence
+_PLENTY, _KEPT_OF_PLENTY = 24, 5  # with so many probes the settings agree, and fewer of them will do
+_MOVES = 6  # Metropolis steps of each of those, so that they fit the data better than the draws did
+_STRIDE = 0.3  # of a step, in each logarithm
+_DAMPING = 0.7  # of all sweeps but the first
+_SWEEPS = 5  # of expectation propagation over the probes that ran out of memory
 
 
 class Similarity:
-    """How alike candidates are: `additive` knob by knob, `joint` in all knobs at once. Both are 1 on the diagonal."""
+    """How alike candidates are in each axis, and in all of them at once; 1 for a candidate with itself."""
 
     def __init__(self, grid: Grid, continuous: Sequence[Floats] = (), *, trends: bool = False) -> None:
         self._codes = grid.codes
@@ -31,7 +36,7 @@ class Similarity:
             if len(used) > 1:
                 alone, joint = _alike(len(grid.choices[column]), octaves, trends=trends)
                 self._tables.append((column, alone, joint))
-        self._count = len(self._tables) + len(self._continuous)
+        self.axes = len(self._tables) + len(self._continuous)
 
     def between(self, rows: Places, columns: Places) -> tuple[Floats, Floats]:
         """Similarity of each of `rows` with each of `columns`: (in each axis, in all of them jointly)."""
@@ -45,52 +50,74 @@ class Similarity:
             near = np.exp(-0.5 * ((values[rows][:, None] - values[columns][None, :]) / _OCTAVES) ** 2)
             axes.append(near)
             joint *= near
-        return np.array(axes).reshape(len(axes), -1), joint
-
-    def weights(self, count: int) -> list[Floats]:
-        """Guesses at how much of a residual each axis has: equal, and `count` in which few axes have most of it."""
-        if not self._count:
-            return [np.zeros(0)]
-        drawn = np.random.default_rng(0).dirichlet(np.full(self._count, 0.4), size=count)
-        return [np.full(self._count, 1 / self._count), *drawn]
+        return np.array(axes).reshape(len(axes), *joint.shape), joint
 
 
 def _alike(count: int, octaves: Floats | None, *, trends: bool) -> tuple[Floats, Floats]:
     if octaves is None:
         return np.eye(count), np.where(np.eye(count) > 0, 1.0, _UNLIKE)
     near = np.exp(-0.5 * ((octaves[:, None] - octaves[None, :]) / _OCTAVES) ** 2)
-    if not trends:
-        return near, near
+    if not trends:  # half of a number's effect is smooth; the other half is the value's own (kernels, fragmentation)
+        return 0.5 * near + 0.5 * np.eye(count), near
     centred = (octaves - octaves.mean()) / max(1e-9, np.ptp(octaves))  # a straight line in the logarithm
     return 0.5 * near + 2.0 * centred[:, None] * centred[None, :], near
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One guess at how a residual behaves: its spread over the knobs, how much of it is knob by knob, its noise."""
+class Prior:
+    """What is expected of a residual before any data: `spread` over the knobs, unknown by a factor of e^`doubt`.
+
+    `offset` is the spread of what all candidates share, `noise` that of one probe.
+    """
 
     spread: float
-    additive_frac: float
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prior:
-    """The guesses, which the data weigh; the spread of the offset that all candidates share; noise of a probe."""
-
-    settings: tuple[Setting, ...]
+    doubt: float
     offset: float
     noise: float
 
+    def draw(self, axes: int, count: int) -> Floats:
+        """(count, axes + 3): logarithms of the overall spread, each axis' share, pairs' share, and what is joint."""
+        drawn = np.random.default_rng(0).normal(size=(count, axes + 3))
+        return np.asarray(self._centre(axes) + drawn * self._scale(axes), dtype=np.float64)
 
-def prior(spreads: dict[float, float], *, offset: float, noise: float) -> Prior:
-    """`spreads` is {spread: its weight}; each is tried mostly knob by knob and mostly jointly."""
-    settings = [
-        Setting(spread=spread, additive_frac=additive, weight=weight)
-        for spread, weight in spreads.items()
-        for additive in (0.8, 0.35)
-    ]
-    return Prior(settings=tuple(settings), offset=offset, noise=noise)
+    def log_density(self, settings: Floats) -> Floats:
+        axes = settings.shape[1] - 3
+        return np.asarray(-0.5 * (((settings - self._centre(axes)) / self._scale(axes)) ** 2).sum(axis=1))
+
+    def _centre(self, axes: int) -> Floats:
+        even = -0.5 * np.log(max(1, axes)) - _UNEVEN**2
+        return np.array([np.log(self.spread), *[even] * axes, np.log(_PAIRS), np.log(_JOINT)])
+
+    def _scale(self, axes: int) -> Floats:
+        return np.array([self.doubt, *[_UNEVEN] * axes, 0.5, 0.5])
+
+
+class _Kernel:
+    """Covariances under several settings at once."""
+
+    def __init__(self, settings: Floats, offset: float) -> None:
+        self._offset = offset
+        overall = np.exp(settings[:, 0])
+        self._own = (overall[:, None] * np.exp(settings[:, 1:-2])) ** 2
+        self._pairs = np.exp(2 * settings[:, -2]) / (2 * self._own.sum(axis=1))
+        self._joint = (overall * np.exp(settings[:, -1])) ** 2
+
+    def between(self, axes: Floats, joint: Floats) -> Floats:
+        flat = axes.reshape(len(axes), -1)
+        alone = self._own @ flat
+        whole = alone * alone  # in place from here on: this is where a proposal's time goes
+        whole -= self._own**2 @ (flat * flat)
+        whole *= self._pairs[:, None]
+        whole += alone
+        whole += self._joint[:, None] * joint.reshape(1, -1)
+        whole += self._offset**2
+        return np.asarray(whole.reshape(len(self._joint), *joint.shape), dtype=np.float64)
+
+    @property
+    def diagonal(self) -> Floats:
+        alone = self._own.sum(axis=1)
+        pairs = alone**2 - (self._own**2).sum(axis=1)
+        return np.asarray(self._offset**2 + alone + self._pairs * pairs + self._joint, dtype=np.float64)
 
 
 class Residual:
@@ -98,110 +125,117 @@ class Residual:
 
     def __init__(self, similarity: Similarity, prior: Prior, places: Places, values: Floats, at_least: Mask) -> None:
         self._similarity, self._prior, self._places = similarity, prior, places
-        self._parts: list[
-            tuple[float, Setting, Floats, Floats, Floats]
-        ] = []  # weight, setting, shares of the axes, Cholesky factor, alpha
+        self._values, self._at_least = values, at_least
+        self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
+        draws = prior.draw(similarity.axes, _DRAWS)
         if not len(places):
+            self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
             return
-        axes, joint = similarity.between(places, places)
-        guesses = [(s, w) for w in similarity.weights(_GUESSES) for s in prior.settings]
-        covariances = np.array([self._covariance(s, shares, axes, joint) for s, shares in guesses])
-        evidence = np.log([s.weight for s, _ in guesses])
-        evidence = evidence + _evidence(covariances, values, at_least, prior.noise)
-        weights = np.exp(evidence - evidence.max())
-        weights /= weights.sum()
-        least = max(_NEGLIGIBLE * weights.max(), np.sort(weights)[-_MOST_GUESSES:][0])
-        for (setting, shares), covariance, weight in zip(guesses, covariances, weights, strict=True):
-            if weight >= least:
-                mean, variance = _sites(covariance, values, at_least, prior.noise)
-                factor = np.linalg.cholesky(covariance + np.diag(variance)).astype(np.float64)
-                alpha = cho_solve((factor, True), mean)
-                self._parts.append((float(weight), setting, shares, factor, alpha))
-        total = sum(part[0] for part in self._parts)
-        self._parts = [(weight / total, *rest) for weight, *rest in self._parts]  # type: ignore[misc]
+        self._axes, self._joint = similarity.between(places, places)
+        settings = self._moved(draws)
+        self._kernel = _Kernel(settings, prior.offset)
+        covariances = self._kernel.between(self._axes, self._joint)
+        fit = _fitted(covariances, values, at_least, prior.noise)
+        self._inverse = np.linalg.inv(covariances + fit.variances[:, :, None] * np.eye(len(places)))
+        self._alpha = (self._inverse @ fit.values[:, :, None])[:, :, 0]
+
+    def _moved(self, draws: Floats) -> Floats:
+        """Settings drawn from their posterior: resampled by the evidence, then moved, as a particle filter does."""
+        chance = np.random.default_rng(len(self._places))
+        evidence = self._evidence(draws)
+        weights = np.exp(evidence - evidence.max()).cumsum()
+        kept = _KEPT if len(self._places) < _PLENTY else _KEPT_OF_PLENTY
+        chosen = np.searchsorted(weights, weights[-1] * (np.arange(kept) + 0.5) / kept)
+        settings: Floats = draws[chosen]
+        now = evidence[chosen] + self._prior.log_density(settings)
+        for _ in range(_MOVES):
+            tried = settings + _STRIDE * chance.normal(size=settings.shape)
+            then = self._evidence(tried) + self._prior.log_density(tried)
+            better = np.log(chance.random(len(now))) < then - now
+            settings = np.where(better[:, None], tried, settings)
+            now = np.where(better, then, now)
+        return settings
+
+    def _evidence(self, settings: Floats) -> Floats:
+        covariances = _Kernel(settings, self._prior.offset).between(self._axes, self._joint)
+        return _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
 
     @property
     def informed(self) -> bool:
         """Whether there are data at all."""
-        return bool(self._parts)
+        return len(self._places) > 0
 
-    def _covariance(self, setting: Setting, shares: Floats, axes: Floats, joint: Floats) -> Floats:
-        additive = (shares @ axes).reshape(joint.shape)
-        alike = setting.additive_frac * additive + (1 - setting.additive_frac) * joint
-        return self._prior.offset**2 + setting.spread**2 * alike
+    def each(self, places: Places) -> tuple[Floats, Floats]:
+        """(mean, standard deviation) of the residual at `places`, noise left out, under each setting that is kept."""
+        if not self.informed:
+            spread = np.repeat(self._spreads[:, None], len(places), axis=1)
+            return np.zeros_like(spread), spread
+        key = places.tobytes()
+        if self._last is None or self._last[0] != key:
+            cross = self._kernel.between(*self._similarity.between(places, self._places))
+            mean = (cross @ self._alpha[:, :, None])[:, :, 0]
+            known = np.einsum("pij,pij->pi", cross @ self._inverse, cross)
+            self._last = key, (mean, np.sqrt(np.maximum(self._kernel.diagonal[:, None] - known, 1e-10)))
+        return self._last[1]
 
     def at(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the residual at `places`, noise left out."""
-        if not self._parts:
-            weights = np.array([s.weight for s in self._prior.settings])
-            spread = np.sqrt((weights * [s.spread**2 for s in self._prior.settings]).sum() / weights.sum())
-            return np.zeros(len(places)), np.full(len(places), np.hypot(spread, self._prior.offset))
-        axes, joint = self._similarity.between(places, self._places)
-        mean, second = np.zeros(len(places)), np.zeros(len(places))
-        for weight, setting, shares, factor, alpha in self._parts:
-            cross = self._covariance(setting, shares, axes, joint)
-            centre = cross @ alpha
-            whole = self._prior.offset**2 + setting.spread**2
-            known = (solve_triangular(factor, cross.T, lower=True, check_finite=False) ** 2).sum(axis=0)
-            mean += weight * centre
-            second += weight * (centre**2 + np.maximum(whole - known, 1e-10))
-        return mean, np.sqrt(np.maximum(second - mean**2, 1e-10))
+        mean, spread = self.each(places)
+        return mean.mean(axis=0), np.sqrt((spread**2).mean(axis=0) + mean.var(axis=0))
 
     def mean_at(self, places: Places) -> Floats:
-        """The mean alone: cheap enough for 10^5 candidates."""
-        mean = np.zeros(len(places))
-        if self._parts:
-            axes, joint = self._similarity.between(places, self._places)
-            for weight, setting, shares, _, alpha in self._parts:
-                mean += weight * (self._covariance(setting, shares, axes, joint) @ alpha)
-        return mean
+        """The mean alone."""
+        return self.at(places)[0]
 
 
-def _evidence(covariances: Floats, values: Floats, at_least: Mask, noise: float) -> Floats:
-    """For each of `covariances`: log probability of the exact values, and of each lower bound given them."""
-    exact = np.flatnonzero(~at_least)
-    mean = np.zeros((len(covariances), len(values)))
-    variance = np.diagonal(covariances, axis1=1, axis2=2).copy()
-    log_probability = np.zeros(len(covariances))
-    if len(exact):
-        inner = covariances[:, exact[:, None], exact] + noise**2 * np.eye(len(exact))
-        factor = np.linalg.cholesky(inner)
-        whitened = np.linalg.solve(factor, np.broadcast_to(values[exact][:, None], (len(covariances), len(exact), 1)))
-        log_probability = -0.5 * (whitened**2).sum(axis=(1, 2))
-        log_probability -= np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(axis=1)
-        if at_least.any():
-            cross = np.linalg.solve(factor, covariances[:, exact])
-            mean = (cross * whitened).sum(axis=1)
-            variance = variance - (cross**2).sum(axis=1)
-    if at_least.any():
-        spread = np.sqrt(np.maximum(variance[:, at_least], 1e-10) + noise**2)
-        log_probability = log_probability + log_ndtr((mean[:, at_least] - values[at_least]) / spread).sum(axis=1)
-    return np.asarray(log_probability, dtype=np.float64)
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """For each covariance: the log evidence, and the Gaussian (value, variance) that stands for each observation."""
+
+    log_evidence: Floats
+    values: Floats
+    variances: Floats
 
 
-def _sites(covariance: Floats, values: Floats, at_least: Mask, noise: float) -> tuple[Floats, Floats]:
-    """(value, variance) of a Gaussian that stands for each observation: expectation propagation of the lower bounds."""
-    precision = np.where(at_least, 1e-8, noise**-2)
-    shift = np.where(at_least, 0.0, values * noise**-2)
-    for _ in range(_SWEEPS if at_least.any() else 0):
-        inner = covariance + np.diag(1 / precision)
-        posterior = covariance - covariance @ np.linalg.solve(inner, covariance)
-        mean, variance = posterior @ shift, np.maximum(np.diag(posterior), 1e-12)
-        for i in np.flatnonzero(at_least):
-            left = 1 / max(1e-12, 1 / variance[i] - precision[i])
-            centre = left * (mean[i] / variance[i] - shift[i])
-            above, spread = _above(centre, left, values[i], noise)
-            precision[i] = max(1e-8, 1 / spread - 1 / left)
-            shift[i] = above / spread - centre / left
-    return shift / precision, 1 / precision
+def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -> _Fit:
+    """Expectation propagation of the lower bounds, all at once and damped; exact where there are none.
 
-
-def _above(mean: float, variance: float, bound: float, noise: float) -> tuple[float, float]:
-    """(mean, variance) of a Gaussian after a noisy look told that it is above `bound`."""
-    wide = np.sqrt(variance + noise**2)
-    z = (mean - bound) / wide
-    ratio = float(np.exp(-0.5 * z * z - 0.5 * np.log(2 * np.pi) - log_ndtr(z)))
-    return mean + variance / wide * ratio, max(1e-12, variance - variance**2 / wide**2 * ratio * (z + ratio))
+    Rasmussen and Williams, Gaussian Processes for Machine Learning, section 3.6: (3.53) to (3.58), (3.65).
+    """
+    shape = covariances.shape[:2]
+    precision = np.broadcast_to(np.where(at_least, 1e-6, noise**-2), shape).copy()
+    shift = np.broadcast_to(np.where(at_least, 0.0, values * noise**-2), shape).copy()
+    bound = np.flatnonzero(at_least)
+    extra = np.zeros(shape[0])
+    for sweep in range(_SWEEPS if len(bound) else 0):
+        root = np.sqrt(precision)
+        inner = np.eye(shape[1]) + root[:, :, None] * covariances * root[:, None, :]
+        half = root[:, :, None] * covariances
+        posterior = covariances - half.transpose(0, 2, 1) @ np.linalg.solve(inner, half)
+        centre = (posterior @ shift[:, :, None])[:, bound, 0]
+        spread = np.maximum(np.diagonal(posterior, axis1=1, axis2=2)[:, bound], 1e-12)
+        left = 1 / np.maximum(1 / spread - precision[:, bound], 1e-6)
+        outside = left * (centre / spread - shift[:, bound])
+        wide = np.sqrt(left + noise**2)
+        z = (outside - values[bound]) / wide
+        log_tail = log_ndtr(z)
+        ratio = np.exp(-0.5 * z * z - 0.5 * np.log(2 * np.pi) - log_tail)
+        mean = outside + left / wide * ratio
+        variance = np.maximum(left - left**2 / wide**2 * ratio * (z + ratio), 1e-12)
+        step = 1.0 if sweep == 0 else _DAMPING
+        new = np.maximum(1 / variance - 1 / left, 1e-6)
+        precision[:, bound] += step * (new - precision[:, bound])
+        shift[:, bound] += step * (mean / variance - outside / left - shift[:, bound])
+        whole = left + 1 / precision[:, bound]
+        away = outside - shift[:, bound] / precision[:, bound]
+        extra = (log_tail + 0.5 * np.log(whole) + 0.5 * away**2 / whole).sum(axis=1)
+    variances = 1 / precision
+    stands = shift * variances
+    factor = np.linalg.cholesky(covariances + variances[:, :, None] * np.eye(shape[1]))
+    whitened = np.linalg.solve(factor, stands[:, :, None])[:, :, 0]
+    log_evidence = extra - 0.5 * (whitened**2).sum(axis=1)
+    log_evidence = log_evidence - np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(axis=1)
+    return _Fit(log_evidence, stands, variances)
 
 
 def expected_gain(best: Floats | float, mean: Floats, spread: Floats) -> Floats:
