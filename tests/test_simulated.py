@@ -112,7 +112,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
-        "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s",
+        "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
     }  # fmt: skip
     assert found["fits"]
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
@@ -121,6 +121,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "it does not fit: it needs" in done.stdout
+    assert "no change of its settings makes it fit; the closest needs" in done.stdout
 
 
 def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:
