@@ -76,6 +76,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "update_s": result.update_s[0] if result.update_s else None,
         "step_s": result.median_step_s,
         "fidelity": result.fidelity,
+        "host_costs": result.host_costs,
         "computed_in_s": result.process_s,
         "changes": [change.to_json() for change in advice.changes] if advice is not None else [],
         "closest": advice.closest.to_json() if advice is not None and advice.closest is not None else None,

@@ -37,7 +37,7 @@ def estimate(options: argparse.Namespace) -> int:
             )  # fmt: skip
             result = estimator.estimate()
             fits = result.status is ProbeStatus.FIT
-            advice = None if fits else estimator.advice()
+            advice = None if fits or options.no_changes else estimator.advice()
         finally:
             server.close()
     if options.plot is not None:

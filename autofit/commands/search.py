@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
-    cache_folder,
     check_prompt_tokens,
     describe,
     given,
@@ -30,9 +29,12 @@ from autofit.commands.common import (
 )
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
+from autofit.files import cache_folder
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
+    import optuna
+
     from autofit.probing.warm import WarmServer
     from autofit.recipe import Recipe
     from autofit.tuning.frontier import Trial
@@ -64,6 +66,8 @@ def search(options: argparse.Namespace) -> int:
                     ignore_interrupts()
                     search.interrupt()
                     stopped = "interrupted"
+            if plan.device == "cuda" and stopped != "interrupted":
+                _correct_clock(plan, study, server)
         return show_result(options, folder, plan.name, stopped)
     finally:
         server.close()
@@ -153,6 +157,28 @@ def _predictions(plan: "Plan", scratch: Path, server: "WarmServer") -> "Predicti
     say(f"{'predicted':>16}: {known} of {len(predictions.candidates)} candidates in "
         f"{format_seconds(time.monotonic() - began)}; {too_large} cannot fit")  # fmt: skip
     return predictions
+
+
+def _correct_clock(plan: "Plan", study: "optuna.Study", server: "WarmServer") -> None:
+    """Correct the clock of the card's simulated twin by the winner's measured seconds, and keep that for the card."""
+    from autofit import calibration
+    from autofit.estimate import Estimator
+    from autofit.hardware import simulated_twin
+    from autofit.probing.prepare import worst_case_path
+    from autofit.recipe import merge
+    from autofit.tuning.frontier import rule_of, winner
+    from autofit.tuning.study import trials_of
+
+    device, best = simulated_twin(plan.device), winner(trials_of(study), **rule_of(study.user_attrs))
+    if device is None or best is None or best.result is None or plan.limit_bytes is None:
+        return
+    estimator = Estimator(
+        recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes, folder=plan.probes_folder / "simulated",
+        worst_case=worst_case_path(plan.probes_folder), server=server, deadline_s=plan.deadline_s,
+    )  # fmt: skip
+    predicted = estimator.probe(merge(plan.recipe.values, best.changes))
+    if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
+        say(f"{'calibrated':>16}: the clock of {device} by this search's winner")
 
 
 def _keep_worst_case(scratch: Path, folder: Path) -> None:

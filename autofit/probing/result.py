@@ -100,6 +100,7 @@ class ProbeResult:
     least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: str = "measured"
+    host_costs: str = ""  # simulated: where the clock's costs are from
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer
