@@ -173,7 +173,8 @@ def _correct_clock(plan: "Plan", study: "optuna.Study", server: "WarmServer") ->
     if device is None or best is None or best.result is None or plan.limit_bytes is None:
         return
     estimator = Estimator(
-        recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes, folder=plan.probes_folder / "simulated",
+        recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes,
+        folder=plan.folder / "calibrations" / plan.name,
         worst_case=worst_case_path(plan.probes_folder), server=server, deadline_s=plan.deadline_s,
     )  # fmt: skip
     predicted = estimator.probe(merge(plan.recipe.values, best.changes))
