@@ -76,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
     )
+    estimate.add_argument("--no-changes", action="store_true",
+                          help="where it does not fit, do not look for what would make it")  # fmt: skip
     estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     verify = _command(
@@ -106,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     doctor = _command(commands, "doctor", "check a recipe and show what follows from it")
-    doctor.add_argument("recipe", type=Path, help="the YAML that `trl TRAINER --config` takes")
+    doctor.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl TRAINER --config` takes")
+    doctor.add_argument("--calibrate", action="store_true",
+                        help="measure what PyTorch costs on this host, for the clock of simulated cards")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")

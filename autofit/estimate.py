@@ -1,10 +1,13 @@
 """One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
 
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from autofit.changes import Advice, Change, cheapest_changes
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.hardware import Device, slot_names
@@ -12,32 +15,55 @@ from autofit.probing.job import run_probe
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.warm import WarmServer
 from autofit.recipe import Recipe
+from autofit.tuning.frontier import describe_changes
 from autofit.units import format_bytes, format_seconds
 
-
-def estimate(
-    recipe: Recipe, device: Device, capacity_bytes: int, *, folder: Path, worst_case: Path, server: WarmServer,
-    deadline_s: float,
-) -> ProbeResult:  # fmt: skip
-    """Probe the recipe as it is on `device`. Raises EnvironmentFault when the simulation itself fails.
-
-    The job is this process: nobody would look for its answer if it died.
-    """
-    request = ProbeRequest(
-        folder=folder, trainer=recipe.trainer, values=recipe.values, device=device, limit_bytes=capacity_bytes,
-        worst_case=worst_case, deadline_s=deadline_s, warm_socket=server.socket_path, slots=slot_names(device, 1),
-    )  # fmt: skip
-    write_json(request.request_path, request.to_json())
-    run_probe(str(request.request_path))
-    result = ProbeResult.read(request.answer_path)
-    if result is None:
-        raise EnvironmentFault("the simulation was given up")
-    if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
-        raise EnvironmentFault(f"the simulation did not end: {result.reason}")
-    return result
+PARALLEL = 2  # probes at once, where several are asked for
 
 
-def estimate_json(result: ProbeResult, capacity_bytes: int) -> dict[str, object]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """Probes variants of one recipe on a simulated card of `capacity_bytes`."""
+
+    recipe: Recipe
+    device: Device
+    capacity_bytes: int
+    folder: Path
+    worst_case: Path
+    server: WarmServer
+    deadline_s: float
+
+    def estimate(self) -> ProbeResult:
+        """What the card says of the recipe as it is. Raises EnvironmentFault when the simulation itself fails."""
+        result = self.probe(self.recipe.values)
+        if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
+            raise EnvironmentFault(f"the simulation did not end: {result.reason}")
+        return result
+
+    def probe(self, values: Mapping[str, object]) -> ProbeResult:
+        """What the card says of a recipe of these values; several may be asked for at once.
+
+        The job is this process: nobody would look for its answer if it died.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        request = ProbeRequest(
+            folder=Path(tempfile.mkdtemp(dir=self.folder)), trainer=self.recipe.trainer, values=values,
+            device=self.device, limit_bytes=self.capacity_bytes, worst_case=self.worst_case,
+            deadline_s=self.deadline_s, warm_socket=self.server.socket_path, slots=slot_names(self.device, PARALLEL),
+        )  # fmt: skip
+        write_json(request.request_path, request.to_json())
+        run_probe(str(request.request_path))
+        result = ProbeResult.read(request.answer_path)
+        if result is None:
+            raise EnvironmentFault("the simulation was given up")
+        return result
+
+    def advice(self) -> Advice:
+        """The cheapest changes that would make the recipe fit."""
+        return cheapest_changes(self.recipe, self.device, self.probe, workers=PARALLEL)
+
+
+def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | None = None) -> dict[str, object]:
     """The object that `autofit estimate --json` prints."""
     phases = [
         {
@@ -59,8 +85,30 @@ def estimate_json(result: ProbeResult, capacity_bytes: int) -> dict[str, object]
         "update_s": result.update_s[0] if result.update_s else None,
         "step_s": result.median_step_s,
         "fidelity": result.fidelity,
+        "host_costs": result.host_costs,
         "computed_in_s": result.process_s,
+        "changes": [change.to_json() for change in advice.changes] if advice is not None else [],
+        "closest": advice.closest.to_json() if advice is not None and advice.closest is not None else None,
     }
+
+
+def advice_lines(advice: Advice, recipe: Recipe, capacity_bytes: int) -> list[str]:
+    """What to change, a line each, or what comes closest and by how much it misses."""
+    if advice.changes:
+        lines = ["the cheapest changes that make it fit, predicted:"]
+        return lines + [f"  {_change_line(change, recipe)}" for change in advice.changes]
+    tried = "no change of its settings makes it fit"
+    if advice.closest is None:
+        return [f"{tried}."]
+    over = advice.closest.least_capacity_bytes - capacity_bytes
+    what = describe_changes(advice.closest.changes, recipe.resolved)
+    return [f"{tried}; the closest needs {format_bytes(over)} more than there is: {what}."]
+
+
+def _change_line(change: Change, recipe: Recipe) -> str:
+    step = "" if change.step_s is None else f", {format_seconds(change.step_s)} a step"
+    used = format_bytes(change.device_used_bytes)
+    return f"{change.tier}: {describe_changes(change.changes, recipe.resolved)} ({used}{step})"
 
 
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:

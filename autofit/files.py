@@ -12,6 +12,11 @@ from typing import cast
 from autofit.errors import EnvironmentFault
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept between commands: AUTOFIT_CACHE, or ~/.cache/autofit."""
+    return Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the whole new one."""
     try:

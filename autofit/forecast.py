@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 
+from autofit import calibration
 from autofit.errors import EnvironmentFault
 from autofit.fakegpu.mass import Floats, MassModel
 from autofit.fakegpu.mass_time import REPEATED
@@ -263,7 +264,7 @@ def _key(request: Mapping[str, object], worst_case: Path) -> str:
     architecture = Path(str(model)) / "config.json"
     content = architecture.read_bytes() if architecture.is_file() else b""
     rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
-    parts = [values, rest, _code(), read_json(worst_case)]
+    parts = [values, rest, _code(), read_json(worst_case), calibration.fingerprint(str(request["device"]))]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode() + content).hexdigest()[:24]
 
 

@@ -9,6 +9,7 @@ from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.units import format_bytes
 
+_SIMULATED_AT_ONCE = 64
 Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 
 # Sizes that cards are sold with, in the "GB" of the box. Of several cards of a size, the usual one is meant: among the
@@ -37,9 +38,14 @@ def visible_gpu_ids() -> tuple[str, ...]:
 
 
 def slot_names(device: Device, count: int) -> tuple[str, ...]:
-    """The slots that probes on `device` share: one a visible card, or `count` on the CPU (which simulates, too)."""
+    """The slots that probes on `device` share: one a visible card, `count` on the CPU, and plenty for simulated ones.
+
+    A simulated probe occupies no device, so it queues behind nobody's measurement.
+    """
     if device == "cuda":
         return tuple(f"cuda-{name}" for name in visible_gpu_ids())
+    if device.startswith("sim:"):
+        return tuple(f"sim-{i}" for i in range(_SIMULATED_AT_ONCE))
     return tuple(f"cpu-{i}" for i in range(count))
 
 

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware import choose_device, choose_target
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
@@ -100,6 +101,27 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
     assert 12 * layer < found.categories["update"]["weights"] < 2 * 12 * layer
 
 
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
+    tmp_path: Path, warm_server: WarmServer, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"use_vllm": True, "vllm_mode": mode, "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True}
+    recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12), **changes)
+    found = probe(recipe, tmp_path / "p", warm_server, limit_bytes=None)
+    assert found.status is ProbeStatus.FIT, found.reason
+    assert "traced again" not in (tmp_path / "p" / "probe.log").read_text()
+    held = {phase: categories.get("vLLM", 0) for phase, categories in found.categories.items()}
+    assert held["update"] == 0
+    if mode == "server":
+        assert set(held.values()) == {0}
+    else:
+        share = 0.3 * gpu_spec("a100-40gb").capacity_bytes
+        assert held["rollout"] == pytest.approx(share, rel=1e-3)
+        assert 2 * 12 * 32 * (2 * 32 + 2 * 16 + 3 * 64) < held["wake-up"] < share / 100  # bf16 weights of all layers
+    assert found.rollout_s[0] > 0
+
+
 def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:
     command = [
         sys.executable,
@@ -118,7 +140,8 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
-        "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s",
+        "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
+        "host_costs",
     }  # fmt: skip
     assert found["fits"]
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
@@ -127,6 +150,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "it does not fit: it needs" in done.stdout
+    assert "no change of its settings makes it fit; the closest needs" in done.stdout
 
 
 def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:

@@ -98,6 +98,7 @@ def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
         ({"lora_target_modules": ["q_prj", "v_prj"]}, "matches none; the nearest valid one is 'q_proj'"),
         ({"lora_target_modules": ["q_proj"]}, r"read as a pattern for whole paths: write '\.\*q_proj'"),
         ({"load_in_4bit": True, "use_peft": False}, "load_in_4bit without LoRA trains nothing"),
+        ({"attn_implementation": "flash_attention_3"}, "needs the package flash_attn_interface.*sdpa needs none"),
     ],
 )
 def test_what_a_simulated_card_cannot_do_without_is_one_line(

@@ -17,7 +17,10 @@ from autofit.probing.trl_config import TrlConfig
 from trainers.common import dataset_name, made, random_weights, real, samples_per_step, short, split
 
 # Method of the trainer -> the phase that runs while it does; everything else in a step is `update`.
-PHASES = {"_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save"}
+PHASES = {
+    "_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save",
+    "vllm_generation.sync_weights": "wake-up",  # with sleep mode vLLM wakes up for its new weights
+}  # fmt: skip
 QUIET = {"log_completions": False}  # what a probe turns off besides what it turns off for every trainer
 MODEL = AutoModelForCausalLM
 _NEVER = 2**31 - 1  # a token id that no tokenizer has: generation never ends early, and nothing else changes

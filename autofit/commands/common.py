@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -42,11 +41,6 @@ def given(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
 def dir_option(folder: Path) -> str:
     """What a command that is proposed needs to find `folder`."""
     return "" if folder == Path("autofit-studies") else f" --dir {folder}"
-
-
-def cache_folder() -> Path:
-    """Where what can be made again is kept between commands: AUTOFIT_CACHE, or ~/.cache/autofit."""
-    return Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
 
 
 def warm(folder: Path) -> "WarmServer":

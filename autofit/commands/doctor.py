@@ -4,9 +4,16 @@ import argparse
 from pathlib import Path
 
 from autofit.commands.common import DONE, at_least_one, prepared
+from autofit.errors import ConfigError
 
 
 def doctor(options: argparse.Namespace) -> int:
+    if options.calibrate:
+        _calibrate()
+    if options.recipe is None:
+        if not options.calibrate:
+            raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
+        return DONE
     from autofit.hardware import choose_device
     from autofit.probing.warm import WarmServer
 
@@ -24,3 +31,11 @@ def doctor(options: argparse.Namespace) -> int:
     for name, text in recipe.describe():
         print(f"{name:>16}: {text}")
     return DONE
+
+
+def _calibrate() -> None:
+    from autofit.calibration import costs_path, measure
+
+    costs = measure()
+    print(f"{'host costs':>16}: {costs.launch_s * 1e6:.1f} us a kernel, {costs.view_s * 1e6:.1f} us a view (in "
+          f"{costs_path()}); simulated cards take them from now on")  # fmt: skip

@@ -13,9 +13,10 @@ from autofit.units import parse_bytes, parse_seconds
 def estimate(options: argparse.Namespace) -> int:
     import tempfile
 
-    from autofit.estimate import estimate, estimate_json, estimate_table, plot_phases
+    from autofit.estimate import Estimator, advice_lines, estimate_json, estimate_table, plot_phases
     from autofit.hardware import choose_device_and_target
     from autofit.probing.prepare import worst_case_path
+    from autofit.probing.result import ProbeStatus
     from autofit.probing.warm import WarmServer
 
     at_least_one("--prompt-tokens", options.prompt_tokens)
@@ -30,20 +31,25 @@ def estimate(options: argparse.Namespace) -> int:
             recipe = prepared(options.recipe or baseline_path(), options, device, folder / "inspection", server)
             recipe.check()
             say(f"{recipe.resolved['model_name_or_path']} on {describe(device, capacity)}")
-            result = estimate(
-                recipe, device, capacity, folder=folder / "probe", server=server,
+            estimator = Estimator(
+                recipe=recipe, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
             )  # fmt: skip
+            result = estimator.estimate()
+            fits = result.status is ProbeStatus.FIT
+            advice = None if fits or options.no_changes else estimator.advice()
         finally:
             server.close()
     if options.plot is not None:
         plot_phases(result, capacity, options.plot)
     if options.json:
-        print(json.dumps(estimate_json(result, capacity)))
+        print(json.dumps(estimate_json(result, capacity, advice)))
     else:
         from rich.console import Console
 
         table, sentence = estimate_table(result, capacity)
         Console(width=None if sys.stdout.isatty() else 150).print(table)
         print(sentence)
-    return DONE if estimate_json(result, capacity)["fits"] else NOTHING_FITS
+        for line in advice_lines(advice, recipe, capacity) if advice is not None else ():
+            print(line)
+    return DONE if fits else NOTHING_FITS

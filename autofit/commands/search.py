@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
-    cache_folder,
     check_prompt_tokens,
     describe,
     given,
@@ -30,6 +29,7 @@ from autofit.commands.common import (
 )
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
+from autofit.files import cache_folder
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def search(options: argparse.Namespace) -> int:
                     stopped = search.run()
                 if not options.no_confirm:
                     confirm(plan, study, warm_socket=server.socket_path, say=say)
+                if plan.device == "cuda":
+                    _correct_clock(plan, study, server)
             except KeyboardInterrupt:
                 ignore_interrupts()
                 search.interrupt()
@@ -184,6 +186,29 @@ def _keep_sensitivity(
     )  # fmt: skip
     if study.user_attrs.get("sensitivity") != kept:
         study.set_user_attr("sensitivity", kept)
+
+
+def _correct_clock(plan: "Plan", study: "optuna.Study", server: "WarmServer") -> None:
+    """Correct the clock of the card's simulated twin by the winner's measured seconds, and keep that for the card."""
+    from autofit import calibration
+    from autofit.estimate import Estimator
+    from autofit.hardware import simulated_twin
+    from autofit.probing.prepare import worst_case_path
+    from autofit.recipe import merge
+    from autofit.tuning.frontier import rule_of, winner
+    from autofit.tuning.study import trials_of
+
+    device, best = simulated_twin(plan.device), winner(trials_of(study), **rule_of(study.user_attrs))
+    if device is None or best is None or best.result is None or plan.limit_bytes is None:
+        return
+    estimator = Estimator(
+        recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes,
+        folder=plan.folder / "calibrations" / plan.name,
+        worst_case=worst_case_path(plan.probes_folder), server=server, deadline_s=plan.deadline_s,
+    )  # fmt: skip
+    predicted = estimator.probe(merge(plan.recipe.values, best.changes))
+    if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
+        say(f"{'calibrated':>16}: the clock of {device} by this search's winner")
 
 
 def _keep_worst_case(scratch: Path, folder: Path) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRACED_UNITS = 2  # two middle units show that a unit repeats
 _PLAN = "autofit_depth"  # attribute of a shrunken config
-_NEVER = float("-inf")
+NEVER = float("-inf")
 
 
 class NotRepeatingError(FakeGpuError):
@@ -96,6 +96,18 @@ def shrink(config: Any) -> bool:
 
 
 _FULL_CONFIGS: dict[int, Any] = {}
+
+
+def stack_of(config: Any) -> Stack | None:
+    """How a text config was shrunken; None where it was not."""
+    plan = getattr(config, _PLAN, None)
+    return None if plan is None else Stack(**{k: v for k, v in plan.items() if k != "full"})
+
+
+def full_config(config: Any) -> Any:
+    """A text config as it was before it was shrunken."""
+    plan = getattr(config, _PLAN, None)
+    return config if plan is None else _FULL_CONFIGS[plan["full"]]
 
 
 def _per_layer(config: Any, layers: int) -> dict[str, Sequence[object]]:
@@ -309,8 +321,8 @@ class Delay(NamedTuple):
     """
 
     host_host: float = 0.0
-    gpu_host: float = _NEVER  # from the GPU's time to the host's: a wait
-    host_gpu: float = _NEVER
+    gpu_host: float = NEVER  # from the GPU's time to the host's: a wait
+    host_gpu: float = NEVER
     gpu_gpu: float = 0.0
 
     def then(self, later: Delay) -> Delay:
@@ -330,7 +342,7 @@ class Delay(NamedTuple):
     def grown(self, before: Delay, times: int) -> Delay:
         """The stretch `times` steps later, if each step adds what this one added to the one before."""
         return Delay(
-            *(b if b == _NEVER or a == _NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
+            *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
         )
 
 
@@ -341,14 +353,14 @@ class LayerClock(Clock):
         super().__init__(spec, costs)
         self.stretches: list[tuple[int, Delay]] = []
         self._recorder = recorder
-        self._delay = [0.0, _NEVER, _NEVER, 0.0]
+        self._delay = [0.0, NEVER, NEVER, 0.0]
 
     def cut(self) -> int:
         """End the running stretch; how many there are."""
         delay = Delay(*self._delay)
         if delay != Delay():
             self.stretches.append((self._recorder._code, delay))
-            self._delay = [0.0, _NEVER, _NEVER, 0.0]
+            self._delay = [0.0, NEVER, NEVER, 0.0]
         return len(self.stretches)
 
     def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:

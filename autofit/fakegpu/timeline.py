@@ -14,7 +14,7 @@ from autofit.fakegpu.memory import Allocation
 from autofit.fakegpu.replay import EventLog
 
 CATEGORIES = (
-    "weights", "gradients", "optimizer", "activations", "logits", "KV cache", "temporaries", "workspace",
+    "weights", "gradients", "optimizer", "activations", "logits", "KV cache", "temporaries", "workspace", "vLLM",
 )  # fmt: skip
 GIB = 1 << 30
 

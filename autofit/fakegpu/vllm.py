@@ -1,4 +1,4 @@
-"""A stand-in for vLLM in TRL's colocate mode, where vLLM is not installed or has no card to start on.
+"""A stand-in for vLLM in TRL's colocate and server modes, where vLLM is not installed or has no card to start on.
 
 What TRL 1.16 does (`trl/generation/vllm_generation.py`): one engine in the training process, given a share `u` of the
 card; with sleep mode it sleeps at level 2 outside of generation, wakes its weights when they are synchronised and its
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -21,16 +22,23 @@ from unittest import mock
 import torch
 
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.layers import NEVER, Delay, LayerClock, Stack, full_config, stack_of
 
 if TYPE_CHECKING:
     from autofit.fakegpu.device import FakeGpu
 
 Target = tuple[object, str, object, str]
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _STREAM = 1 << 20  # no stream of the training code has this number
 _NOTE = (
     "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
     "takes beside its share is not known, and its seconds are a roofline without scheduling"
 )
+_SERVER_NOTE = (
+    "vLLM's server was not run: it holds nothing of this card, and its seconds are a roofline of one more card of this "
+    "kind, without scheduling or network"
+)
+_SERVER_SHARE = 0.9  # of its own card: the default of `trl vllm-serve` (--gpu_memory_utilization)
 
 
 class _Settings(Protocol):
@@ -56,25 +64,28 @@ class FakeEngine:
         max_model_len: int | None,
         max_num_seqs: int,
         tensor_parallel_size: int,
+        elsewhere: bool = False,
     ) -> None:
         if not 0 < gpu_memory_utilization <= 1:
             raise FakeGpuError(
                 f"vllm_gpu_memory_utilization must be above 0 and at most 1; got {gpu_memory_utilization}"
             )
         self._gpu = gpu
-        self._config = _text_config(model)
+        self._stack = stack_of(_text_config(model))
+        self._config = full_config(_text_config(model))
         self._weights_bytes = _weights_bytes(model) // tensor_parallel_size
         self._kv_bytes = int(gpu_memory_utilization * gpu.spec.capacity_bytes) - self._weights_bytes
-        self._parameters = _weights_bytes(model) // 2
+        self._parameters = self._weights_bytes * tensor_parallel_size // 2
         self._ranks = tensor_parallel_size
         self._most_sequences = max_num_seqs
         self._held: dict[str, int] = {}
+        self._elsewhere = elsewhere
         if self._kv_bytes <= 0:
             raise torch.OutOfMemoryError(
                 f"vLLM's weights of {self._weights_bytes} bytes leave no room for a KV cache in its share of "
                 f"vllm_gpu_memory_utilization={gpu_memory_utilization} of the card"
             )
-        gpu.note(_NOTE)
+        gpu.note(_SERVER_NOTE if elsewhere else _NOTE)
         longest = max_model_len or getattr(self._config, "max_position_embeddings", 1 << 20)
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights)))
         self.llm_engine = SimpleNamespace(
@@ -87,15 +98,12 @@ class FakeEngine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the weights, the KV cache, or both; raises torch.OutOfMemoryError where the card is too full."""
         memory = self._gpu.memory
-        for tag, nbytes, category in (
-            ("weights", self._weights_bytes, "weights"),
-            ("kv_cache", self._kv_bytes, "KV cache"),
-        ):
-            if tag in self._held or (tags is not None and tag not in tags):
+        for tag, nbytes in (("weights", self._weights_bytes), ("kv_cache", self._kv_bytes)):
+            if self._elsewhere or tag in self._held or (tags is not None and tag not in tags):
                 continue
             before, memory.stream = memory.stream, _STREAM
             try:
-                self._held[tag] = memory.allocate(nbytes, category, f"vLLM {tag}")
+                self._held[tag] = memory.allocate(nbytes, "vLLM", f"vLLM {tag}")
             finally:
                 memory.stream = before
 
@@ -110,8 +118,10 @@ class FakeEngine:
         return True
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for _, tensor in weights:
-            self._gpu.clock.kernel(flops=0, nbytes=2 * tensor.numel() * tensor.element_size(), rate=1.0)
+        bandwidth = self._gpu.spec.bandwidth_bytes_per_s * self._gpu.clock.costs.bandwidth_frac
+        for name, tensor in weights:
+            nbytes = 2 * tensor.numel() * tensor.element_size()
+            self._pass(_repeats(name, self._stack) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s))
 
     # ------------------------------------------------------------------ generation
     def generate(
@@ -141,7 +151,14 @@ class FakeEngine:
         read = self._weights_bytes + together * (mean + tokens / 2) * per_token
         step_s = max(read / bandwidth, 2 * self._parameters * together / rate)
         clock.synchronize()
-        clock.advance(prefill_s + waves * tokens * step_s)
+        self._pass(prefill_s + waves * tokens * step_s)
+
+    def _pass(self, seconds: float) -> None:
+        """Let the time go on, for the host and the card."""
+        clock = self._gpu.clock
+        clock.advance(seconds)
+        if isinstance(clock, LayerClock):
+            clock.play([(0, Delay(seconds, NEVER, NEVER, seconds))])
 
     def _kv_bytes_per_token(self) -> int:
         config = self._config
@@ -151,24 +168,76 @@ class FakeEngine:
         return max(1, 2 * 2 * getattr(config, "num_hidden_layers", 1) * key_heads * dim // self._ranks)
 
 
+class FakeClient:
+    """TRL's `VLLMClient`: the server's engine is on another card, so here only its seconds count."""
+
+    def __init__(self, gpu: FakeGpu, model: torch.nn.Module) -> None:
+        self._engine = FakeEngine(
+            gpu, model, gpu_memory_utilization=_SERVER_SHARE, max_model_len=None, max_num_seqs=256,
+            tensor_parallel_size=1, elsewhere=True,
+        )  # fmt: skip
+
+    def init_communicator(self, device: object = None) -> None: ...
+
+    def close_communicator(self) -> None: ...
+
+    def get_world_size(self) -> int:
+        return 1
+
+    def get_server_info(self) -> dict[str, object]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def update_named_params(self, metadata: object, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._engine._load_weights(weights)
+
+    def generate(
+        self, prompts: Sequence[list[int]], n: int = 1, max_tokens: int = 16, logprobs: int | None = None,
+        **rest: object,
+    ) -> dict[str, object]:  # fmt: skip
+        """`n` completions of full length for each prompt."""
+        inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(n)]
+        rows = self._engine.generate(inputs, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
+        completions = [row.outputs[0].token_ids for row in rows]
+        known = logprobs is not None
+        return {
+            "prompt_ids": list(prompts),
+            "completion_ids": completions,
+            "logprobs": [[[-1.0]] * len(ids) for ids in completions] if known else None,
+            "logprob_token_ids": [[[token] for token in ids] for ids in completions] if known else None,
+        }
+
+
 def _text_config(model: torch.nn.Module) -> object:
     config = getattr(model, "config", None)
     return cast("object", getattr(config, "get_text_config", lambda: config)())
 
 
 def _weights_bytes(model: torch.nn.Module) -> int:
-    """vLLM's copy of the base model: 2 bytes a weight (dtype "auto" makes half of fp32), packed ones as they are."""
-    seen: dict[int, int] = {}
+    """vLLM's copy of the base model: 2 bytes a weight (dtype "auto" makes half of fp32), packed ones as they are.
+
+    All layers count, also where only some were built to stand for the rest (`layers.shrink`).
+    """
+    stack = stack_of(_text_config(model))
+    seen: dict[int, float] = {}
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            continue
-        packed = not parameter.dtype.is_floating_point
-        seen[id(parameter)] = parameter.numel() * (parameter.element_size() if packed else 2)
-    return sum(seen.values())
+        if "lora_" not in name:
+            packed = not parameter.dtype.is_floating_point
+            nbytes = parameter.numel() * (parameter.element_size() if packed else 2)
+            seen[id(parameter)] = nbytes * _repeats(name, stack)
+    return round(sum(seen.values()))
+
+
+def _repeats(name: str, stack: Stack | None) -> float:
+    """How many of the full model's parameters the one of this name stands for."""
+    layer = _LAYER.search(name)
+    return 1.0 if stack is None or layer is None or stack.unit(int(layer[1])) is None else stack.growth
 
 
 def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Patches of `trl.generation.vllm_generation`: vLLM is there, and its engine is the stand-in."""
+    """Patches of `trl.generation.vllm_generation`: vLLM is there, and its engine or client is the stand-in."""
     owner = module.VLLMGeneration
     models: list[torch.nn.Module] = []
 
@@ -197,7 +266,7 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     reason = "vLLM cannot run on a card that is not there"
     for name, value in (
         ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", SimpleNamespace),
-        ("is_vllm_available", lambda *_: True),
+        ("is_vllm_available", lambda *_: True), ("VLLMClient", lambda *_, **__: FakeClient(gpu, models[-1])),
     ):  # fmt: skip
         yield module, name, value, reason
     yield owner, "_init_vllm", start, reason

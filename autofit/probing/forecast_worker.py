@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from autofit.calibration import host_costs
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.clock import HostCosts
 from autofit.fakegpu.kernel_log import KernelLog
@@ -25,7 +26,7 @@ from autofit.fakegpu.mass import MassModel, Trace, Variation
 from autofit.files import read_json, write_json
 from autofit.probing import stand_in
 from autofit.probing.trl_config import parse
-from autofit.probing.worker import QUIET, read_worst_case
+from autofit.probing.worker import QUIET, owner_of, read_worst_case
 
 LATER = "+"  # ends the name of a phase in which gradients of an earlier micro-batch are alive
 
@@ -65,7 +66,7 @@ def trace(point: Point, *, trainer: str, values: Mapping[str, object], device: s
     gc.collect()
     with (
         tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder,
-        fake_gpu(spec, enforce_capacity=False) as gpu,
+        fake_gpu(spec, host_costs=host_costs(device)[0], enforce_capacity=False) as gpu,
         _layers(point.layers),
     ):
         gpu.only_last_decode_steps = True
@@ -115,8 +116,10 @@ class _Marks:
 def _follow(trainer: Any, marks: _Marks, phases: Mapping[str, str]) -> None:
     from transformers import TrainerCallback
 
-    for method, phase in phases.items():
-        marks.wrap(trainer, method, phase)
+    for path, phase in phases.items():
+        owner, method = owner_of(trainer, path)
+        if owner is not None:
+            marks.wrap(owner, method, phase)
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
@@ -234,7 +237,7 @@ class Structure:
             traced, deeper,
             [Variation(variable=n, value=v, trace=self._trace(p), instead_of=i) for n, v, p, i in varied],
             at=at, ranges={name: self.ranges[name] for name in at}, layers=layers,
-            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s, costs=HostCosts(),
+            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s, costs=host_costs(self.device)[0] or HostCosts(),
         )  # fmt: skip
         return model, self._mismatch(model, shallow + period)
 

@@ -1,18 +1,32 @@
 """What a recipe asks of a model that the model does not have: said before a probe, by the model built on `meta`."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from autofit.errors import ConfigError, nearest
 from autofit.probing.trl_config import TrlConfig
 
+_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _SHOWN = 12  # names of modules in one error
 
 
 def check_model(model: Any, config: TrlConfig) -> None:
-    """Raise ConfigError for LoRA targets that match no module, or a quantisation that finds no weights to quantise."""
+    """Raise ConfigError for an attention that is not installed, LoRA targets that match no module, or a quantisation
+    that finds no weights to quantise."""
+    _check_attention(config)
     _check_quantization(model, config)
     if config.model.use_peft:
         _check_targets(model, config)
+
+
+def _check_attention(config: TrlConfig) -> None:
+    asked = config.model.attn_implementation
+    package = _ATTENTION_PACKAGES.get(asked)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            f"attn_implementation {asked} needs the package {package}, which is not installed here; sdpa needs none "
+            "and uses torch's own flash kernels"
+        )
 
 
 def _check_quantization(model: Any, config: TrlConfig) -> None:

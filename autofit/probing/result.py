@@ -103,6 +103,7 @@ class ProbeResult:
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: str = "measured"
+    host_costs: str = ""  # simulated: where the clock's costs are from
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer

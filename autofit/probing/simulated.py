@@ -14,6 +14,7 @@ from unittest import mock
 
 import transformers
 
+from autofit.calibration import host_costs
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.expand import Mark, Run, expanded
 from autofit.fakegpu.layers import LayerClock, shrink
@@ -41,6 +42,7 @@ class SimMemory:
 
     def __init__(self, device: str, limit_bytes: int | None) -> None:
         self._spec = gpu_spec(device.removeprefix("sim:"))
+        self._costs, self._costs_source = host_costs(device)
         self._limit_bytes = self._spec.capacity_bytes if limit_bytes is None else limit_bytes
         self.device_name = f"{self._spec.full_name} (simulated)"
         self._gpu: FakeGpu | None = None
@@ -54,7 +56,9 @@ class SimMemory:
     def card(self, *, shallow: bool) -> Iterator[None]:
         """A fresh card; with `shallow`, models made inside have only as many layers as are needed."""
         self._marks, self._steps = [], []
-        with fake_gpu(self._spec, enforce_capacity=False, record_places=False, follow_layers=True) as gpu:
+        with fake_gpu(
+            self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
+        ) as gpu:
             self._gpu = gpu
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
             with _shallow_models() if shallow else nullcontext():
@@ -104,7 +108,7 @@ class SimMemory:
         return Simulation(
             peaks=tuple(found),
             step_s=tuple(sum(s.values()) + before for s in steps),
-            rollout_s=tuple(s["rollout"] + s["scoring"] + before for s in steps),
+            rollout_s=tuple(s["wake-up"] + s["rollout"] + s["scoring"] + before for s in steps),
             update_s=tuple(s["update"] + s["optimizer"] for s in steps),
         )
 
@@ -142,6 +146,7 @@ class SimMemory:
             "least_capacity_bytes": least,
             "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases},
             "fidelity": "predicted",
+            "host_costs": self._costs_source,
         }
 
 

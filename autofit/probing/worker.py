@@ -35,6 +35,8 @@ QUIET = {
     "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
 }  # fmt: skip
 
+BEFORE_UPDATE = ("wake-up", "rollout", "scoring")  # phases that count as the rollout's seconds
+
 
 class Recorder:
     """Which phase the probe is in, the peak of each, and the seconds of each in the measured steps."""
@@ -241,11 +243,21 @@ def _config(request: ProbeRequest, plug_in: Any, checkpoints: Path, *, steps: in
     return parse(request.trainer, request.values, overrides=overrides)
 
 
+def owner_of(trainer: Any, path: str) -> tuple[Any, str]:
+    """What has the method at the dotted `path` from the trainer, and its name; None where the trainer lacks it."""
+    *parts, method = path.split(".")
+    for part in parts:
+        trainer = getattr(trainer, part, None)
+    return trainer, method
+
+
 def _follow(trainer: Any, recorder: Recorder, phases: dict[str, str]) -> None:
     from transformers import TrainerCallback
 
-    for method, phase in phases.items():
-        recorder.wrap(trainer, method, phase)
+    for path, phase in phases.items():
+        owner, method = owner_of(trainer, path)
+        if owner is not None:
+            recorder.wrap(owner, method, phase)
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: object, **__: object) -> None:
@@ -303,7 +315,8 @@ def _StepClock(trainer: Any, recorder: Recorder, memory: Memory, *, measure_afte
                 return
             recorder.enter("update")
             self.step_s.append(memory.now_s() - self._began + self._share_s)
-            self.rollout_s.append(recorder.seconds["rollout"] + recorder.seconds["scoring"] + self._share_s)
+            before_update = sum(recorder.seconds[phase] for phase in BEFORE_UPDATE)
+            self.rollout_s.append(before_update + self._share_s)
             self.update_s.append(recorder.seconds["update"] + recorder.seconds["optimizer"])
 
     return StepClock()

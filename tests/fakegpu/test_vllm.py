@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 GIB = 1 << 30
 
 
-def _train(folder: Path, *, share: float, sleep: bool, gpu: str = "l4", tokens: int = 32) -> tuple[FakeGpu, float]:
+def _train(
+    folder: Path, *, share: float, sleep: bool, gpu: str = "l4", tokens: int = 32, mode: str = "colocate"
+) -> tuple[FakeGpu, float]:
     """One step of GRPO on the card; the card, and the mean completion length that the trainer logged."""
     with fake_gpu(gpu) as card:
         trainer = GRPOTrainer(
@@ -27,7 +29,7 @@ def _train(folder: Path, *, share: float, sleep: bool, gpu: str = "l4", tokens: 
             args=GRPOConfig(
                 output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_steps=2, report_to=[],
                 max_completion_length=tokens, bf16=True, save_strategy="no", disable_tqdm=True, use_vllm=True,
-                vllm_mode="colocate", vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=sleep,
+                vllm_mode=mode, vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=sleep,
                 logging_steps=1,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3", "t4 t5 t6 t7"] * 8}),
@@ -82,6 +84,15 @@ def test_the_roll_out_is_bound_by_the_cards_bandwidth(tmp_path: Path) -> None:
     slow, _ = _train(tmp_path, share=0.3, sleep=False, gpu="l4", tokens=512)
     fast, _ = _train(tmp_path, share=0.3, sleep=False, gpu="h200", tokens=512)
     assert slow.elapsed_s > fast.elapsed_s
+
+
+def test_a_server_takes_nothing_of_this_card_and_its_seconds_count(tmp_path: Path) -> None:
+    short, length = _train(tmp_path, share=0.3, sleep=False, mode="server")
+    long, _ = _train(tmp_path, share=0.3, sleep=False, mode="server", tokens=512)
+    assert length == 32
+    assert short.peak_allocated_bytes < GIB
+    assert long.elapsed_s > short.elapsed_s
+    assert any("vLLM's server was not run" in note for note in short.notes)
 
 
 def test_trl_knows_no_vllm_after_the_block(tmp_path: Path) -> None:
