@@ -39,11 +39,13 @@ def sample(prompt: int, generation: int, *, longest: int = LONGEST) -> Sample:
     """Completion number `generation` of prompt number `prompt`, of 1 to `longest` tokens."""
     asked = Random(f"prompt {prompt}")
     words = tuple(asked.randrange(FIRST_WORD, VOCABULARY) for _ in range(2 + prompt % 5))
-    most, spread = max(1, longest // asked.choice((1, 1, 4, 8))), asked.uniform(0.3, 2.0)
+    # Two tokens and more: where all of a group are the end token alone, its advantages cancel and leave rounding.
+    most = min(longest, max(2, longest // asked.choice((1, 1, 4, 8))))
+    spread = asked.uniform(0.3, 2.0)
     given = Random(f"completion {prompt} {generation}")
     length = given.randint(1, most)
     tokens = [given.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)]
-    if given.random() < 0.75:
+    if given.random() < 0.75 and longest > 1:
         tokens[-1] = END
     return Sample(words, tuple(tokens), given.gauss(0.0, spread))
 
