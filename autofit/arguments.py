@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
                         help="what proposes candidates (default: autofit; the others are Optuna's)")  # fmt: skip
     search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
     search.add_argument("--deadline", default="15m", metavar="TIME", help="the longest that one probe may take")
-    search.add_argument("--parallel", type=int, metavar="N", help="probes at once (default: one a card; 1 on cpu)")
+    search.add_argument(
+        "--parallel", type=int, metavar="N", help="probes at once (default: one a card, 1 on cpu, one a core simulated)"
+    )
     search.add_argument("--no-confirm", action="store_true",
                         help="do not probe the winner once more, longer, before it is called the best")  # fmt: skip
     search.add_argument("--seed", type=int, default=0, help="seed of the proposals")

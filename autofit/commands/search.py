@@ -95,7 +95,7 @@ def _check_search(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
-    from autofit.hardware import choose_device_and_target, gpus
+    from autofit.hardware import choose_device_and_target
     from autofit.space import Space, load_space
     from autofit.tuning.search import Plan
 
@@ -130,10 +130,19 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
         budget_s=budget,
         plateau_trials=options.plateau, sampler=options.sampler, goal=options.goal,
         min_gain_frac=given("--min-gain", options.min_gain, parse_frac) or None,
-        parallel=options.parallel or (len(gpus()) if device == "cuda" else 1),
+        parallel=options.parallel or _probes_at_once(device),
         measured_steps=options.measured_steps, deadline_s=deadline_s, seed=options.seed,
     )  # fmt: skip
     return plan, scratch
+
+
+def _probes_at_once(device: str) -> int:
+    """One probe a card; simulated ones share nothing but the processor; on the CPU a second would slow the first."""
+    from autofit.hardware import gpus
+
+    if device.startswith("sim:"):
+        return min(4, os.cpu_count() or 1)
+    return len(gpus()) if device == "cuda" else 1
 
 
 def _forecast(plan: "Plan", scratch: Path, server: "WarmServer") -> "Forecast | None":
