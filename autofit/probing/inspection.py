@@ -64,7 +64,7 @@ def inspect(
         rows = plug_in.prompts(config)
     index, tokens = longest_prompt(rows, config)
     _keep(rows.select([index]), {"prompt_tokens": tokens}, worst_case)
-    content = content_hash(rewards, rows)
+    content = content_hash(rewards, rows if prompt_tokens is None else None)  # made-up ones are told by their length
     count = len(rows) if prompt_tokens is None else None
     return answer | {"longest_prompt_tokens": tokens, "num_prompts": count, "content_hash": content}
 
@@ -120,9 +120,9 @@ def _keep(row: Any, facts: Mapping[str, object], worst_case: Path) -> None:
 
 
 def content_hash(rewards: list[Any], rows: Any) -> str:
-    """A hash of what the recipe only names: the files of its reward functions and the data itself."""
+    """A hash of what the recipe only names: the files of its reward functions, and the data where there is any."""
     files = {f for f in (getattr(sys.modules.get(r.__module__), "__file__", None) for r in rewards if callable(r)) if f}
-    digest = hashlib.sha256(str(rows._fingerprint).encode())
+    digest = hashlib.sha256(b"" if rows is None else str(rows._fingerprint).encode())
     for file in sorted(files):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:16]
