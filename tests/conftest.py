@@ -1,6 +1,7 @@
 """Fixtures that cost seconds and are shared: the tiny model, and one warm server."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import tiny
 
 from autofit.probing.warm import WarmServer
 
+# A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Jobs and drivers are processes of their own: they import the tests' helpers too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
