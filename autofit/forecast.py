@@ -27,9 +27,9 @@ from autofit.probing import stand_in
 from autofit.probing.warm import WarmServer
 from autofit.recipe import Recipe, merge
 from autofit.space import CHUNK, SPLIT, Candidate, Space, Value
+from autofit.trainer_keys import TILE_TOKENS
 from autofit.tuning.predictions import Predictions
 
-TILE_TOKENS = 4096  # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE
 LONGER = 4  # models hold for completions up to so many times as long as the space's longest
 EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
 _VARIABLES = (SPLIT, CHUNK, "gradient_accumulation_steps", "max_completion_length", "lora_r", "num_generations")

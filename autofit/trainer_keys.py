@@ -1,12 +1,15 @@
-"""Which trainer a recipe is for, judged by keys that not every TRL config has. No torch here.
+"""What is known of TRL's trainers without asking them: the keys each takes, the tiles of their losses. No torch here.
 
-A test holds this table against TRL's own parsers.
+A test holds the table of keys against TRL's own parsers.
 """
 
 from collections.abc import Mapping
 
 from autofit.errors import ConfigError, nearest
 from autofit.recipe import TRAINERS, TrainerName
+
+# Tokens of a micro-batch that TRL 1.16's losses take at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
+TILE_TOKENS = 4096
 
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are left out, and so are most of
 # GRPO's own: they only have to tell a GRPO recipe with a wrong key from a recipe of another trainer.

@@ -26,7 +26,8 @@ from autofit.fakegpu.mass import MassModel, Trace, Variation
 from autofit.files import read_json, write_json
 from autofit.probing import stand_in
 from autofit.probing.trl_config import parse
-from autofit.probing.worker import QUIET, owner_of, read_worst_case
+from autofit.probing.worker import QUIET, read_worst_case, wrap_phases
+from autofit.trainer_keys import TILE_TOKENS
 
 LATER = "+"  # ends the name of a phase in which gradients of an earlier micro-batch are alive
 
@@ -116,10 +117,7 @@ class _Marks:
 def _follow(trainer: Any, marks: _Marks, phases: Mapping[str, str]) -> None:
     from transformers import TrainerCallback
 
-    for path, phase in phases.items():
-        owner, method = owner_of(trainer, path)
-        if owner is not None:
-            marks.wrap(owner, method, phase)
+    wrap_phases(trainer, phases, marks.wrap)
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
@@ -168,9 +166,6 @@ def _layers(count: int) -> Iterator[None]:
 
 
 # -- one structure ----------------------------------------------------------------------------------------------------
-
-TILE_TOKENS = 4096  # trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE: a larger micro-batch takes several tiles
-_EXACT_SHARE = 1e-4  # a hold-out that is further off than this is a mismatch
 
 
 def run(request_path: str) -> int:

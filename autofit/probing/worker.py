@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -251,13 +251,18 @@ def owner_of(trainer: Any, path: str) -> tuple[Any, str]:
     return trainer, method
 
 
-def _follow(trainer: Any, recorder: Recorder, phases: dict[str, str]) -> None:
-    from transformers import TrainerCallback
-
+def wrap_phases(trainer: Any, phases: Mapping[str, str], wrap: Callable[[object, str, str], None]) -> None:
+    """Have `wrap` (object, method, phase) mark each method of `trainer` that is a phase of its own."""
     for path, phase in phases.items():
         owner, method = owner_of(trainer, path)
         if owner is not None:
-            recorder.wrap(owner, method, phase)
+            wrap(owner, method, phase)
+
+
+def _follow(trainer: Any, recorder: Recorder, phases: dict[str, str]) -> None:
+    from transformers import TrainerCallback
+
+    wrap_phases(trainer, phases, recorder.wrap)
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: object, **__: object) -> None:
