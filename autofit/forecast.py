@@ -85,15 +85,18 @@ class Forecaster:
                 self._cancel.touch()
                 raise
         floor = np.zeros(len(candidates))
-        used, step = np.full(len(candidates), np.nan), np.full(len(candidates), np.nan)
+        used, step, rollout = (np.full(len(candidates), np.nan) for _ in range(3))
         spec = gpu_spec(self.device.removeprefix("sim:"))
         for name, places in groups.items():
             if (found := models[name]) is not None:
-                live, seconds = _evaluate(*found, [shapes[p] for p in places])
+                live, seconds, before_update = _evaluate(*found, [shapes[p] for p in places])
                 floor[places] = spec.context_bytes + live if found[2] <= EXACT_SHARE else 0.0
                 used[places] = spec.context_bytes + live
-                step[places] = seconds
-        predictions = Predictions(candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+                step[places], rollout[places] = seconds, before_update
+        predictions = Predictions(
+            candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
+            rollout_s=rollout if space.recipe.trainer == "grpo" else None,
+        )  # fmt: skip
         return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
 
     @property
@@ -177,7 +180,7 @@ class Forecast:
         found = self.models.get(_structure(space.recipe, known, shape))
         if found is None:
             return None
-        live, seconds = _evaluate(*found, [shape])
+        live, seconds, _ = _evaluate(*found, [shape])
         return self.context_bytes + float(live[0]), float(seconds[0])
 
 
@@ -225,8 +228,11 @@ def _shape(space: Space, candidate: Candidate) -> _Shape:
     return _Shape(micro, accumulation, chunk, number("max_completion_length"), number("lora_r"))
 
 
-def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats]:
-    """(most live bytes, seconds of an optimizer step) of each shape; equal shapes are evaluated once."""
+def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
+    """(most live bytes, seconds of an optimizer step, those before its update) of each shape.
+
+    Equal shapes are evaluated once.
+    """
     unique = list(dict.fromkeys(shapes))
     columns = np.array([(s.micro, s.generated, s.completion, s.rank, s.accumulation, s.chunk) for s in unique], float)
     values = dict(zip(("B", "G", "C", "r"), columns.T[:4], strict=True))
@@ -238,13 +244,15 @@ def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shap
         live = np.maximum(live, np.where(happens, peak, 0.0))
     once = np.ones(len(unique))
     often = {"update": accumulation, "optimizer": once, "between": once}
-    seconds = np.zeros(len(unique))
+    seconds, before_update = np.zeros(len(unique)), np.zeros(len(unique))
     for segment, each in model.seconds(values, layers, values["C"]).items():
         each_micro = segment.endswith(REPEATED)
-        seconds += (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
+        spent = (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
+        seconds += spent
+        before_update += 0.0 if segment.removesuffix(REPEATED) in often else spent
     order = {shape: place for place, shape in enumerate(unique)}
     places = [order[shape] for shape in shapes]
-    return live[places], seconds[places]
+    return live[places], seconds[places], before_update[places]
 
 
 def _key(request: Mapping[str, object], worst_case: Path) -> str:

@@ -284,3 +284,32 @@ def test_a_hundred_thousand_candidates_are_listed_and_searched() -> None:
         trial.set_constraint("over", float(used[place] - 5 * GB))
         study.tell(trial, [float(step[place]), float(used[place])])
     assert min(t.values[0] for t in study.trials[1:]) < 1.1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rollout_that_is_told_is_corrected_by_itself(told: bool) -> None:
+    from autofit.space import Candidate
+
+    sizes, kinds = (1, 2, 4, 8), ("x", "y", "z")
+    grid = Grid(["size", "kind"], [sizes, kinds], [Candidate((a, b)) for a in sizes for b in kinds])
+    rollout = np.repeat([8.0, 4.0, 2.0, 1.0], 3)  # the update is expected to depend on the kind alone
+    update = np.tile([1.0, 2.0, 4.0], 4)
+    true_rollout, true_update = 1.5 * rollout, 0.6 * update
+    predictions = Predictions(
+        candidates=grid.candidates, floor_bytes=np.zeros(12), device_used_bytes=np.full(12, 1.0 * GB),
+        step_s=rollout + update, rollout_s=rollout,
+    )  # fmt: skip
+    sampler = PriorSampler(grid, predictions=predictions, target_bytes=2 * GB)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    for place in (0, 7):
+        step_s = float(true_rollout[place] + true_update[place])
+        measured = {"result": {"step_s": [step_s, step_s], "rollout_s": [0.0, 2 * float(true_rollout[place])]}}
+        study.add_trial(create_trial(
+            params=grid.params(place), distributions=sampler.distributions(), values=[step_s, float(GB)],
+            constraints={"bytes_over_target": -1.0}, user_attrs=measured if told else {},
+        ))  # fmt: skip
+    sampler.read(study)
+    sampler.proposal()
+    mean, _ = sampler._model.log_step_at(np.arange(12))
+    off = np.abs(mean - np.log(true_rollout + true_update))
+    assert bool(off.max() < 0.1) is told, off

@@ -17,6 +17,7 @@ _POOL = 512  # candidates whose beliefs are worked out in full; the others are l
 _NEAR = 128  # of them, those that differ least from the best so far
 _GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
 _OOM_COST = 0.03  # what an OOM costs, as a difference of logarithms: it tells less than a fit, and may hang a card
+_CURIOSITY = 3.0  # spreads are taken to be so much wider for a proposal: small effects here hide large ones elsewhere
 _DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
 _FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
 _LIKELY = 0.5  # while no bytes are measured, a tier in which nothing is likelier to fit waits for one that has it
@@ -86,7 +87,7 @@ class _Stage:
         pool = self._pool(places)
         fits = self._model.fits_at(pool)
         step, spread = self._model.log_step_at(pool)
-        gain = self._gain(pool, step, spread, fits)
+        gain = self._gain(pool, step, _CURIOSITY * spread, fits, wider=_CURIOSITY)
         seconds = cost.startup_s + cost.steps * np.exp(np.clip(step, -20, 20))
         worth = fits * gain - (1 - fits) * _OOM_COST
         chosen = int(np.argmax(np.where(worth > 0, worth / seconds, worth * seconds)))
@@ -103,7 +104,7 @@ class _Stage:
             return places
         model = self._model
         sample = places[:: max(1, len(places) // 64)]
-        step = model.log_step[places] + float(np.median(model.step.mean_at(sample)))
+        step = model.log_step[places] + float(np.median(model.log_step_at(sample)[0] - model.log_step[sample]))
         used = model.log_used[places] + float(np.median(model.used.mean_at(sample)))
         reference = self._points[:, 0].min() if len(self._points) else float(np.median(step))
         promise = expected_gain(reference, step, np.full(len(places), _GUESS))

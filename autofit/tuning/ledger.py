@@ -1,6 +1,6 @@
 """What is known of each candidate: tried, pending, ruled out, measured. Every finished trial is read once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,13 +12,17 @@ from autofit.tuning.grid import Grid, Mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the probe of a candidate said. `at_least` marks bytes of a probe that stopped when it ran out of memory."""
+    """What the probe of a candidate said. `at_least` marks bytes of a probe that stopped when it ran out of memory.
+
+    `rollout_s` is what of `step_s` passed before the update, where the probe said so.
+    """
 
     place: int
     step_s: float | None
     device_used_bytes: float | None
     at_least: bool
     fits: bool
+    rollout_s: float | None = None
 
 
 class Ledger:
@@ -94,4 +98,15 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
         held = float(cast(int, exact)) if exact else bytes_told or target_bytes
         return Observation(place=place, step_s=None, device_used_bytes=held, at_least=not exact, fits=False)
     used = values[1] if len(values) > 1 else bytes_told
-    return Observation(place=place, step_s=values[0], device_used_bytes=used, at_least=False, fits=True)
+    rollout_s = _rollout_s(values[0], trial.user_attrs.get("rollout_s"), result)
+    return Observation(
+        place=place, step_s=values[0], device_used_bytes=used, at_least=False, fits=True, rollout_s=rollout_s
+    )
+
+
+def _rollout_s(step_s: float, told: object, result: Mapping[str, object]) -> float | None:
+    """What of `step_s` passed before the update: as the trial has it, or as its steps were split on the whole."""
+    if isinstance(told, float):
+        return told
+    steps, rollouts = (cast(Sequence[float], result.get(name) or ()) for name in ("step_s", "rollout_s"))
+    return step_s * sum(rollouts) / sum(steps) if steps and len(steps) == len(rollouts) else None

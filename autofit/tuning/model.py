@@ -1,16 +1,19 @@
 """What a candidate's bytes and seconds will be: its prediction, corrected by what the probes said so far."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.ledger import Observation
 from autofit.tuning.predictions import Predictions
-from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, probability_below
+from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
 
 Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound
+_LEAST_SHARE = 1e-3  # of a step's seconds: a phase that takes less is no part of its own
+_NO_EFFECT = 0.01  # a knob whose values' means are that near, as logarithms, is not expected to matter
 _MOST_DATA = 32  # probes that the processes are given: the best and the latest; what an older, worse one says is known
 # How wrong a prediction may be over the knobs (unknown by the factor e^doubt), and in what all candidates share.
 _STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=0.02)
@@ -20,51 +23,90 @@ _STEP_ALONE = Prior(spread=0.7, doubt=0.8, offset=1.0, noise=0.02)
 _USED_ALONE = Prior(spread=0.5, doubt=0.8, offset=1.0, noise=0.01)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A quantity of which probes tell: what was expected of it (logarithms), and in what candidates are alike."""
+
+    expected: Floats
+    similarity: Similarity
+
+    def posterior(self, prior: Prior, told: list[Told], pending: Sequence[int]) -> Residual:
+        """After `told`, and after `pending` probes as if they had said what is expected of them then."""
+        found = self._after(prior, told)
+        if not pending:
+            return found
+        places = np.array(pending, dtype=np.intp)
+        imagined = found.mean_at(places) + self.expected[places]
+        return self._after(prior, [*told, *((p, float(v), False) for p, v in zip(pending, imagined, strict=True))])
+
+    def _after(self, prior: Prior, told: list[Told]) -> Residual:
+        places = np.array([place for place, _, _ in told], dtype=np.intp)
+        values = np.array([value for _, value, _ in told]) - self.expected[places]
+        return Residual(self.similarity, prior, places, values, np.array([bound for _, _, bound in told], dtype=bool))
+
+
 class Model:
-    """Log-normal beliefs about every candidate of `grid`. `learn` replaces what it was told before."""
+    """Log-normal beliefs about every candidate of `grid`. `learn` replaces what it was told before.
+
+    Where the predictions and every probe tell the rollout's seconds from the update's, each is a part of its own: it
+    depends on fewer knobs than their sum, and half of what a probe says would be lost in that.
+    """
 
     def __init__(self, grid: Grid, predictions: Predictions | None, *, target_bytes: int | None) -> None:
+        self._grid = grid
         self._target = math.log(target_bytes) if target_bytes is not None else math.inf
         self.predicted = predictions is not None
         self.log_step = self.log_used = np.zeros(len(grid))
+        phases: tuple[Floats, ...] = ()
         if predictions is not None:
             self.log_step = _filled(grid, np.log(predictions.step_s))
             self.log_used = _filled(grid, np.log(predictions.device_used_bytes))
-        axes = [values / math.log(2) for values in (self.log_step, self.log_used) if np.ptp(values)]
-        self._similarity = Similarity(grid, axes, trends=not self.predicted)
+            if predictions.rollout_s is not None and _is_split(predictions.rollout_s, predictions.step_s):
+                rollout = _filled(grid, np.log(predictions.rollout_s))
+                phases = rollout, np.log(np.maximum(np.exp(self.log_step) - np.exp(rollout), 1e-3 * np.exp(rollout)))
+        self._used, self._step = self._part(self.log_used), self._part(self.log_step)
+        self._phases = tuple(self._part(logs, slight=_without_effect(grid, logs)) for logs in phases)
         self._step_prior, self._used_prior = (_STEP, _USED) if self.predicted else (_STEP_ALONE, _USED_ALONE)
         self.learn([], ())
+
+    def _part(self, expected: Floats, slight: Collection[int] = ()) -> _Part:
+        axes = [values / math.log(2) for values in (expected, self.log_used) if np.ptp(values)]
+        return _Part(expected, Similarity(self._grid, axes, slight=slight, trends=not self.predicted))
 
     def learn(self, observations: Sequence[Observation], pending: Sequence[int]) -> None:
         """Condition on `observations`, and on `pending` probes as if they said what is expected of them."""
         kept = _informative(observations)
-        timed = [(o.place, math.log(o.step_s), False) for o in kept if o.step_s is not None]
+        timed = [(o, o.step_s) for o in kept if o.step_s is not None]
         held = [(o.place, math.log(o.device_used_bytes), o.at_least) for o in kept if o.device_used_bytes]
+        steps = [(o.place, math.log(step_s), False) for o, step_s in timed]
         if not self.predicted:
-            self.log_step = np.full_like(self.log_step, np.mean([v for _, v, _ in timed]) if timed else 0.0)
+            self.log_step = np.full_like(self.log_step, np.mean([v for _, v, _ in steps]) if steps else 0.0)
             self.log_used = np.full_like(self.log_used, np.mean([v for _, v, _ in held]) if held else 0.0)
-        self.step = self._posterior(self._step_prior, self.log_step, timed, pending)
-        self.used = self._posterior(self._used_prior, self.log_used, held, pending)
+            self._used = replace(self._used, expected=self.log_used)
+            self._step = replace(self._step, expected=self.log_step)
+        self.used = self._used.posterior(self._used_prior, held, pending)
+        told = {self._step: steps}
+        if self._phases and all(o.rollout_s and o.rollout_s < step_s for o, step_s in timed):
+            split = [(o.place, o.rollout_s or 0.0, step_s) for o, step_s in timed]
+            rollouts = [(place, math.log(rollout_s), False) for place, rollout_s, _ in split]
+            updates = [(place, math.log(step_s - rollout_s), False) for place, rollout_s, step_s in split]
+            told = dict(zip(self._phases, (rollouts, updates), strict=True))
+        self._seconds = [
+            (part.expected, part.posterior(self._step_prior, each, pending)) for part, each in told.items()
+        ]
 
-    def _posterior(self, prior: Prior, expected: Floats, told: list[Told], pending: Sequence[int]) -> Residual:
-        posterior = self._of(prior, expected, told)
-        if not pending:
-            return posterior
-        places = np.array(pending, dtype=np.intp)
-        imagined = posterior.mean_at(places) + expected[places]
-        return self._of(
-            prior, expected, [*told, *((p, float(v), False) for p, v in zip(places, imagined, strict=True))]
-        )
-
-    def _of(self, prior: Prior, expected: Floats, told: list[Told]) -> Residual:
-        places = np.array([place for place, _, _ in told], dtype=np.intp)
-        values = np.array([value for _, value, _ in told]) - expected[places]
-        return Residual(self._similarity, prior, places, values, np.array([bound for _, _, bound in told], dtype=bool))
+    def _log_step_under_each(self, places: Places) -> tuple[Floats, Floats]:
+        """(mean, standard deviation) under each setting that is kept: of a sum, to first order in the spreads."""
+        beliefs = [(expected[places], *residual.each(places)) for expected, residual in self._seconds]
+        means = np.array([expected + mean for expected, mean, _ in beliefs])
+        spreads = np.array([spread for _, _, spread in beliefs])
+        log_sum = np.logaddexp.reduce(means)
+        shares = np.exp(means - log_sum)
+        return log_sum, np.sqrt(((shares * spreads) ** 2).sum(axis=0))
 
     def log_step_at(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the logarithm of the step's seconds."""
-        mean, spread = self.step.at(places)
-        return mean + self.log_step[places], spread
+        return mixed(*self._log_step_under_each(places))
 
     def log_used_at(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the logarithm of the device-used bytes."""
@@ -80,8 +122,20 @@ class Model:
 
     def gain_at(self, places: Places, best: float, *, wider: float = 1.0) -> Floats:
         """How far each of `places` is expected to come below `best`, the logarithm of a step's seconds."""
-        mean, spread = self.step.each(places)
-        return np.asarray(expected_gain(best, mean + self.log_step[places], wider * spread).mean(axis=0))
+        mean, spread = self._log_step_under_each(places)
+        return np.asarray(expected_gain(best, mean, wider * spread).mean(axis=0))
+
+
+def _is_split(rollout_s: Floats, step_s: Floats) -> bool:
+    """Whether both phases take time worth a word, wherever they are known."""
+    share = (rollout_s / step_s)[~np.isnan(rollout_s)]
+    return bool(len(share) and share.min() > _LEAST_SHARE and share.max() < 1 - _LEAST_SHARE)
+
+
+def _without_effect(grid: Grid, logs: Floats) -> set[int]:
+    """The knobs (columns of the grid) that `logs` do not change with."""
+    means = ([logs[codes == one].mean() for one in np.unique(codes)] for codes in grid.codes.T)
+    return {column for column, of_values in enumerate(means) if np.ptp(of_values) < _NO_EFFECT}
 
 
 def _filled(grid: Grid, logs: Floats) -> Floats:

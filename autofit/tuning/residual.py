@@ -1,6 +1,6 @@
 """A Gaussian process for few data: how far probes are from what was expected of them, over the knobs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ Places = NDArray[np.intp]
 _OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight times may change it wholly
 _UNLIKE = 0.4  # how alike two candidates are, in what all knobs do together, that differ in one without an order
 _UNEVEN = 0.9  # spread of the logarithm of an axis' share: a few knobs have most of a residual
+_SLIGHT = 2.0  # by how much less, as a logarithm, a knob is taken to matter to what it is not expected to change
 _PAIRS = 0.5  # how strong effects of two knobs together are, against those of each alone
 _JOINT = 0.3  # and what all knobs do together, as a share of the spread
 _DRAWS = 128  # of how a residual may behave, from the prior
@@ -25,9 +26,15 @@ _SWEEPS = 5  # of expectation propagation over the probes that ran out of memory
 
 
 class Similarity:
-    """How alike candidates are in each axis, and in all of them at once; 1 for a candidate with itself."""
+    """How alike candidates are in each axis, and in all of them at once; 1 for a candidate with itself.
 
-    def __init__(self, grid: Grid, continuous: Sequence[Floats] = (), *, trends: bool = False) -> None:
+    `slight` are the grid's columns along which nothing is expected to change; `centres` has, for each axis, the
+    logarithm of how much it is taken to matter against the others.
+    """
+
+    def __init__(
+        self, grid: Grid, continuous: Sequence[Floats] = (), *, slight: Collection[int] = (), trends: bool = False
+    ) -> None:
         self._codes = grid.codes
         self._continuous = [np.asarray(values, dtype=np.float64) for values in (*grid.derived, *continuous)]
         self._tables: list[tuple[int, Floats, Floats]] = []
@@ -36,7 +43,8 @@ class Similarity:
             if len(used) > 1:
                 alone, joint = _alike(len(grid.choices[column]), octaves, trends=trends)
                 self._tables.append((column, alone, joint))
-        self.axes = len(self._tables) + len(self._continuous)
+        columns = [-_SLIGHT if column in slight else 0.0 for column, _, _ in self._tables]
+        self.centres = np.array([*columns, *[0.0] * len(self._continuous)])
 
     def between(self, rows: Places, columns: Places) -> tuple[Floats, Floats]:
         """Similarity of each of `rows` with each of `columns`: (in each axis, in all of them jointly)."""
@@ -50,7 +58,7 @@ class Similarity:
             near = np.exp(-0.5 * ((values[rows][:, None] - values[columns][None, :]) / _OCTAVES) ** 2)
             axes.append(near)
             joint *= near
-        return np.array(axes).reshape(len(axes), *joint.shape), joint
+        return np.array(axes).reshape(len(self.centres), *joint.shape), joint
 
 
 def _alike(count: int, octaves: Floats | None, *, trends: bool) -> tuple[Floats, Floats]:
@@ -75,18 +83,18 @@ class Prior:
     offset: float
     noise: float
 
-    def draw(self, axes: int, count: int) -> Floats:
+    def draw(self, centres: Floats, count: int) -> Floats:
         """(count, axes + 3): logarithms of the overall spread, each axis' share, pairs' share, and what is joint."""
-        drawn = np.random.default_rng(0).normal(size=(count, axes + 3))
-        return np.asarray(self._centre(axes) + drawn * self._scale(axes), dtype=np.float64)
+        drawn = np.random.default_rng(0).normal(size=(count, len(centres) + 3))
+        return np.asarray(self._centre(centres) + drawn * self._scale(len(centres)), dtype=np.float64)
 
-    def log_density(self, settings: Floats) -> Floats:
-        axes = settings.shape[1] - 3
-        return np.asarray(-0.5 * (((settings - self._centre(axes)) / self._scale(axes)) ** 2).sum(axis=1))
+    def log_density(self, settings: Floats, centres: Floats) -> Floats:
+        away = (settings - self._centre(centres)) / self._scale(len(centres))
+        return np.asarray(-0.5 * (away**2).sum(axis=1))
 
-    def _centre(self, axes: int) -> Floats:
-        even = -0.5 * np.log(max(1, axes)) - _UNEVEN**2
-        return np.array([np.log(self.spread), *[even] * axes, np.log(_PAIRS), np.log(_JOINT)])
+    def _centre(self, centres: Floats) -> Floats:
+        even = centres - 0.5 * np.log(max(1.0, np.exp(2 * centres).sum())) - _UNEVEN**2
+        return np.array([np.log(self.spread), *even, np.log(_PAIRS), np.log(_JOINT)])
 
     def _scale(self, axes: int) -> Floats:
         return np.array([self.doubt, *[_UNEVEN] * axes, 0.5, 0.5])
@@ -127,7 +135,7 @@ class Residual:
         self._similarity, self._prior, self._places = similarity, prior, places
         self._values, self._at_least = values, at_least
         self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
-        draws = prior.draw(similarity.axes, _DRAWS)
+        draws = prior.draw(similarity.centres, _DRAWS)
         if not len(places):
             self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
             return
@@ -147,10 +155,10 @@ class Residual:
         kept = _KEPT if len(self._places) < _PLENTY else _KEPT_OF_PLENTY
         chosen = np.searchsorted(weights, weights[-1] * (np.arange(kept) + 0.5) / kept)
         settings: Floats = draws[chosen]
-        now = evidence[chosen] + self._prior.log_density(settings)
+        now = evidence[chosen] + self._prior.log_density(settings, self._similarity.centres)
         for _ in range(_MOVES):
             tried = settings + _STRIDE * chance.normal(size=settings.shape)
-            then = self._evidence(tried) + self._prior.log_density(tried)
+            then = self._evidence(tried) + self._prior.log_density(tried, self._similarity.centres)
             better = np.log(chance.random(len(now))) < then - now
             settings = np.where(better[:, None], tried, settings)
             now = np.where(better, then, now)
@@ -180,8 +188,7 @@ class Residual:
 
     def at(self, places: Places) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the residual at `places`, noise left out."""
-        mean, spread = self.each(places)
-        return mean.mean(axis=0), np.sqrt((spread**2).mean(axis=0) + mean.var(axis=0))
+        return mixed(*self.each(places))
 
     def mean_at(self, places: Places) -> Floats:
         """The mean alone."""
@@ -236,6 +243,11 @@ def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -
     log_evidence = extra - 0.5 * (whitened**2).sum(axis=1)
     log_evidence = log_evidence - np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(axis=1)
     return _Fit(log_evidence, stands, variances)
+
+
+def mixed(mean: Floats, spread: Floats) -> tuple[Floats, Floats]:
+    """(mean, standard deviation) of an even mixture, over the first axis."""
+    return mean.mean(axis=0), np.sqrt((spread**2).mean(axis=0) + mean.var(axis=0))
 
 
 def expected_gain(best: Floats | float, mean: Floats, spread: Floats) -> Floats:

@@ -87,8 +87,9 @@ def case_of(wanted: RecipeOf, card: Card) -> Case:
     grid = Grid.of(space)
     shape = SHAPES[wanted.shape]
     known = columns(space)
-    floor, used, step = predict(known, shape, card)
-    predictions = Predictions(candidates=grid.candidates, floor_bytes=floor, device_used_bytes=used, step_s=step)
+    floor, used, step, rollout = predict(known, shape, card)
+    predictions = Predictions(candidates=grid.candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
+                              rollout_s=rollout)  # fmt: skip
     return Case(name=f"{wanted.name} on {card.name}", space=space, known=known, shape=shape, card=card, grid=grid,
                 predictions=predictions)  # fmt: skip
 

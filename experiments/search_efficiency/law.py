@@ -5,12 +5,17 @@ depends on knobs, kernel choices that help or hurt whole regions, and noise; its
 the misprediction that is asked for: the root mean square, over all allowed candidates (those that do not fit among
 them), of the logarithm of truth over prediction, in bytes and in seconds each. Half of its square is an offset that all
 share, half varies over the candidates: 30 % is an offset of 21 % and a standard deviation of 21 %.
+
+`truth` is wrong in the rollout's and in the update's seconds each in its own way, and a probe says both, as a real one
+does. `truth_of_totals` is the law that was used before: a probe says two numbers, and what no formula has is of the
+whole step. A law may return (bytes, seconds) alone, or (bytes, seconds, seconds before the update).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from autofit.space import Space
 
@@ -84,8 +89,8 @@ def columns(space: Space) -> Columns:
     return found
 
 
-def evaluate(c: Columns, shape: Shape, card: Card, rates: Rates) -> tuple[Floats, Floats, Floats]:
-    """(static bytes, device-used bytes, step seconds) of every allowed candidate."""
+def evaluate(c: Columns, shape: Shape, card: Card, rates: Rates) -> tuple[Floats, Floats, Floats, Floats]:
+    """(static bytes, device-used bytes, step seconds, those before the update) of every allowed candidate."""
     micro, accumulation = c["micro"].astype(float), c["accumulation"].astype(float)
     rollout = micro * c["chunk"].astype(float)
     rounds = np.maximum(1.0, micro * accumulation / rollout)
@@ -133,12 +138,13 @@ def evaluate(c: Columns, shape: Shape, card: Card, rates: Rates) -> tuple[Floats
     each = each + np.where(eager, shape.layers * scores / bandwidth * 2, 0.0) + (dequantise - 1) * weight / bandwidth
     optimizer = adapters * 16.0 * np.where(fused, 1.0, rates.unfused) / bandwidth + np.where(fused, 2e-4, 8e-3)
     prefill = rounds * rollout * shape.prompt_tokens * 2.0 * shape.parameters / (card.flops_per_s * rates.gemm)
-    step = decode + accumulation * each + optimizer + prefill + np.where(emptied, 0.05, 0.0)
-    return np.asarray(static, float), np.asarray(used, float), np.asarray(step, float)
+    rollout = np.asarray(decode + prefill, float)
+    step = np.asarray(rollout + accumulation * each + optimizer + np.where(emptied, 0.05, 0.0), float)
+    return np.asarray(static, float), np.asarray(used, float), step, rollout
 
 
-def predict(known: Columns, shape: Shape, card: Card) -> tuple[Floats, Floats, Floats]:
-    """(floor bytes, device-used bytes, step seconds) as the search is told."""
+def predict(known: Columns, shape: Shape, card: Card) -> tuple[Floats, Floats, Floats, Floats]:
+    """(floor bytes, device-used bytes, step seconds, those before the update) as the search is told."""
     return evaluate(known, shape, card, Rates())
 
 
@@ -151,37 +157,72 @@ def truth(
     misprediction: float,
     seed: int,
     unexplained: float = 0.05,
-) -> tuple[Floats, Floats]:
-    """(device-used bytes, step seconds) that probes measure, but for their noise; `codes` number the knobs' values.
+) -> tuple[Floats, Floats, Floats]:
+    """(device-used bytes, step seconds, those before the update) that probes measure, but for their noise.
 
-    Most of the misprediction comes from other rates; `unexplained` (of a logarithm, before scaling) from no formula.
+    `codes` number the knobs' values. Most of the misprediction comes from other rates; `unexplained` (of a logarithm,
+    before scaling) from no formula: in the rollout, of the knobs that a rollout knows; in the update, of all.
     """
     chance = np.random.default_rng([seed, int(misprediction * 1000)])
+    rates = _other_rates(chance)
+    floor, expected_used, expected_step, expected_rollout = predict(known, shape, card)
+    _, used, step, rollout = evaluate(known, shape, card, rates)
+    bytes_off = np.log(used / expected_used) + unexplained * _regions(codes, chance)
+    matters = [_changes(expected_rollout, column) for column in codes.T]
+    expected = np.array([expected_rollout, expected_step - expected_rollout])
+    off = np.log(np.array([rollout, step - rollout]) / expected)
+    off += unexplained * np.array([_regions(codes[:, matters], chance), _regions(codes, chance)])
+    bytes_off = _scaled(bytes_off, misprediction, chance)
+    rollout, update = _scaled_phases(expected, off, misprediction, chance)
+    return np.maximum(floor, expected_used * np.exp(bytes_off)), rollout + update, rollout
 
-    def off(spread: float) -> float:
-        return float(np.exp(chance.normal(0.0, spread)))
 
-    base = Rates()
-    rates = Rates(
-        gemm=base.gemm * off(0.4), half_tokens=base.half_tokens * off(0.8), bandwidth=base.bandwidth * off(0.3),
-        launch_s=base.launch_s * off(0.6), decode_kernels=base.decode_kernels * off(0.2), flash=base.flash * off(0.3),
-        update_kernels=base.update_kernels * off(0.3), eager_rows=base.eager_rows * off(0.3), kept=base.kept * off(0.3),
-        checkpoint_kept=base.checkpoint_kept * off(0.3), fragmentation=base.fragmentation * off(0.8),
-        cache_copy=base.cache_copy * off(0.7), compiled=base.compiled * off(0.1), unfused=base.unfused * off(0.5),
-    )  # fmt: skip
-    floor, expected_used, expected_step = predict(known, shape, card)
-    _, used, step = evaluate(known, shape, card, rates)
+def truth_unexplained(
+    known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
+) -> tuple[Floats, Floats, Floats]:
+    """A harder one: most of the misprediction is of values, pairs and waves that no formula has."""
+    return truth(known, codes, shape, card, misprediction=misprediction, seed=seed, unexplained=0.3)
+
+
+def truth_of_totals(
+    known: Columns,
+    codes: NDArray[np.int64],
+    shape: Shape,
+    card: Card,
+    *,
+    misprediction: float,
+    seed: int,
+    unexplained: float = 0.05,
+) -> tuple[Floats, Floats]:
+    """(device-used bytes, step seconds): a probe says no phases, and what no formula has is of the whole step."""
+    chance = np.random.default_rng([seed, int(misprediction * 1000)])
+    rates = _other_rates(chance)
+    floor, expected_used, expected_step, _ = predict(known, shape, card)
+    _, used, step, _ = evaluate(known, shape, card, rates)
     bytes_off = np.log(used / expected_used) + unexplained * _regions(codes, chance)
     seconds_off = np.log(step / expected_step) + unexplained * _regions(codes, chance)
     bytes_off, seconds_off = (_scaled(values, misprediction, chance) for values in (bytes_off, seconds_off))
     return np.maximum(floor, expected_used * np.exp(bytes_off)), expected_step * np.exp(seconds_off)
 
 
-def truth_unexplained(
-    known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
-) -> tuple[Floats, Floats]:
-    """A harder one: most of the misprediction is of values, pairs and waves that no formula has."""
-    return truth(known, codes, shape, card, misprediction=misprediction, seed=seed, unexplained=0.3)
+def _other_rates(chance: np.random.Generator) -> Rates:
+    def off(spread: float) -> float:
+        return float(np.exp(chance.normal(0.0, spread)))
+
+    base = Rates()
+    return Rates(
+        gemm=base.gemm * off(0.4), half_tokens=base.half_tokens * off(0.8), bandwidth=base.bandwidth * off(0.3),
+        launch_s=base.launch_s * off(0.6), decode_kernels=base.decode_kernels * off(0.2), flash=base.flash * off(0.3),
+        update_kernels=base.update_kernels * off(0.3), eager_rows=base.eager_rows * off(0.3), kept=base.kept * off(0.3),
+        checkpoint_kept=base.checkpoint_kept * off(0.3), fragmentation=base.fragmentation * off(0.8),
+        cache_copy=base.cache_copy * off(0.7), compiled=base.compiled * off(0.1), unfused=base.unfused * off(0.5),
+    )  # fmt: skip
+
+
+def _changes(values: Floats, code: NDArray[np.int64]) -> bool:
+    """Whether `values` are expected to differ with this knob alone: by more than a tenth of a percent in the mean."""
+    means = [np.log(values[code == one]).mean() for one in np.unique(code)]
+    return bool(np.ptp(means) > 1e-3)
 
 
 def _regions(coded: NDArray[np.int64], chance: np.random.Generator) -> Floats:
@@ -204,6 +245,19 @@ def _scaled(values: Floats, misprediction: float, chance: np.random.Generator) -
     share = np.sqrt(0.5)
     common = share * misprediction * (1 if chance.random() < 0.5 else -1)
     return within / max(1e-9, within.std()) * share * misprediction + common
+
+
+def _scaled_phases(expected: Floats, off: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
+    """Seconds (phases, candidates): `off` scaled until the whole step is mispredicted as `_scaled` has it."""
+    step = expected.sum(axis=0)
+    share = np.sqrt(0.5)
+
+    def total_off(scale: float) -> Floats:
+        return np.asarray(np.log((expected * np.exp(scale * off)).sum(axis=0) / step), dtype=np.float64)
+
+    scale = brentq(lambda s: total_off(s).std() - share * misprediction, 0.0, 20.0)
+    common = share * misprediction * (1 if chance.random() < 0.5 else -1)
+    return np.asarray(expected * np.exp(scale * off + common - total_off(scale).mean()), dtype=np.float64)
 
 
 _CARDS = (

@@ -48,12 +48,15 @@ _CASES: dict[str, cases.Case] = {}
 class Prober:
     """Answers probes from a truth table, with noise, and keeps what the winner's true speed is after each."""
 
-    def __init__(self, case: cases.Case, used: law.Floats, step: law.Floats, seed: int) -> None:
-        self.case, self.used, self.step = case, used, step
+    def __init__(
+        self, case: cases.Case, used: law.Floats, step: law.Floats, rollout: law.Floats | None, seed: int
+    ) -> None:
+        self.case, self.used, self.step, self.rollout = case, used, step, rollout
         self._chance = np.random.default_rng([seed, 7])
         self.best: tuple[int, float, int] | None = None  # tier, measured seconds, place
         self.oom_at: list[bool] = []  # for every probe, whether it ran out of memory
         self.stopped: int | None = None  # probes after which the rule of the least gain would have ended it
+        self.rollout_s: float | None = None  # of the last probe
         self.speed: list[float] = []  # the winner's true speed over the optimum's, after each probe
         found = cases.optimum(case, used, step)
         assert found is not None
@@ -69,6 +72,7 @@ class Prober:
             if self.best is None or (tier, step) < self.best[:2]:
                 self.best = (tier, step, place)
         self.oom_at.append(not fits)
+        self.rollout_s = None if self.rollout is None else step * float(self.rollout[place] / self.step[place])
         known = self.best is not None and self.best[0] == self.tier
         self.speed.append(self.optimum_s / float(self.step[self.best[2]]) if known and self.best else 0.0)
         # a probe stops at the allocation that fails: it held the target and a part of what it still needed
@@ -96,6 +100,8 @@ def with_sampler(name: str, prober: Prober, *, seed: int, probes: int) -> None:
         assert place is not None
         step, held = prober.probe(place)
         slowest = max(slowest, step or 0.0)
+        if step is not None and prober.rollout_s is not None:
+            trial.set_user_attr("rollout_s", prober.rollout_s)
         trial.set_constraint("bytes_over_target", float(max(held - case.target_bytes, 1) if step is None else
                                                         held - case.target_bytes))  # fmt: skip
         values = [step if step is not None else slowest or 1.0, held]
@@ -106,13 +112,13 @@ def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
     """One search: (sampler, case, misprediction, seed, truth, probes)."""
     name, case_name, misprediction, seed, source, probes = task
     case = _CASES[case_name]
-    used, step = _function(source)(
+    used, step, *more = _function(source)(
         case.known, case.grid.codes, case.shape, case.card, misprediction=misprediction, seed=seed
     )
     row: dict[str, Any] = {"sampler": name, "case": case_name, "misprediction": misprediction, "seed": seed}
     if cases.optimum(case, used, step) is None:
         return {**row, "speed": None}
-    prober = Prober(case, used, step, seed)
+    prober = Prober(case, used, step, more[0] if more else None, seed)
     began = time.perf_counter()
     if name == "halving":
         halve_on_oom(case, prober.probe, probes)
@@ -173,7 +179,7 @@ def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
 def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
     """Milliseconds to propose at so many trials: ask and the ledger, on the largest grid."""
     case = max(_CASES.values(), key=lambda c: len(c.grid))
-    used, step = law.truth(case.known, case.grid.codes, case.shape, case.card, misprediction=0.15, seed=0)
+    used, step, _ = law.truth(case.known, case.grid.codes, case.shape, case.card, misprediction=0.15, seed=0)
     sampler = make_sampler(name, case.grid, predictions=case.predictions, target_bytes=case.target_bytes)  # type: ignore[arg-type]
     ours = name == "autofit"
     study = optuna.create_study(directions=["minimize"] * (2 if ours else 1), sampler=sampler)
