@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from law import CARDS, SHAPES, Card, Columns, Shape, columns, predict
+from law import SHAPES, Card, Columns, Shape, columns, predict
 
 from autofit.recipe import Recipe
 from autofit.space import Knob, Space, Tier, load_space
@@ -49,19 +49,22 @@ RECIPES = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """A space on a card, as the search sees it: the grid, the target and the predictions."""
+    """A space and a target, as the search sees them: the grid, and the predictions if there are any."""
 
     name: str
     space: Space
+    grid: Grid
+    predictions: Predictions | None
+    target_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LawCase(Case):
+    """One whose bytes and seconds are from a law, for a model on a card."""
+
     known: Columns
     shape: Shape
     card: Card
-    grid: Grid
-    predictions: Predictions
-
-    @property
-    def target_bytes(self) -> int:
-        return int(0.98 * self.card.capacity_bytes)
 
 
 def recipe_of(wanted: RecipeOf) -> Recipe:
@@ -78,7 +81,7 @@ def recipe_of(wanted: RecipeOf) -> Recipe:
     return Recipe(trainer="grpo", values={}, resolved=resolved)
 
 
-def case_of(wanted: RecipeOf, card: Card) -> Case:
+def case_of(wanted: RecipeOf, card: Card) -> LawCase:
     knobs = [_FLASH if k.name == "attn_implementation" else k for k in load_space(None, trainer="grpo")]
     knobs = [k if k.name != "quantization" else Knob(name=k.name, tier=k.tier, values=k.values,
              memory_ascending=k.memory_ascending, needs=("lora",)) for k in knobs]  # fmt: skip
@@ -90,12 +93,8 @@ def case_of(wanted: RecipeOf, card: Card) -> Case:
     floor, used, step, rollout = predict(known, shape, card)
     predictions = Predictions(candidates=grid.candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
                               rollout_s=rollout)  # fmt: skip
-    return Case(name=f"{wanted.name} on {card.name}", space=space, known=known, shape=shape, card=card, grid=grid,
-                predictions=predictions)  # fmt: skip
-
-
-def all_cases() -> list[Case]:
-    return [case_of(recipe, card) for recipe in RECIPES for card in CARDS.values()]
+    return LawCase(name=f"{wanted.name} on {card.name}", space=space, known=known, shape=shape, card=card, grid=grid,
+                   predictions=predictions, target_bytes=int(0.98 * card.capacity_bytes))  # fmt: skip
 
 
 def optimum(case: Case, used: Floats, step: Floats) -> tuple[int, float] | None:

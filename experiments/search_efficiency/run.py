@@ -42,7 +42,7 @@ STEP_NOISE, BYTES_NOISE = 0.01, 0.002  # of one probe, as a share
 SAMPLERS = ("autofit", "tpe", "gp", "random", "grid", "halving")
 MIN_GAIN_FRAC = 0.01
 _HERE = Path(__file__).parent
-_CASES: dict[str, cases.Case] = {}
+_CASES: dict[str, cases.LawCase] = {}
 
 
 class Prober:
@@ -118,19 +118,22 @@ def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
     row: dict[str, Any] = {"sampler": name, "case": case_name, "misprediction": misprediction, "seed": seed}
     if cases.optimum(case, used, step) is None:
         return {**row, "speed": None}
-    prober = Prober(case, used, step, more[0] if more else None, seed)
+    return {**row, **searched(name, Prober(case, used, step, more[0] if more else None, seed), seed, probes)}
+
+
+def searched(name: str, prober: Prober, seed: int, probes: int) -> dict[str, Any]:
+    """What one search came to, by the sampler or habit of that name."""
     began = time.perf_counter()
     if name == "halving":
-        halve_on_oom(case, prober.probe, probes)
+        halve_on_oom(prober.case, prober.probe, probes)
     elif name == "grid":
-        grid_early_stop(case, prober.probe, probes)
+        grid_early_stop(prober.case, prober.probe, probes)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with_sampler(name, prober, seed=seed, probes=probes)
     seconds = time.perf_counter() - began
     return {
-        **row,
         "speed": [round(s, 4) for s in prober.speed],
         "ooms": sum(prober.oom_at),
         "oom_at": prober.oom_at,
