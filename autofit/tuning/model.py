@@ -14,7 +14,7 @@ from autofit.tuning.residual import Places, Prior, Residual, Similarity, expecte
 Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound
 _LEAST_SHARE = 1e-3  # of a step's seconds: a phase that takes less is no part of its own
 _NO_EFFECT = 0.01  # a knob whose values' means are that near, as logarithms, is not expected to matter
-_MOST_DATA = 32  # probes that the processes are given: the best and the latest; what an older, worse one says is known
+_MOST_DATA = 24  # probes that the processes are given: the best and the latest; what an older, worse one says is known
 # How wrong a prediction may be over the knobs (unknown by the factor e^doubt), and in what all candidates share.
 _STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=0.02)
 _USED = Prior(spread=0.19, doubt=0.8, offset=0.25, noise=0.01)

@@ -18,7 +18,7 @@ _PAIRS = 0.5  # how strong effects of two knobs together are, against those of e
 _JOINT = 0.3  # and what all knobs do together, as a share of the spread
 _DRAWS = 128  # of how a residual may behave, from the prior
 _KEPT = 16  # of them, drawn by their evidence
-_PLENTY, _KEPT_OF_PLENTY = 24, 5  # with so many probes the settings agree, and fewer of them will do
+_PLENTY, _DRAWS_OF_PLENTY, _KEPT_OF_PLENTY = 24, 48, 5  # with so many probes the settings agree: fewer will do
 _MOVES = 6  # Metropolis steps of each of those, so that they fit the data better than the draws did
 _STRIDE = 0.3  # of a step, in each logarithm
 _DAMPING = 0.7  # of all sweeps but the first
@@ -135,7 +135,7 @@ class Residual:
         self._similarity, self._prior, self._places = similarity, prior, places
         self._values, self._at_least = values, at_least
         self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
-        draws = prior.draw(similarity.centres, _DRAWS)
+        draws = prior.draw(similarity.centres, _DRAWS if len(places) < _PLENTY else _DRAWS_OF_PLENTY)
         if not len(places):
             self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
             return
@@ -238,11 +238,24 @@ def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -
         extra = (log_tail + 0.5 * np.log(whole) + 0.5 * away**2 / whole).sum(axis=1)
     variances = 1 / precision
     stands = shift * variances
-    factor = np.linalg.cholesky(covariances + variances[:, :, None] * np.eye(shape[1]))
-    whitened = np.linalg.solve(factor, stands[:, :, None])[:, :, 0]
+    factor, whitened = _factored(covariances + variances[:, :, None] * np.eye(shape[1]), stands, variances)
     log_evidence = extra - 0.5 * (whitened**2).sum(axis=1)
     log_evidence = log_evidence - np.log(np.diagonal(factor, axis1=1, axis2=2)).sum(axis=1)
     return _Fit(log_evidence, stands, variances)
+
+
+def _factored(matrices: Floats, vectors: Floats, least: Floats) -> tuple[Floats, Floats]:
+    """(Cholesky factors, their inverses times `vectors`): both from one factor of the matrices with one more row.
+
+    Its corner keeps it positive: `matrices` are at least as large as diagonal ones of `least`.
+    """
+    count = vectors.shape[1]
+    wider = np.empty((len(matrices), count + 1, count + 1))
+    wider[:, :count, :count] = matrices
+    wider[:, count, :count] = wider[:, :count, count] = vectors
+    wider[:, count, count] = 1 + (vectors**2 / least).sum(axis=1)
+    factor = np.linalg.cholesky(wider)
+    return factor[:, :count, :count], factor[:, count, :count]
 
 
 def mixed(mean: Floats, spread: Floats) -> tuple[Floats, Floats]:
