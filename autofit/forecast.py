@@ -7,7 +7,7 @@ disk under a hash of all that it depends on.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,10 +70,10 @@ class Forecaster:
     def forecast(self, space: Space) -> "Forecast":
         """The predictions of the allowed candidates, with the models they were evaluated from."""
         candidates = tuple(space.allowed())
-        shapes = [_shape(space, c) for c in candidates]
+        shapes, structures = _sorted_out(space, candidates)
         groups: dict[str, list[int]] = {}
-        for place, (candidate, shape) in enumerate(zip(candidates, shapes, strict=True)):
-            groups.setdefault(_structure(space.recipe, space.params(candidate), shape), []).append(place)
+        for place, name in enumerate(structures):
+            groups.setdefault(name, []).append(place)
         requests = {name: self._request(name, space, [(candidates[p], shapes[p]) for p in places])
                     for name, places in groups.items()}  # fmt: skip
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,33 @@ def _is_structural(knob: str) -> bool:
 def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
     """What tells one mass model from another, as text."""
     fixed = {k: v for k, v in params.items() if _is_structural(k)}
+    return json.dumps([fixed, _is_large(recipe, shape)], sort_keys=True, default=str)
+
+
+def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Shape], list[str]]:
+    """The shape and the structure of each candidate; each is worked out once, as 10^5 candidates have few."""
+    knobs = [knob.name for knob in space.knobs]
+    varying, fixed = ([i for i, n in enumerate(knobs) if test(n)] for test in (_VARIABLES.__contains__, _is_structural))
+    shapes: dict[tuple[Value, ...], _Shape] = {}
+    structures: dict[tuple[tuple[Value, ...], bool], str] = {}
+    found: tuple[list[_Shape], list[str]] = [], []
+    for candidate in candidates:
+        values = candidate.values
+        variables = tuple([values[i] for i in varying])
+        if (shape := shapes.get(variables)) is None:
+            shape = shapes[variables] = _shape(space, candidate)
+        key = tuple([values[i] for i in fixed]), _is_large(space.recipe, shape)
+        if (structure := structures.get(key)) is None:
+            structure = structures[key] = _structure(space.recipe, space.params(candidate), shape)
+        found[0].append(shape)
+        found[1].append(structure)
+    return found
+
+
+def _is_large(recipe: Recipe, shape: _Shape) -> bool:
+    """Whether a micro-batch has more tokens than one tile of the loss."""
     tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
-    return json.dumps([fixed, shape.micro * tokens > TILE_TOKENS], sort_keys=True, default=str)
+    return shape.micro * tokens > TILE_TOKENS
 
 
 def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
