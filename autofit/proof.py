@@ -82,13 +82,15 @@ class Proof:
         number = "" if self.relative_difference is None else f"{self.relative_difference:.1e}"
         against = f"rounding is below {ROUNDING:.0e}"
         blame = ", ".join(k if d is None else f"{k} ({d:.1e} alone)" for k, d in self.because_of.items())
+        unseen = "; ".join(f"{key}: {self.not_compared.get(key)}" for key in self.because_of)
         known = "only rounding here" if self.rounding else f"more than rounding, because of {blame}"
         return {
             Verdict.BASELINE: "the recipe as it is: nothing to prove",
             Verdict.PROVEN: f"gradient proven neutral: relative difference {number} ({against})",
             Verdict.NOT_COMPARED: f"no gradient to compare: {', '.join(self.not_compared)}",
-            Verdict.REFUSED: f"claimed neutral, and is not: relative difference {number or '?'} ({against}), "
-                             f"because of {blame}",
+            Verdict.REFUSED: "claimed neutral, and " + (
+                f"is not: relative difference {number} ({against}), because of {blame}" if number
+                else f"no gradient can show it: {unseen}"),
             Verdict.APPROXIMATE: "approximate: " + (f"relative gradient difference {number} ({known})" if number
                                                     else "no gradient was compared"),
             Verdict.RECIPE: "the recipe is changed" + (f"; the rest of the changes differs by {number} ({known})"

@@ -154,6 +154,7 @@ def test_what_the_proof_holds_fixed_cannot_be_claimed_neutral(
     study = make_study(tmp_path, values, [("neutral", {**SPLIT, key: 1})])
     proof = prove(study, trials_of(study)[1])
     assert (proof.verdict, list(proof.because_of), asked) == (Verdict.REFUSED, [key], [])
+    assert f"no gradient can show it: {key}: it " in proof.sentence
 
 
 def test_what_cannot_be_compared_is_said_and_not_called_proven(
