@@ -14,15 +14,15 @@ class Reach(StrEnum):
 # Keys that the small trainings take as they are.
 _COMPARED = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs", "pad_to_multiple_of", "cast_lm_head_to_fp32", "router_aux_loss_coef",
+    "gradient_checkpointing_kwargs", "pad_to_multiple_of", "router_aux_loss_coef",
 }  # fmt: skip
 _COMPARED_BY_TRAINER = {
     "grpo": {
-        "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta", "epsilon",
-        "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
+        "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta",
+        "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
         "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
         "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
-        "off_policy_mask_threshold", "use_bias_correction_kl", "reward_weights",
+        "use_bias_correction_kl", "reward_weights",
     },
     "sft": {"loss_type"},
     "dpo": {"loss_type", "beta", "precompute_ref_log_probs"},
@@ -47,6 +47,7 @@ _KERNELS = dict.fromkeys(
      "padding_free"),
     "the same function with other kernels or places, which the proof cannot run on one CPU",
 )  # fmt: skip
+_BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
 _ATTENTION = ("sdpa", "eager")
 
 
@@ -56,13 +57,15 @@ def reach(trainer: str, key: str, value: object, own: object) -> tuple[Reach, st
         absent = [v for v in (own, value) if not compared_attention(v)]
         if not absent:
             return Reach.COMPARED, ""
-        return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; sdpa stands in for it"
+        return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default stands in for it"
     if key in _COMPARED or key in _COMPARED_BY_TRAINER.get(trainer, ()):
         return Reach.COMPARED, ""
     if key in _HARMLESS:
         return Reach.HARMLESS, _HARMLESS[key]
     if key in _KERNELS:
         return Reach.KERNEL, _KERNELS[key]
+    if key in _BOUNDS:
+        return Reach.OTHER, "it is a bound that these samples need not reach"
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
     return Reach.OTHER, "it changes more than a gradient on fixed samples in float32 can show"
@@ -75,7 +78,7 @@ def compared_attention(value: object) -> bool:
 
 def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
     """What the recipe has and the small trainings do not, in words."""
-    found = []
+    found = ["whole optimizer steps, and not the part of one that may be left where an epoch ends"]
     dtype = resolved.get("dtype")
     if resolved.get("bf16") or resolved.get("fp16") or dtype not in (None, "float32", "auto"):
         found.append("float32, not the recipe's 16-bit arithmetic, whose rounding is larger")
@@ -84,7 +87,7 @@ def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
     if resolved.get("use_vllm"):
         found.append("no vLLM: its importance weights, one a token or sequence, are not compared")
     if not compared_attention(resolved.get("attn_implementation")):
-        found.append(f"sdpa, not {resolved['attn_implementation']}")
+        found.append(f"the attention that the model has on a CPU, not {resolved['attn_implementation']}")
     if resolved.get("torch_compile") or resolved.get("use_liger_kernel"):
         found.append("neither torch.compile nor Liger's kernels")
     if (resolved.get("use_peft") and resolved.get("lora_dropout")) or resolved.get("neftune_noise_alpha"):

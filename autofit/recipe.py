@@ -78,6 +78,7 @@ class Recipe:
     model_parameters: int | None = None
     weights_bytes: int | None = None
     balances_experts: bool = False  # a loss over each micro-batch's routing
+    counts_padding: bool = False  # positions are learned and count it, and a rollout is padded to its longest prompt
     content_hash: str = ""  # of the reward functions' files and the data
 
     def integer(self, key: str) -> int:

@@ -270,12 +270,14 @@ class Space:
 
     @property
     def _chunk_tier(self) -> Tier:
-        """A loss that weighs micro-batches changes too: another rollout puts other completions together in one."""
+        """A loss that weighs micro-batches changes too: another rollout puts other completions together in one,
+        and pads them to another length, which positions may count."""
         resolved = self.recipe.resolved
         over_rollouts = (
             self.recipe.loss_type in _CHUNK_CHANGES_LOSS
             or resolved.get("scale_rewards") == "batch"
             or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
+            or self.recipe.counts_padding
         )
         return "approximate" if over_rollouts else self._split_tier
 

@@ -1,7 +1,10 @@
 """The claims of the spaces against the measured table in experiments/neutrality; some of its cells measured anew."""
 
 import importlib.util
+import inspect
 import json
+import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +12,10 @@ from typing import Any
 
 import pytest
 from recipes import grpo_recipe
+from trl import DPOTrainer, GRPOTrainer
 
-from autofit.probing.trl_config import _LOSS_TYPES
+from autofit.probing.inspection import _counts_padding
+from autofit.probing.trl_config import _LOSS_TYPES, parse
 from autofit.proof import ROUNDING
 from autofit.proof_keys import Reach, reach
 from autofit.recipe import Recipe, TrainerName
@@ -40,7 +45,8 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
     if trainer == "grpo":
         generated = settings["per_device_train_batch_size"] * settings["steps_per_generation"]
         found = grpo_recipe(**settings, generation_batch_size=generated)
-        return Recipe(trainer="grpo", values=found.values, resolved=found.resolved, balances_experts=balanced)
+        counts = row.get("model") == "gpt2"
+        return replace(found, balances_experts=balanced, counts_padding=counts)
     resolved = {"gradient_checkpointing": True, "attn_implementation": None, "precompute_ref_log_probs": False}
     return Recipe(trainer=trainer, values=settings, resolved={**resolved, **settings}, balances_experts=balanced)
 
@@ -60,8 +66,10 @@ def changed(knob: str, space: Space) -> dict[str, Value]:
 def test_a_knob_is_claimed_neutral_where_the_gradient_says_so_and_nowhere_else(row: dict[str, Any], knob: str) -> None:
     recipe = recipe_of(row)
     knobs = tuple(k for k in KNOBS[recipe.trainer] if k.name in (SPLIT, CHUNK, knob))
-    space = Space.of(recipe, knobs, allow="approximate", device="cuda")
-    tier = space.tier(space.candidate(changed(knob, space)))
+    space = Space.of(recipe, knobs, allow="recipe", device="cuda")  # a knob claimed lower still would not be in it
+    candidate = space.candidate(changed(knob, space))
+    assert knob in space.changes(candidate)
+    tier = space.tier(candidate)
     assert tier == ("neutral" if row["cells"][knob] <= ROUNDING else "approximate"), row["cells"][knob]
 
 
@@ -73,12 +81,34 @@ def test_the_bound_lies_well_between_rounding_and_every_real_difference() -> Non
 
 def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table() -> None:
     assert {row["settings"]["loss_type"] for row in ROWS if row["trainer"] == "grpo"} == set(_LOSS_TYPES)
+    for trainer, source in {"grpo": GRPOTrainer, "dpo": DPOTrainer}.items():
+        compared = re.findall(r"loss_type (?:==|in) (.+):\n", inspect.getsource(source._compute_loss))
+        known = {name for text in compared for name in re.findall(r'"(\w+)"', text)}
+        losses = [row["settings"].get("loss_type", []) for row in ROWS if row["trainer"] == trainer]
+        assert known
+        assert known == {name for loss in losses for name in ([loss] if isinstance(loss, str) else loss)}
     for trainer, knobs in KNOBS.items():
         measured = {knob for row in ROWS if row["trainer"] == trainer for knob in row["cells"]}
         for knob in knobs:
             key = "env" if knob.name.startswith("env.") else knob.name
             if knob.tier == "neutral" and reach(trainer, key, None, None)[0] is Reach.COMPARED:
                 assert knob.name in measured
+
+
+@pytest.mark.parametrize(("name", "counts"), [("GPT2", True), ("OPT", False), ("Llama", False), ("Bloom", False)])
+def test_a_model_whose_positions_count_padding_is_known_from_its_layers(name: str, counts: bool) -> None:
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=1, vocab_size=8)
+    with torch.device("meta"):
+        assert _counts_padding(transformers.AutoModelForCausalLM.from_config(config)) is counts
+
+
+@pytest.mark.parametrize(("given", "read"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_rewards_are_scaled_as_trl_reads_it(given: object, read: str, tmp_path: Path) -> None:
+    values = {"model_name_or_path": "m", "dataset_name": "none", "output_dir": str(tmp_path), "use_cpu": True}
+    assert parse("grpo", values | {"scale_rewards": given}, overrides={}).resolved["scale_rewards"] == read
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,21 @@ def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs
         checked(study, trials_of(study)[1])
 
 
-@pytest.mark.parametrize("key", ["optim", "bf16", "learning_rate", "lora_dropout", "lora_r", "top_p", "anything"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "optim",
+        "bf16",
+        "learning_rate",
+        "lora_dropout",
+        "lora_r",
+        "top_p",
+        "anything",
+        "epsilon",
+        "delta",
+        "cast_lm_head_to_fp32",
+    ],
+)
 def test_what_the_proof_holds_fixed_cannot_be_claimed_neutral(
     values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -140,6 +154,7 @@ def test_what_the_proof_holds_fixed_cannot_be_claimed_neutral(
     study = make_study(tmp_path, values, [("neutral", {**SPLIT, key: 1})])
     proof = prove(study, trials_of(study)[1])
     assert (proof.verdict, list(proof.because_of), asked) == (Verdict.REFUSED, [key], [])
+    assert f"no gradient can show it: {key}: it " in proof.sentence
 
 
 def test_what_cannot_be_compared_is_said_and_not_called_proven(
@@ -222,10 +237,25 @@ def test_the_samples_differ_in_length_reward_and_ending() -> None:
     assert found == [sample(prompt, generation) for prompt in range(32) for generation in range(8)]
     lengths = [len(s.completion) for s in found]
     assert (min(lengths), max(lengths)) == (1, LONGEST)
-    assert 0.15 < sum(s.completion[-1] != END for s in found) / len(found) < 0.35
-    totals = {sum(lengths[i : i + 8]) for i in range(0, len(lengths), 8)}
-    assert max(totals) > 4 * min(totals)  # of the prompts' groups
-    assert len({s.reward for s in found}) == len(found)
+    cut = [s for s in found if s.completion[-1] != END]
+    assert 0.15 < len(cut) / len(found) < 0.35
+    assert {min(4, len(s.completion)) for s in cut} == {1, 2, 4}  # short and long ones
+    groups = [{s.reward for s in found[i : i + 8]} for i in range(0, len(found), 8)]
+    assert [len(rewards) for rewards in groups] == [8, 8, 8, 1] * 8
+
+
+@pytest.mark.parametrize("longest", range(2, LONGEST + 1))
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "truncated masked"])
+def test_two_rollouts_never_hold_as_many_tokens_so_a_loss_that_divides_by_them_shows(
+    longest: int, masked: bool
+) -> None:
+    for completions in (*range(2, 17), 32, 64):
+        groups = [[sample(p, g, longest=longest).completion for g in range(completions)] for p in range(4)]
+        tokens = [sum(len(c) for c in group if not masked or c[-1] == END) for group in groups]
+        assert all(tokens)
+        assert tokens[0] != tokens[1], completions
+        assert tokens[0] + tokens[1] != tokens[2] + tokens[3], completions
+        assert all(len({len(c) for c in group}) > 1 for group in groups[::2] if longest > 3)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +292,83 @@ def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp
     text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
     assert text.startswith("LlamaForCausalLM")
     assert why
+
+
+def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path: Path) -> None:
+    from transformers import AutoConfig, JambaConfig
+
+    from autofit.probing.shrink import small_model
+
+    text, why = small_model(JambaConfig(router_aux_loss_coef=0.3), tmp_path)
+    assert text.startswith("Mixtral")
+    assert why
+    assert AutoConfig.from_pretrained(tmp_path).router_aux_loss_coef == 0.3
+
+
+SMALLEST: dict[str, object] = {
+    "dataset_name": "none", "reward_funcs": ["a.b"], "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 4, "loss_type": "grpo",
+}  # fmt: skip
+
+
+def differences(
+    folder: Path, base: Mapping[str, object], changes: Mapping[str, object], trainer: str = "grpo"
+) -> tuple[float, int]:
+    """The candidate's relative difference, and over how many optimizer steps."""
+    from autofit.probing.proof_worker import Proof as Worker
+
+    worker = Worker(trainer, {"baseline": base, "candidate": {**base, **changes}}, folder)
+    found = worker.difference("candidate")
+    return found.relative, len(found.steps)
+
+
+def test_a_kernel_for_gpus_does_not_stop_the_proof_of_an_architecture_without_sdpa(tmp_path: Path) -> None:
+    from transformers import Gemma2Config
+
+    Gemma2Config().save_pretrained(tmp_path / "gemma")
+    base = {**SMALLEST, "model_name_or_path": str(tmp_path / "gemma"), "attn_implementation": "flash_attention_2"}
+    assert differences(tmp_path, base, {"gradient_checkpointing": False})[0] < ROUNDING
+
+
+def test_an_adapter_on_numbered_layers_is_put_on_those_that_the_small_model_has(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    base = {**SMALLEST, "model_name_or_path": str(tiny_model), "use_peft": True, "lora_r": 2,
+            "lora_target_modules": ["model.layers.31.self_attn.q_proj", "v_proj"]}  # fmt: skip
+    assert differences(tmp_path, base, {"gradient_checkpointing": False})[0] < ROUNDING
+
+
+def test_what_a_recipe_has_for_its_gpu_or_its_own_rows_does_not_reach_the_proof(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    mine: dict[str, object] = {
+        "torch_compile_backend": "no such backend", "dataset_num_proc": 64, "auto_find_batch_size": True,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }  # fmt: skip
+    base = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2}  # fmt: skip
+    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    assert differences(tmp_path, base | mine, split, "sft")[0] < ROUNDING
+
+
+def test_an_adaptive_entropy_bonus_is_seen_whatever_entropy_it_aims_at(tiny_model: Path, tmp_path: Path) -> None:
+    base = {**SMALLEST, "model_name_or_path": str(tiny_model), "use_adaptive_entropy": True, "entropy_target": 0.01}
+    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    found, steps = differences(tmp_path, base, split)
+    assert found > ROUNDING * 3
+    assert steps == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [({}, 1), ({"steps_per_generation": 8}, 2), ({"num_iterations": 2}, 2),
+     ({"steps_per_generation": 2, "num_iterations": 3}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 1)],
+)  # fmt: skip
+def test_every_kind_of_optimizer_step_is_taken(tmp_path: Path, changes: dict[str, object], steps: int) -> None:
+    from autofit.probing.proof_grpo import steps_of_a_round
+
+    values = {**SMALLEST, "model_name_or_path": "m", "output_dir": str(tmp_path), "use_cpu": True}
+    assert steps_of_a_round(parse("grpo", values | changes, overrides={})) == steps
 
 
 def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: Path) -> None:

@@ -190,7 +190,10 @@ def _model_size(config: TrlConfig, kind: Any) -> dict[str, object]:
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
     weights_bytes = int(parameters * quantised)
     balances = _balances_experts(found.get_text_config(), config)
-    return {"model_parameters": parameters, "weights_bytes": weights_bytes, "balances_experts": balances}
+    return {
+        "model_parameters": parameters, "weights_bytes": weights_bytes, "balances_experts": balances,
+        "counts_padding": _counts_padding(model),
+    }  # fmt: skip
 
 
 def _balances_experts(model: Any, config: TrlConfig) -> bool:
@@ -198,6 +201,14 @@ def _balances_experts(model: Any, config: TrlConfig) -> bool:
     asked = getattr(config.training, "router_aux_loss_coef", 0.0)
     coefficient = getattr(model, "router_aux_loss_coef", 0.0) if asked is None else asked
     return hasattr(model, "output_router_logits") and coefficient != 0.0
+
+
+def _counts_padding(model: Any) -> bool:
+    """Whether positions have embeddings of their own (GPT-2): TRL gives none, so padding on the left moves a prompt."""
+    import torch
+
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return any(type(m) is torch.nn.Embedding and m.num_embeddings == places for m in model.modules())
 
 
 def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:

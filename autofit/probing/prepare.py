@@ -66,5 +66,6 @@ def prepare(
         model_parameters=cast(int | None, answer.get("model_parameters")),
         weights_bytes=cast(int | None, answer.get("weights_bytes")),
         balances_experts=bool(answer.get("balances_experts")),
+        counts_padding=bool(answer.get("counts_padding")),
         content_hash=str(answer.get("content_hash", "")),
     )

@@ -15,7 +15,9 @@ from autofit.probing.trl_config import TrlConfig
 # The prompts in order, so that whole optimizer steps hold the same ones; vLLM and TRL's logs do not enter the gradient.
 SAME: dict[str, object] = {
     "shuffle_dataset": False, "disable_dropout": True, "use_vllm": False, "log_completions": False,
-    "use_transformers_continuous_batching": False, "generation_kwargs": None, "log_completions_hub_repo": None,
+    "use_transformers_continuous_batching": False, "use_transformers_paged": False, "generation_kwargs": None,
+    "log_completions_hub_repo": None,
+    "entropy_target": 1e3,  # above any model's entropy, so that an adaptive bonus is there to be seen
 }  # fmt: skip
 
 
@@ -29,8 +31,8 @@ def steps_of_a_round(config: TrlConfig) -> int:
     """Optimizer steps until every kind of step has been taken: those that reuse a rollout, and one after the first
     where the entropy bonus follows the step before."""
     training = config.training
-    reused = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
-    return max(1, int(reused), 2 if training.use_adaptive_entropy else 1)
+    reused = -(-training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
+    return max(int(reused), 2 if training.use_adaptive_entropy else 1)
 
 
 def common_factor(configs: list[TrlConfig], most_samples: int) -> int:

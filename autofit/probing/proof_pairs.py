@@ -6,7 +6,7 @@ from typing import Any
 from datasets import Dataset
 from trl import get_peft_config
 
-from autofit.probing.proof_data import LONGEST, sample
+from autofit.probing.proof_data import sample
 from autofit.probing.shrink import tokenizer
 from autofit.probing.trl_config import TrlConfig
 
@@ -40,7 +40,7 @@ def rows(config: TrlConfig, steps: int, *columns: str) -> Dataset:
     """Rows for `steps` optimizer steps, as text: each of `columns` but "prompt" is another answer to the prompt."""
     numbers = range(steps * samples_per_step(config))
     answers = [c for c in columns if c != "prompt"]
-    found = {c: [_text(sample(i, j, longest=LONGEST).completion) for i in numbers] for j, c in enumerate(answers)}
+    found = {c: [_text(sample(i, j + i // 2 % 2).completion) for i in numbers] for j, c in enumerate(answers)}
     prompts = {"prompt": [_text(sample(i, 0).prompt) + " " for i in numbers]} if "prompt" in columns else {}
     return Dataset.from_dict(prompts | found)
 

@@ -10,7 +10,8 @@ __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "st
 # Packing changes the rows, not how a loss divides; the fixed rows say by themselves which tokens count.
 SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
     "max_length": None, "packing": False, "eval_packing": None, "padding_free": False, "assistant_only_loss": False,
-    "chat_template_path": None, "activation_offloading": False, "eos_token": None, "pad_token": None,
+    "chat_template_path": None, "dataset_kwargs": None, "activation_offloading": False, "eos_token": None,
+    "pad_token": None,
 }  # fmt: skip
 
 

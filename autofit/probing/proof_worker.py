@@ -8,6 +8,7 @@ differ without changing the recipe (generation, dropout, clipping, the optimizer
 import gc
 import importlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
@@ -28,6 +29,7 @@ from autofit.probing.keeper import die_with_parent
 from autofit.probing.proof_data import SAME
 from autofit.probing.shrink import model_config, small_model
 from autofit.probing.trl_config import TrlConfig, parse
+from autofit.proof_keys import compared_attention
 
 Gradient = dict[str, torch.Tensor]
 
@@ -99,6 +101,7 @@ class Proof:
         baseline = recipes["baseline"]
         config = _config_of_model(baseline)
         self.model, self.stand_in = small_model(config, folder / "model")
+        self._layers = AutoConfig.from_pretrained(folder / "model").num_hidden_layers
         parsed = {name: self._parsed(values, {}) for name, values in recipes.items()}
         self.shrunken = self._samples.common_factor(list(parsed.values()), _MOST_SAMPLES)
         self.samples = self._samples.samples_per_step(parsed["baseline"]) // self.shrunken
@@ -109,8 +112,11 @@ class Proof:
     def _parsed(self, values: Mapping[str, object], more: Mapping[str, object]) -> TrlConfig:
         places = {"model_name_or_path": str(self._folder / "model"), "output_dir": str(self._folder / "output")}
         overrides = {**self._fixed, **places, **more}
-        if values.get("attn_implementation") not in (None, "eager"):
-            overrides["attn_implementation"] = "sdpa"
+        if not compared_attention(values.get("attn_implementation")):
+            overrides["attn_implementation"] = None  # what the architecture takes by itself: not every one has sdpa
+        for key in ("lora_target_modules", "lora_target_parameters"):
+            if isinstance(named := values.get(key), list):
+                overrides[key] = [_of_few_layers(name, self._layers) for name in named]
         return parse(self._trainer, values, overrides=overrides)
 
     def _small(self, values: Mapping[str, object], config: TrlConfig) -> TrlConfig:
@@ -202,6 +208,11 @@ def _spread(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_SPREAD)
+
+
+def _of_few_layers(name: object, layers: int) -> str:
+    """`name` of a module with the number of its layer, if it has one, among those of the small model."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", lambda found: str(int(found[0]) % layers), str(name))
 
 
 def _config_of_model(values: Mapping[str, object]) -> Any:

@@ -10,6 +10,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -36,8 +38,8 @@ _SMALL: dict[str, object] = {
 def small_model(config: Any, folder: Path) -> tuple[str, str | None]:
     """Save a small model of `config`'s architecture in `folder`; (what it is, why it is another architecture or None).
 
-    Where the architecture cannot be made small, a plain Llama stands in for it: how a loss divides does not depend on
-    the architecture.
+    Where the architecture cannot be made small, a plain Llama stands in for it, or a plain mixture of experts where the
+    routing has a loss: beyond that, how a loss divides does not depend on the architecture.
     """
     text = config.get_text_config()
     why = ""
@@ -49,7 +51,7 @@ def small_model(config: Any, folder: Path) -> tuple[str, str | None]:
         else:
             model.save_pretrained(folder)
             return _description(model), None
-    model = _built(_stand_in())
+    model = _built(_stand_in(text))
     model.save_pretrained(folder)
     return _description(model), why
 
@@ -152,11 +154,16 @@ def _plain_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default"} | {k: parameters[k] for k in kept if parameters.get(k) is not None}
 
 
-def _stand_in() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=PAD, eos_token_id=END, bos_token_id=None,
-    )  # fmt: skip
+def _stand_in(config: Any) -> PreTrainedConfig:
+    plain: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD, "eos_token_id": END,
+        "bos_token_id": None, "initializer_range": _SMALL["initializer_range"],
+    }  # fmt: skip
+    if not hasattr(config, "output_router_logits"):
+        return LlamaConfig(**plain)
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    return MixtralConfig(**plain, num_local_experts=_EXPERTS, router_aux_loss_coef=coefficient)
 
 
 def model_config(name: str, *, revision: str, trust_remote_code: bool) -> Any:

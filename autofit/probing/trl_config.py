@@ -92,6 +92,8 @@ def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions
                     convert(value)
             except (ValueError, TypeError, argparse.ArgumentTypeError):
                 wrong.append(f"{key} must be {_readable(hints[key])}; got the text {value!r}")
+        elif key == "scale_rewards" and isinstance(value, bool):
+            continue  # TRL reads "group" and "none" from it, though it is annotated as text
         elif not _accepts(value, hints[key]):
             wrong.append(f"{key} must be {_readable(hints[key])}; got {value!r}")
         choices = getattr(actions.get(key), "choices", None)

@@ -26,7 +26,7 @@ BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 GRPO = {**BATCH, "steps_per_generation": 8, "num_generations": 4, "max_completion_length": 64, "loss_type": "grpo"}
 LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-              "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft")  # fmt: skip
+              "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")  # fmt: skip
 
 Row = dict[str, object]
 
@@ -46,6 +46,10 @@ def rows() -> Iterator[Row]:
         yield grpo(f"{loss}, rewards not scaled", loss_type=loss, scale_rewards="none")
         yield grpo(f"{loss}, top entropy 0.5", loss_type=loss, top_entropy_quantile=0.5)
         yield grpo(f"{loss}, entropy bonus", loss_type=loss, entropy_coef=0.01)
+    two_groups = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 8}
+    for loss in ("grpo", "dapo", "bnpo"):
+        yield grpo(f"{loss}, 2 groups", **two_groups, loss_type=loss)
+    yield grpo("grpo, rewards scaled by batch, 2 groups", **two_groups, scale_rewards="batch")
     yield grpo("luspo, importance of sequences", loss_type="luspo", importance_sampling_level="sequence")
     yield grpo("grpo, adaptive entropy bonus", use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=9.0)
     two = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
@@ -60,6 +64,7 @@ def rows() -> Iterator[Row]:
     yield grpo("grpo, padded to 8 tokens", pad_to_multiple_of=8)
     yield grpo("grpo, LoRA, beta 0.1", use_peft=True, lora_r=4, beta=0.1)
     yield grpo("dapo, LoRA", use_peft=True, lora_r=4, loss_type="dapo")
+    yield grpo("grpo, positions that count padding", model="gpt2")
     yield grpo("grpo, mixture of experts, balanced", model="moe")
     yield grpo("grpo, mixture of experts, not balanced", model="moe", router_aux_loss_coef=0.0)
     for loss in ("nll", "dft"):
@@ -70,7 +75,10 @@ def rows() -> Iterator[Row]:
         smoothing = {"label_smoothing": 0.1} if loss in ("robust", "exo_pair") else {}
         yield {"trainer": "dpo", "name": f"dpo, {loss}", "settings": {**BATCH, "loss_type": [loss], **smoothing}}
     yield {"trainer": "dpo", "name": "dpo, LoRA", "settings": {**BATCH, "use_peft": True, "lora_r": 4}}
+    yield {"trainer": "dpo", "name": "dpo, sigmoid and sft", "settings": {**BATCH, "loss_type": ["sigmoid", "sft"]}}
+    yield {"trainer": "dpo", "name": "dpo, mixture of experts, balanced", "settings": dict(BATCH), "model": "moe"}
     yield {"trainer": "reward", "name": "reward", "settings": dict(BATCH)}
+    yield {"trainer": "reward", "name": "reward, mixture of experts", "settings": dict(BATCH), "model": "moe"}
     yield {"trainer": "reward", "name": "reward, centred", "settings": {**BATCH, "center_rewards_coefficient": 0.01}}
 
 
@@ -122,11 +130,12 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
 
 
 def write_models(folder: Path) -> Path:
-    """The configs of a Llama with grouped queries and of a mixture of experts; the proof makes them small."""
-    from transformers import LlamaConfig, Qwen3MoeConfig
+    """The configs of a Llama with grouped queries, a mixture of experts and a GPT-2; the proof makes them small."""
+    from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
     LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=256).save_pretrained(folder / "llama")
     Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(folder / "moe")
+    GPT2Config().save_pretrained(folder / "gpt2")
     return folder
 
 
