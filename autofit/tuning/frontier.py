@@ -1,7 +1,9 @@
 """Trials as plain values, and the rules that rank them: the Pareto front, the winner, and why."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal, TypedDict, cast, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -84,17 +86,20 @@ def measured(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def _cost(trial: Trial) -> tuple[float, int]:
-    assert trial.step_s is not None
-    assert trial.device_used_bytes is not None
-    return trial.step_s, trial.device_used_bytes
+    step_s, used = trial.step_s, trial.device_used_bytes
+    assert step_s is not None
+    assert used is not None
+    return step_s, used
 
 
 def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
     """The fitting trials that no other beats in both step time and device-used bytes, fastest first."""
     front: list[Trial] = []
-    for trial in sorted(measured(trials), key=_cost):
-        if not front or _cost(trial)[1] < _cost(front[-1])[1]:
+    least = math.inf
+    for (_, used), trial in sorted(((_cost(t), t) for t in measured(trials)), key=itemgetter(0)):
+        if used < least:
             front.append(trial)
+            least = used
     return front
 
 
