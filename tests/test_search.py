@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lawful
@@ -11,6 +12,7 @@ import optuna
 import psutil
 import pytest
 import tiny
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from search_driver import plan
 
@@ -92,8 +94,6 @@ def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> None:
     wanted = plan(tmp_path, None)
-    from dataclasses import replace
-
     wanted = replace(wanted, plateau_trials=3)
     search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
     assert "3 trials did not improve" in search.run()
@@ -199,6 +199,13 @@ def test_an_unreadable_database_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "studies.db").write_bytes(b"no database" * 100)
     with pytest.raises(EnvironmentFault, match="cannot be used as a database"):
         load_study(tmp_path, None)
+
+
+def test_the_study_used_last_is_found_without_reading_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b", "a", "b"):
+        open_study(replace(plan(tmp_path, 1), study_name=name))
+    monkeypatch.setattr(RDBStorage, "get_all_trials", None)
+    assert load_study(tmp_path, None).study_name == "b"
 
 
 def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) -> None:

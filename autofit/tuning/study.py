@@ -101,11 +101,10 @@ def _locked(file: TextIO) -> bool:
 
 
 def study_names(storage: RDBStorage) -> list[str]:
-    """All studies, the one used last at the end."""
+    """All studies, the one used last at the end. Optuna's own summaries read every trial of every study."""
     with database_errors(Path(storage.engine.url.database or "")):
-        summaries = optuna.get_all_study_summaries(storage)
-    starts = {s.study_name: (str(s.user_attrs.get("used", "")), str(s.datetime_start or "")) for s in summaries}
-    return sorted(starts, key=lambda name: starts[name])
+        studies = storage.get_all_studies()
+    return [s.study_name for s in sorted(studies, key=lambda s: str(s.user_attrs.get("used", "")))]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
