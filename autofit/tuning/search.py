@@ -1,6 +1,7 @@
 """The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -176,10 +177,9 @@ class Search:
         with database_errors(database_path(self.plan.folder)):
             self._reconcile()
             while True:
-                reason = self._enough()
-                while reason is None and len(self._live) < self.plan.parallel:
+                reason = None
+                while len(self._live) < self.plan.parallel and (reason := self._enough()) is None:
                     self._ask()
-                    reason = self._enough()
                 if not self._live:
                     assert reason is not None
                     self.study.set_user_attr("screened", self._sampler.read(self.study).screened)
@@ -354,5 +354,5 @@ def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:
 
 def _attempts(probes: Path, number: int) -> list[Path]:
     """The folders of the attempts at trial `number`, oldest first."""
-    folders = probes.glob(f"trial-{number:04d}-*")
-    return sorted(folders, key=lambda f: int(f.name.rsplit("-", 1)[1]))
+    folders = (_attempt_folder(probes, number, attempt) for attempt in itertools.count(1))
+    return list(itertools.takewhile(Path.exists, folders))
