@@ -135,9 +135,14 @@ def to_trial(frozen: FrozenTrial) -> Trial:
 
 def trials_of(study: optuna.Study) -> list[Trial]:
     """All trials of `study` in order, as plain values, with the confirmations of its finalists."""
+    return with_confirmations(study, study.get_trials(deepcopy=False))
+
+
+def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
+    """`frozen`, which are trials of `study`, as `trials_of` has them."""
     attrs = study.user_attrs
     trials = []
-    for trial in map(to_trial, study.get_trials(deepcopy=False)):
+    for trial in map(to_trial, frozen):
         long = attrs.get(f"{_CONFIRMATION} {trial.number}")
         trials.append(trial if long is None else replace(trial, confirmed=ProbeResult.from_json(long)))
     return trials
