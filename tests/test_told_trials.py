@@ -53,10 +53,8 @@ def rollout(values: dict[str, object], world: int) -> int:
     assert not {"generation_batch_size", "steps_per_generation"} <= set(values), "TRL refuses both"
     if "generation_batch_size" in values:
         return number(values, "generation_batch_size")
-    steps = number(
-        values, "steps_per_generation" if "steps_per_generation" in values else "gradient_accumulation_steps"
-    )
-    return number(values, "per_device_train_batch_size") * steps * world
+    key = "steps_per_generation" if "steps_per_generation" in values else ACCUMULATION
+    return effective({**values, ACCUMULATION: values[key]}, world)
 
 
 RECIPES = (

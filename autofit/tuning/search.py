@@ -105,13 +105,14 @@ def open_study(plan: Plan) -> optuna.Study:
     """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
     storage = open_storage(plan.folder, create=True)
     with database_errors(database_path(plan.folder)):
-        _forget_failures(plan, storage)
-        study = optuna.create_study(
-            study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"],
-            sampler=make_sampler(
-                plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
-                seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
-            ),
+        study = _stored(plan, storage)
+        if _all_broken(study.get_trials(deepcopy=False)):  # what was at fault may be mended by now
+            optuna.delete_study(study_name=plan.name, storage=storage)
+            shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
+            study = _stored(plan, storage)
+        study.sampler = make_sampler(
+            plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
+            seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
         )  # fmt: skip
         known = study.user_attrs.get("fingerprint")
         if known is not None and known != plan.fingerprint:
@@ -134,6 +135,12 @@ def open_study(plan: Plan) -> optuna.Study:
     return study
 
 
+def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
+    return optuna.create_study(
+        study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"]
+    )
+
+
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
     """What is predicted of the recipe as it is: {floor_bytes, device_used_bytes, step_s}, or None."""
     if plan.predictions is None or plan.space.baseline not in plan.predictions.candidates:
@@ -141,16 +148,6 @@ def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
     alone = plan.predictions.of((plan.space.baseline,))
     names = ("floor_bytes", "device_used_bytes", "step_s")
     return {n: float(getattr(alone, n)[0]) for n in names if math.isfinite(getattr(alone, n)[0])}
-
-
-def _forget_failures(plan: Plan, storage: RDBStorage) -> None:
-    """Delete a study in which nothing but failures was told: what was at fault may be mended by now."""
-    if plan.name not in optuna.get_all_study_names(storage):
-        return
-    study = optuna.load_study(study_name=plan.name, storage=storage)
-    if _all_broken(study.get_trials(deepcopy=False)):
-        optuna.delete_study(study_name=plan.name, storage=storage)
-        shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
 
 
 class Search:
