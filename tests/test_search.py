@@ -16,6 +16,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from search_driver import plan
 
+import autofit.tuning.search
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.launch import Launcher, is_alive
@@ -162,6 +163,26 @@ def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and
     assert len({tuple(sorted(t.params.items(), key=str)) for t in study.trials}) == len(study.trials)
     assert study.trials[0].user_attrs["changes"] == {}
     assert not [f for f in (tmp_path / "probes" / "law").iterdir() if is_alive(f)]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_ctrl_c_while_an_answer_is_told_loses_no_answer(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:
+        monkeypatch.setattr(autofit.tuning.search, "tell", tell)
+        if told:
+            tell(study, number, result, target_bytes=target_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autofit.tuning.search, "tell", interrupted)
+    search = Search(plan(tmp_path, 2), open_study(plan(tmp_path, 2)), warm_socket=None, launcher=Launcher(lawful.run))
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    search.interrupt()
+    assert [t.state for t in search.study.trials] == [TrialState.COMPLETE]
+    assert search_in(tmp_path, 2)[1] == "2 of 2 trials are done"
+    assert {f.name for f in search.plan.probes_folder.iterdir()} == {"trial-0000-1", "trial-0001-1"}
 
 
 _TRIALS = {"wanted": 12}

@@ -186,9 +186,10 @@ class Search:
     def interrupt(self) -> None:
         """Stop the probes at work; their trials wait in the queue for the next run."""
         with database_errors(database_path(self.plan.folder)):
-            for number, folder in self._live.items():
-                self._launcher.cancel(folder)
-                result = self._launcher.result(folder)
+            running = {frozen.number for frozen in self._frozen() if frozen.state is TrialState.RUNNING}
+            for number in running & set(self._live):
+                self._launcher.cancel(self._live[number])
+                result = self._launcher.result(self._live[number])
                 if result is not None and result.status is not ProbeStatus.LOST:  # answered just before
                     tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
             for frozen in self._frozen():
@@ -270,15 +271,16 @@ class Search:
         result = self._launcher.result(folder)
         if result is None:
             return False
-        del self._live[number]
         killed = result.status is ProbeStatus.LOST and "deadline" not in result.reason
         if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
             requeue(self.study, self._frozen()[number])
+            del self._live[number]
             return True
         if result.reason.startswith(NO_SPACE) or (result.status is ProbeStatus.LOST and is_full(folder)):
             requeue(self.study, self._frozen()[number])
             raise EnvironmentFault(f"{NO_SPACE} in {folder}; free some and run the same command again")
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
+        del self._live[number]  # told: from here on Ctrl-C finds nothing to tell
         shutil.rmtree(folder / "job", ignore_errors=True)
         self.on_told(to_trial(self._frozen()[number]))
         return True
