@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param, RunTag
 from autofit.errors import AutofitError
 from autofit.files import read_json
 from autofit.promotion import read_progress
-from autofit.tracking import KIND, STATUS, STUDY, TRIAL, client, experiment_id, sync, tracking_errors, trial_run_id
+from autofit.tracking import KIND, STATUS, STUDY, TRIAL, client, experiment_id, sync, tracking_errors, trial_run_ids
 
 _EVERY_S = 1.0
 
@@ -44,11 +44,11 @@ def mirror(request: dict[str, Any], *, ended: bool) -> str | None:
     if found:
         run = found[0]
     else:
-        trial_run = trial_run_id(api, study_folder, study, int(request["trial"]))
-        if trial_run is None:
+        trial_runs = trial_run_ids(api, study_folder, study, [int(request["trial"])])
+        if not trial_runs:
             sync(study_folder, study)
-            trial_run = trial_run_id(api, study_folder, study, int(request["trial"]))
-        link = {"autofit.trial_run": trial_run or "", STATUS: "running"}
+            trial_runs = trial_run_ids(api, study_folder, study, [int(request["trial"])])
+        link = {"autofit.trial_run": "".join(trial_runs), STATUS: "running"}
         link |= {
             f"autofit.{key}": str(request[key]) for key in ("proof", "proof_verdict", "confirmation") if key in request
         }

@@ -39,13 +39,14 @@ from autofit.tuning.frontier import (
     why,
     winner,
 )
-from autofit.tuning.study import exclusive, load_study, trials_of
+from autofit.tuning.study import database_errors, database_path, exclusive, load_study, with_confirmations
 from autofit.units import format_bytes
 
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
 ENDED, CONFIRMED = "autofit.ended", "autofit.confirmation"
 _FOLLOW_S = 2.0
 _LOCK_S = 15.0  # the longest that one mirror waits for another
+_FEW = 50  # so many runs are looked up one by one, which takes 10 ms each in an experiment of 1,000
 _RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
                ProbeStatus.LOST: "KILLED"}  # fmt: skip
 
@@ -97,23 +98,30 @@ def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) 
     """
     study = load_study(folder, study_name)
     with tracking_errors(folder):
-        return _sync(folder, study, rebuild=rebuild)
+        return _sync(folder, study, set(), rebuild=rebuild)
 
 
-def _sync(folder: Path, study: Any, *, rebuild: bool) -> int:
+def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuild: bool = False) -> int:
+    """As `sync`, looking only at what is not in `mirrored`, to which it adds what it mirrored."""
     api = client(folder)
     with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
         experiment = experiment_id(api, folder, study.study_name)
-        runs = _runs(api, experiment)
         if rebuild:
-            for run in runs.values():
+            for run in _runs(api, experiment).values():
                 api.delete_run(run.info.run_id)
-            runs = {}
         frozen = study.get_trials(deepcopy=False)
-        trials = trials_of(study)
-        finished = [t for t in trials if t.result is not None]
-        for trial in finished:
-            known, ended = runs.get(str(trial.number)), frozen[trial.number].datetime_complete
+        trials = with_confirmations(study, frozen)
+        finished = {
+            (t.number, frozen[t.number].datetime_complete, t.confirmed is not None): t
+            for t in trials
+            if t.result is not None
+        }
+        new = {key: trial for key, trial in finished.items() if key not in mirrored}
+        if not new and mirrored:
+            return len(finished)
+        runs = _runs(api, experiment, None if len(new) > _FEW else [t.number for t in new.values()])
+        for (number, ended, _), trial in new.items():
+            known = runs.get(str(number))
             if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):
                 api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
                 known = None
@@ -122,24 +130,33 @@ def _sync(folder: Path, study: Any, *, rebuild: bool) -> int:
             if trial.confirmed is not None and CONFIRMED not in known.data.tags:
                 _mirror_confirmation(api, known.info.run_id, trial.confirmed, ended)
         _summary(api, experiment, study, trials, runs.get("summary"))
+        mirrored.update(new)
     return len(finished)
 
 
-def trial_run_id(api: MlflowClient, folder: Path, study_name: str, number: int) -> str | None:
-    """The run that mirrors trial `number`, or None while there is none."""
-    run = _runs(api, experiment_id(api, folder, study_name)).get(str(number))
-    return None if run is None else str(run.info.run_id)
+def trial_run_ids(api: MlflowClient, folder: Path, study_name: str, numbers: Sequence[int]) -> list[str]:
+    """The runs that mirror the trials `numbers`, as far as there are any."""
+    runs = _runs(api, experiment_id(api, folder, study_name), numbers)
+    return [str(runs[str(number)].info.run_id) for number in numbers if str(number) in runs]
 
 
-def _runs(api: MlflowClient, experiment: str) -> dict[str, Run]:
-    """{trial number: its run}, and the study's own under "summary"."""
+def _runs(api: MlflowClient, experiment: str, numbers: Sequence[int] | None = None) -> dict[str, Run]:
+    """{trial number: its run} of all trials, or of `numbers`, and the study's own under "summary"."""
+    if numbers is None:
+        return _search(api, experiment, f"tags.`{KIND}` != 'promoted'")
+    found = _search(api, experiment, f"tags.`{KIND}` = 'study'")
+    for number in numbers:
+        found |= _search(api, experiment, f"tags.`{KIND}` != 'promoted' AND tags.`{TRIAL}` = '{number}'")
+    return found
+
+
+def _search(api: MlflowClient, experiment: str, where: str) -> dict[str, Run]:
     found: dict[str, Run] = {}
     token = None
     while True:
         page = api.search_runs(
-            [experiment], filter_string=f"tags.`{KIND}` != 'promoted'", run_view_type=ViewType.ACTIVE_ONLY,
-            max_results=1000, page_token=token,
-        )  # fmt: skip
+            [experiment], filter_string=where, run_view_type=ViewType.ACTIVE_ONLY, max_results=1000, page_token=token
+        )
         for run in page:
             tags = run.data.tags
             found[tags.get(TRIAL, "summary")] = run
@@ -256,8 +273,9 @@ def plot_front(trials: Sequence[Trial], target_bytes: int | None, path: Path) ->
     axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
     front = pareto_front(trials)
     axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
-    for trial in fits:
-        name = "baseline" if trial is baseline(trials) else str(trial.number)
+    base = baseline(trials)
+    for trial in [*front, *(t for t in fits if t is base)]:
+        name = "baseline" if trial is base else str(trial.number)
         axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))
     if target_bytes:
         axes.axhline(target_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="target")
@@ -277,15 +295,16 @@ def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s until standard input closes, then once more."""
     os.nice(19)  # the probe that is being timed comes first
     mlflow.set_tracking_uri(tracking_uri(folder))
-    ended, mirrored = False, (0, 0)
+    study, ended = None, False
+    mirrored: set[tuple[object, ...]] = set()
     while not ended:
         ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
         try:
-            trials = [t for t in trials_of(load_study(folder, study_name)) if t.result is not None]
-            there = (len(trials), sum(t.confirmed is not None for t in trials))
-            if there != mirrored:
-                sync(folder, study_name)
-                mirrored = there
+            study = study or load_study(folder, study_name)
+            if ended:  # all of it, whatever became of MLflow's runs meanwhile
+                mirrored.clear()
+            with database_errors(database_path(folder)), tracking_errors(folder):
+                _sync(folder, study, mirrored)
         except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
 

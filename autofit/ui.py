@@ -14,11 +14,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.tracking import client, experiment_id, tracking_uri, trial_run_id
+from autofit.tracking import client, experiment_id, tracking_uri, trial_run_ids
 from autofit.tuning.frontier import baseline, pareto_front
 from autofit.tuning.study import load_study, trials_of
 
 _START_S = 60.0
+_MOST_COMPARED = 50  # more runs make a page that no one reads, and an address that no browser takes
 
 
 def compare_path(folder: Path, study_name: str | None) -> str:
@@ -31,9 +32,8 @@ def compare_path(folder: Path, study_name: str | None) -> str:
     shown = [*pareto_front(trials), *([base] if base is not None and base.result is not None else [])]
     numbers = {t.number for t in shown}
     if len(numbers) < 2:  # a front of one has nothing to compare with but the others
-        numbers = {t.number for t in trials if t.result is not None}
-    runs = [trial_run_id(api, folder, study.study_name, number) for number in sorted(numbers)]
-    found = [run for run in runs if run is not None]
+        numbers |= {t.number for t in [t for t in trials if t.result is not None][:_MOST_COMPARED]}
+    found = trial_run_ids(api, folder, study.study_name, sorted(numbers))
     if len(found) < 2:
         return f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
     return f"/#/compare-runs?runs={quote(json.dumps(found))}&experiments={quote(json.dumps([experiment]))}"

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lawful
@@ -11,9 +12,11 @@ import optuna
 import psutil
 import pytest
 import tiny
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from search_driver import plan
 
+import autofit.tuning.search
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.launch import Launcher, is_alive
@@ -92,8 +95,6 @@ def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> None:
     wanted = plan(tmp_path, None)
-    from dataclasses import replace
-
     wanted = replace(wanted, plateau_trials=3)
     search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
     assert "3 trials did not improve" in search.run()
@@ -164,6 +165,26 @@ def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and
     assert not [f for f in (tmp_path / "probes" / "law").iterdir() if is_alive(f)]
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_ctrl_c_while_an_answer_is_told_loses_no_answer(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:
+        monkeypatch.setattr(autofit.tuning.search, "tell", tell)
+        if told:
+            tell(study, number, result, target_bytes=target_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autofit.tuning.search, "tell", interrupted)
+    search = Search(plan(tmp_path, 2), open_study(plan(tmp_path, 2)), warm_socket=None, launcher=Launcher(lawful.run))
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    search.interrupt()
+    assert [t.state for t in search.study.trials] == [TrialState.COMPLETE]
+    assert search_in(tmp_path, 2)[1] == "2 of 2 trials are done"
+    assert {f.name for f in search.plan.probes_folder.iterdir()} == {"trial-0000-1", "trial-0001-1"}
+
+
 _TRIALS = {"wanted": 12}
 
 
@@ -199,6 +220,13 @@ def test_an_unreadable_database_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "studies.db").write_bytes(b"no database" * 100)
     with pytest.raises(EnvironmentFault, match="cannot be used as a database"):
         load_study(tmp_path, None)
+
+
+def test_the_study_used_last_is_found_without_reading_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b", "a", "b"):
+        open_study(replace(plan(tmp_path, 1), study_name=name))
+    monkeypatch.setattr(RDBStorage, "get_all_trials", None)
+    assert load_study(tmp_path, None).study_name == "b"
 
 
 def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import lawful
 import pytest
+from optuna.study import Study
+from optuna.trial import FrozenTrial
 from search_driver import plan
 
 from autofit.probing.launch import Launcher
-from autofit.tracking import client, experiment_id, sync
+from autofit.tracking import _sync, client, experiment_id, sync
 from autofit.tuning.frontier import pareto_front
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of
@@ -78,6 +80,28 @@ def test_mirrored_again_or_after_a_kill_in_the_middle_nothing_is_doubled(folder:
     after = {number: run.info.run_id for number, run in runs_of(folder).items()}
     assert after == {**before, "3": half.info.run_id}
     assert_equal_to_optuna(folder)
+
+
+class Growing:
+    """A study in which one more trial is finished each time that it is read."""
+
+    def __init__(self, study: Study, first: int) -> None:
+        self._study, self._read = study, first
+        self.study_name, self.user_attrs = study.study_name, study.user_attrs
+
+    def get_trials(self, deepcopy: bool = True) -> list[FrozenTrial]:
+        self._read += 1
+        return self._study.get_trials(deepcopy=deepcopy)[: self._read - 1]
+
+
+def test_trials_that_finish_while_a_search_is_followed_are_mirrored_once(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "studies.db", tmp_path)
+    growing = Growing(load_study(tmp_path, "law"), 4)
+    mirrored: set[tuple[object, ...]] = set()
+    assert [_sync(tmp_path, growing, mirrored) for _ in range(3)] == [4, 5, 6]
+    sync(tmp_path, "law")  # by hand, while the follower is at work
+    assert [_sync(tmp_path, growing, mirrored) for _ in range(3)] == [7, 8, 8]
+    assert_equal_to_optuna(tmp_path)
 
 
 def test_rebuilt_from_nothing_it_is_the_same(folder: Path, tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def search(options: argparse.Namespace) -> int:
         plan, scratch = _plan(options, server)
         forecast = _forecast(plan, scratch, server)
         plan = replace(plan, predictions=None if forecast is None else forecast.predictions)
-        with exclusive(folder / "locks", plan.name), _mirror(options, plan.name):
-            study = open_study(plan)
+        with exclusive(folder / "locks", plan.name), _mirror(options, (study := open_study(plan)).study_name):
             _keep_worst_case(scratch, plan.probes_folder)
             say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip

@@ -9,6 +9,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
+from threadpoolctl import ThreadpoolController
 
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
 from autofit.tuning.frontier import Goal
@@ -24,6 +25,7 @@ _HOPELESS = 0.01  # nothing fits, and the likeliest candidate left is less likel
 _FITS_TO_STOP = 3  # without predictions, so many fits before an expected gain means anything
 _DRAWS = 24  # proposals of a plain sampler looked at per trial; the first valid one is taken
 _GP_DRAWS = 1  # Optuna's GP takes 0.2 s and more a proposal, and a second one is much the same
+_BLAS = ThreadpoolController()  # its threads wait for cores that probes have: 5 times as long for such small matrices
 _SAMPLE = 200  # candidates among which halving looks for the one that rules out the most
 
 
@@ -163,11 +165,12 @@ class PriorSampler(CandidateSampler):
         ledger = self.ledger
         known = (self._study, len(ledger.observations), ledger.pending, int(ledger.free.sum()))
         if known != self._known:
-            self._model.learn(ledger.observations, ledger.pending)
-            self._proposal = propose(
-                self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self._goal,
-                target_bytes=self.target_bytes, cost=self._cost, min_gain_frac=self._min_gain_frac,
-            )  # fmt: skip
+            with _BLAS.limit(limits=1):
+                self._model.learn(ledger.observations, ledger.pending)
+                self._proposal = propose(
+                    self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self._goal,
+                    target_bytes=self.target_bytes, cost=self._cost, min_gain_frac=self._min_gain_frac,
+                )  # fmt: skip
             self._known = known
         return self._proposal
 

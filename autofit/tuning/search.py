@@ -1,6 +1,7 @@
 """The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -104,13 +105,14 @@ def open_study(plan: Plan) -> optuna.Study:
     """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
     storage = open_storage(plan.folder, create=True)
     with database_errors(database_path(plan.folder)):
-        _forget_failures(plan, storage)
-        study = optuna.create_study(
-            study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"],
-            sampler=make_sampler(
-                plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
-                seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
-            ),
+        study = _stored(plan, storage)
+        if _all_broken(study.get_trials(deepcopy=False)):  # what was at fault may be mended by now
+            optuna.delete_study(study_name=plan.name, storage=storage)
+            shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
+            study = _stored(plan, storage)
+        study.sampler = make_sampler(
+            plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
+            seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
         )  # fmt: skip
         known = study.user_attrs.get("fingerprint")
         if known is not None and known != plan.fingerprint:
@@ -133,6 +135,12 @@ def open_study(plan: Plan) -> optuna.Study:
     return study
 
 
+def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
+    return optuna.create_study(
+        study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"]
+    )
+
+
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
     """What is predicted of the recipe as it is: {floor_bytes, device_used_bytes, step_s}, or None."""
     if plan.predictions is None or plan.space.baseline not in plan.predictions.candidates:
@@ -140,16 +148,6 @@ def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
     alone = plan.predictions.of((plan.space.baseline,))
     names = ("floor_bytes", "device_used_bytes", "step_s")
     return {n: float(getattr(alone, n)[0]) for n in names if math.isfinite(getattr(alone, n)[0])}
-
-
-def _forget_failures(plan: Plan, storage: RDBStorage) -> None:
-    """Delete a study in which nothing but failures was told: what was at fault may be mended by now."""
-    if plan.name not in optuna.get_all_study_names(storage):
-        return
-    study = optuna.load_study(study_name=plan.name, storage=storage)
-    if _all_broken(study.get_trials(deepcopy=False)):
-        optuna.delete_study(study_name=plan.name, storage=storage)
-        shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
 
 
 class Search:
@@ -176,10 +174,9 @@ class Search:
         with database_errors(database_path(self.plan.folder)):
             self._reconcile()
             while True:
-                reason = self._enough()
-                while reason is None and len(self._live) < self.plan.parallel:
+                reason = None
+                while len(self._live) < self.plan.parallel and (reason := self._enough()) is None:
                     self._ask()
-                    reason = self._enough()
                 if not self._live:
                     assert reason is not None
                     self.study.set_user_attr("screened", self._sampler.read(self.study).screened)
@@ -189,9 +186,10 @@ class Search:
     def interrupt(self) -> None:
         """Stop the probes at work; their trials wait in the queue for the next run."""
         with database_errors(database_path(self.plan.folder)):
-            for number, folder in self._live.items():
-                self._launcher.cancel(folder)
-                result = self._launcher.result(folder)
+            running = {frozen.number for frozen in self._frozen() if frozen.state is TrialState.RUNNING}
+            for number in running & set(self._live):
+                self._launcher.cancel(self._live[number])
+                result = self._launcher.result(self._live[number])
                 if result is not None and result.status is not ProbeStatus.LOST:  # answered just before
                     tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
             for frozen in self._frozen():
@@ -273,15 +271,16 @@ class Search:
         result = self._launcher.result(folder)
         if result is None:
             return False
-        del self._live[number]
         killed = result.status is ProbeStatus.LOST and "deadline" not in result.reason
         if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
             requeue(self.study, self._frozen()[number])
+            del self._live[number]
             return True
         if result.reason.startswith(NO_SPACE) or (result.status is ProbeStatus.LOST and is_full(folder)):
             requeue(self.study, self._frozen()[number])
             raise EnvironmentFault(f"{NO_SPACE} in {folder}; free some and run the same command again")
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
+        del self._live[number]  # told: from here on Ctrl-C finds nothing to tell
         shutil.rmtree(folder / "job", ignore_errors=True)
         self.on_told(to_trial(self._frozen()[number]))
         return True
@@ -354,5 +353,5 @@ def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:
 
 def _attempts(probes: Path, number: int) -> list[Path]:
     """The folders of the attempts at trial `number`, oldest first."""
-    folders = probes.glob(f"trial-{number:04d}-*")
-    return sorted(folders, key=lambda f: int(f.name.rsplit("-", 1)[1]))
+    folders = (_attempt_folder(probes, number, attempt) for attempt in itertools.count(1))
+    return list(itertools.takewhile(Path.exists, folders))

@@ -101,11 +101,10 @@ def _locked(file: TextIO) -> bool:
 
 
 def study_names(storage: RDBStorage) -> list[str]:
-    """All studies, the one used last at the end."""
+    """All studies, the one used last at the end. Optuna's own summaries read every trial of every study."""
     with database_errors(Path(storage.engine.url.database or "")):
-        summaries = optuna.get_all_study_summaries(storage)
-    starts = {s.study_name: (str(s.user_attrs.get("used", "")), str(s.datetime_start or "")) for s in summaries}
-    return sorted(starts, key=lambda name: starts[name])
+        studies = storage.get_all_studies()
+    return [s.study_name for s in sorted(studies, key=lambda s: str(s.user_attrs.get("used", "")))]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
@@ -136,9 +135,14 @@ def to_trial(frozen: FrozenTrial) -> Trial:
 
 def trials_of(study: optuna.Study) -> list[Trial]:
     """All trials of `study` in order, as plain values, with the confirmations of its finalists."""
+    return with_confirmations(study, study.get_trials(deepcopy=False))
+
+
+def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
+    """`frozen`, which are trials of `study`, as `trials_of` has them."""
     attrs = study.user_attrs
     trials = []
-    for trial in map(to_trial, study.get_trials(deepcopy=False)):
+    for trial in map(to_trial, frozen):
         long = attrs.get(f"{_CONFIRMATION} {trial.number}")
         trials.append(trial if long is None else replace(trial, confirmed=ProbeResult.from_json(long)))
     return trials
