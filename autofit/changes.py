@@ -16,7 +16,8 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe import Recipe, merge
-from autofit.space import CHUNK, GROUP, SPLIT, TIERS, Candidate, Knob, Space, Tier, Value, load_space
+from autofit.space import CHUNK, GROUP, SPLIT, TIERS, Candidate, Knob, Space, Tier, Value
+from autofit.space_file import load_space
 
 WANTED = 3
 MOST_TOGETHER = 3  # settings changed at once

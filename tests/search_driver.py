@@ -7,7 +7,8 @@ import lawful
 from recipes import grpo_recipe
 
 from autofit.probing.launch import Launcher
-from autofit.space import Space, load_space
+from autofit.space import Space
+from autofit.space_file import load_space
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import exclusive
 

@@ -19,7 +19,8 @@ from autofit.probing.trl_config import _LOSS_TYPES, parse
 from autofit.proof import ROUNDING
 from autofit.proof_keys import Reach, reach
 from autofit.recipe import Recipe, TrainerName
-from autofit.space import CHUNK, SPLIT, Space, Value, load_space
+from autofit.space import CHUNK, SPLIT, Space, Value
+from autofit.space_file import load_space
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())

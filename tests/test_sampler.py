@@ -9,7 +9,8 @@ from optuna.trial import TrialState, create_trial
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.space import TIERS, Knob, Space, Tier, load_space
+from autofit.space import TIERS, Knob, Space, Tier
+from autofit.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.predictions import Predictions
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler

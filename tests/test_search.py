@@ -24,7 +24,8 @@ from autofit.probing.prepare import prepare
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.warm import WarmServer
 from autofit.recipe import TrainerName
-from autofit.space import Space, load_space
+from autofit.space import Space
+from autofit.space_file import load_space
 from autofit.tables import trial_line
 from autofit.tuning.frontier import pareto_front, winner
 from autofit.tuning.sampler import CandidateSampler

@@ -11,7 +11,8 @@ from optuna.trial import TrialState
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe import Recipe, TrainerName
-from autofit.space import TIERS, Space, Tier, load_space
+from autofit.space import TIERS, Space, Tier
+from autofit.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, SamplerName, make_sampler
 from autofit.tuning.search import Plan, Search

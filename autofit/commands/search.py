@@ -95,7 +95,8 @@ def _check_search(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
     from autofit.hardware import choose_device_and_target
-    from autofit.space import Space, load_space
+    from autofit.space import Space
+    from autofit.space_file import load_space
     from autofit.tuning.search import Plan
 
     budget = given("--time-budget", options.time_budget, parse_seconds)
@@ -177,7 +178,8 @@ def _keep_sensitivity(
     options: argparse.Namespace, plan: "Plan", study: "optuna.Study", forecast: "Forecast | None"
 ) -> None:
     """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
-    from autofit.space import Space, load_space
+    from autofit.space import Space
+    from autofit.space_file import load_space
     from autofit.tuning.frontier import rule_of, winner
     from autofit.tuning.sensitivity import sensitivity
     from autofit.tuning.study import trials_of

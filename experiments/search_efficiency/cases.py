@@ -6,7 +6,8 @@ import numpy as np
 from law import SHAPES, Card, Columns, Shape, columns, predict
 
 from autofit.recipe import Recipe
-from autofit.space import Knob, Space, Tier, load_space
+from autofit.space import Knob, Space, Tier
+from autofit.space_file import load_space
 from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.predictions import Predictions
 

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import tiny
 
 from autofit.recipe import Recipe
-from autofit.space import Space, load_space
+from autofit.space import Space
+from autofit.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.study import load_study
 
@@ -61,7 +62,8 @@ def measure() -> None:
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     content = {"date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
                "versions": versions, "resolved": study.user_attrs["resolved"], "rows": rows}  # fmt: skip
-    content["resolved"] |= {"model_name_or_path": "a Llama of 4 layers, 128 wide", "dataset_name": "24 made-up prompts"}
+    content["resolved"] |= {"model_name_or_path": "a Llama of 4 layers, 128 wide", "output_dir": "out",
+                            "dataset_name": "24 made-up prompts"}  # fmt: skip
     _TABLE.write_text(json.dumps(content) + "\n")
 
 

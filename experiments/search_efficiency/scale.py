@@ -25,7 +25,8 @@ from autofit.forecast import Forecaster
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.probing.warm import WarmServer
-from autofit.space import Knob, Space, load_space
+from autofit.space import Knob, Space
+from autofit.space_file import load_space
 from autofit.tuning.frontier import Trial, pareto_front
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import make_sampler
