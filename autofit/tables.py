@@ -43,7 +43,7 @@ def front_table(
             f"{trial.number}{mark}",
             trial.tier,
             escape(describe_changes(trial.changes, original)),
-            _or_dash(trial.device_used_bytes, format_bytes, at_least=trial.status is ProbeStatus.OOM),
+            _or_dash(trial.device_used_bytes, format_bytes, at_least=trial.stopped_at_oom),
             _share(trial, target_bytes),
             _or_dash(trial.step_s, format_seconds),
             _or_dash(trial.completions_per_s, lambda v: f"{v:.2f}"),
@@ -63,7 +63,9 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
         step = format_seconds(result.median_step_s)
         return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
     if result.status is ProbeStatus.OOM:
-        needs = "held without the cap" if result.uncapped_bytes is not None else "at least"
+        needs = (
+            "held without the cap" if result.uncapped_bytes is not None else "needs" if result.is_graded else "at least"
+        )
         return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
     return f"{head}{result.status}: {result.reason}"
 

@@ -45,6 +45,7 @@ def test_an_oom_under_the_cap_is_told_with_what_it_holds_without(
 ) -> None:
     answer = probed(tmp_path, needs_bytes=31 * GB, limit_bytes=24 * GB, monkeypatch=monkeypatch)
     assert (answer.status, answer.uncapped_bytes, answer.oom_phase) == (ProbeStatus.OOM, 31 * GB, "update")
+    assert answer.step_s == (1.0,)
     assert "7.00 GB over the target" in answer.reason
     assert answer.wall_s is not None
     trial = Trial(number=1, tier="neutral", changes={}, params={}, result=answer)

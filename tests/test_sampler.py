@@ -151,6 +151,26 @@ def test_a_study_of_one_objective_and_pruned_trials_is_understood() -> None:
     assert all(o.at_least == (not o.fits) for o in observed)
 
 
+def test_an_oom_of_a_probe_that_ran_to_its_end_says_bytes_and_seconds() -> None:
+    law = Law(seed=3)
+    sampler = law.sampler()
+    study = law.study(sampler)
+    results: tuple[dict[str, object], ...] = (
+        {"status": "oom", "step_s": [3.0, 3.2, 9.0], "rollout_s": [1.0, 1.2, 1.6], "least_capacity_bytes": 31 * GB},
+        {"status": "oom", "step_s": [], "rollout_s": [], "least_capacity_bytes": None},
+    )
+    for result in results:
+        trial = study.ask(sampler.distributions())
+        trial.set_user_attr("result", result)
+        trial.set_constraint("bytes_over_target", 1.0 * GB)
+        study.tell(trial, [7.0, float(law.target_bytes + GB)])
+    whole, stopped = sampler.read(study).observations
+    assert (whole.step_s, whole.device_used_bytes, whole.at_least, whole.fits) == (3.2, 31 * GB, False, False)
+    assert whole.rollout_s == pytest.approx(3.2 * 3.8 / 15.2)
+    assert (stopped.step_s, stopped.device_used_bytes, stopped.at_least) == (None, law.target_bytes + GB, True)
+    assert stopped.rollout_s is None
+
+
 def test_a_baseline_whose_floor_is_over_the_target_costs_no_probe() -> None:
     law = Law(seed=4)
     floor = law.predictions.floor_bytes.copy()

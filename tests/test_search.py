@@ -114,7 +114,10 @@ def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
     trials = trials_of(search.study)
     assert winner(trials) is None
     assert "nothing fits in 50.0 MB" in why(trials, {}, 50 * lawful.MB)
+    assert "held at least" in why(trials, {}, 50 * lawful.MB)
     assert "--allow approximate" in why(trials, {}, 50 * lawful.MB)
+    ooms = [replace(t, result=replace(t.result, least_capacity_bytes=t.device_used_bytes)) for t in trials if t.result]
+    assert " needs " in why(ooms, {}, 50 * lawful.MB)
 
 
 def test_a_probe_killed_twice_is_told_as_lost_and_the_search_goes_on(tmp_path: Path) -> None:

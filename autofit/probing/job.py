@@ -58,7 +58,7 @@ def _can_say_how_far_over(request: ProbeRequest) -> bool:
 
 
 def _grade(request: ProbeRequest, slot_name: str) -> None:
-    """Probe again without the cap, and add to the answer how much was held then. The cap alone decides what fits."""
+    """Probe again without the cap, and add its bytes and seconds to the answer. The cap alone decides what fits."""
     free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
     free.folder.mkdir(exist_ok=True)
     write_json(free.request_path, free.to_json())
@@ -74,6 +74,7 @@ def _grade(request: ProbeRequest, slot_name: str) -> None:
         graded = replace(
             answer, device_used_bytes=used, uncapped_bytes=used, phases=found.phases, reason=f"{over}; {answer.reason}",
             peak_reserved_bytes=found.peak_reserved_bytes, peak_allocated_bytes=found.peak_allocated_bytes,
+            step_s=found.step_s, rollout_s=found.rollout_s, update_s=found.update_s,
         )  # fmt: skip
         write_json(request.answer_path, graded.to_json())
 

@@ -115,6 +115,11 @@ class ProbeResult:
         return median(self.step_s) if self.step_s else None
 
     @property
+    def is_graded(self) -> bool:
+        """Whether an OOM says how much would have been enough: the probe ran to its end all the same."""
+        return (self.least_capacity_bytes or self.uncapped_bytes) is not None
+
+    @property
     def completions_per_s(self) -> float | None:
         step_s = self.median_step_s
         return None if step_s is None or self.completions_per_step is None else self.completions_per_step / step_s

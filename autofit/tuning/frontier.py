@@ -57,6 +57,11 @@ class Trial:
         return self.confirmed is not None and self.confirmed.status is not ProbeStatus.FIT
 
     @property
+    def stopped_at_oom(self) -> bool:
+        """Whether its bytes are those that it held when memory ran out: how much more it needs is not known."""
+        return self.status is ProbeStatus.OOM and not (self.result is not None and self.result.is_graded)
+
+    @property
     def figures(self) -> ProbeResult | None:
         """The probe that says most: the confirmation where there is one."""
         return self.confirmed if self.confirmed is not None else self.result
@@ -233,9 +238,10 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     least = min(used, key=lambda t: t.device_used_bytes or 0)
     phase = least.result.oom_phase if least.result else None
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    held = format_bytes(least.device_used_bytes or 0)
+    held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
     return (
-        f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) held at least "
-        f"{format_bytes(least.device_used_bytes or 0)} when it stopped during {phase}; allow a lower tier "
+        f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; allow a lower tier "
         f"(--allow approximate, then recipe) or raise --target-vram"
     )
 

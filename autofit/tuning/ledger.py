@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from autofit.tuning.grid import Grid, Mask
 class Observation:
     """What the probe of a candidate said. `at_least` marks bytes of a probe that stopped when it ran out of memory.
 
+    A probe that ran to its end without the cap (or on a simulated card) has seconds, too, though it does not fit.
     `rollout_s` is what of `step_s` passed before the update, where the probe said so.
     """
 
@@ -94,9 +96,13 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
     values = trial.values or []
     bytes_told = None if over is None or target_bytes is None else target_bytes + over
     if trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == "oom" or (over is not None and over > 0):
-        exact = result.get("least_capacity_bytes") or result.get("uncapped_bytes")
+        exact = result.get("least_capacity_bytes") or result.get("uncapped_bytes")  # ProbeResult.is_graded
         held = float(cast(int, exact)) if exact else bytes_told or target_bytes
-        return Observation(place=place, step_s=None, device_used_bytes=held, at_least=not exact, fits=False)
+        steps = cast(Sequence[float], result.get("step_s") or ())
+        return Observation(
+            place=place, step_s=median(steps) if steps else None, device_used_bytes=held, at_least=not exact,
+            fits=False, rollout_s=_rollout_s(median(steps), None, result) if steps else None,
+        )  # fmt: skip
     used = values[1] if len(values) > 1 else bytes_told
     rollout_s = _rollout_s(values[0], trial.user_attrs.get("rollout_s"), result)
     return Observation(

@@ -70,7 +70,8 @@ class Model:
         self.learn([], ())
 
     def _part(self, expected: Floats, slight: Collection[int] = ()) -> _Part:
-        axes = [values / math.log(2) for values in (expected, self.log_used) if np.ptp(values)]
+        logs = (expected,) if expected is self.log_used else (expected, self.log_used)
+        axes = [values / math.log(2) for values in logs if np.ptp(values)]
         return _Part(expected, Similarity(self._grid, axes, slight=slight, trends=not self.predicted))
 
     def learn(self, observations: Sequence[Observation], pending: Sequence[int]) -> None:

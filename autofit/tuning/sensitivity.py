@@ -117,15 +117,9 @@ def _neighbour(
         tier=space.tier(other), device_used_bytes=used, step_s=step_s,
         device_used_delta_bytes=None if used is None or ours is None else used - ours,
         step_delta_s=None if step_s is None or ours_s is None else step_s - ours_s,
-        at_least=probed is not None and probed.status is ProbeStatus.OOM and not _graded(probed),
+        at_least=probed is not None and probed.stopped_at_oom,
         fits=fits, fidelity=fidelity, trial=None if probed is None else probed.number,
     )  # fmt: skip
-
-
-def _graded(trial: Trial) -> bool:
-    """Whether an OOM says how much would have been enough."""
-    result = trial.result
-    return result is not None and (result.least_capacity_bytes or result.uncapped_bytes) is not None
 
 
 def _figures(

@@ -90,7 +90,7 @@ def search(task: tuple[str, float, int, int]) -> dict[str, Any]:
     case = Case(name=f"{share:.0%} fit", space=space, grid=grid, predictions=None,
                 target_bytes=int(np.quantile(used, share)))  # fmt: skip
     assert optimum(case, used, step) is not None
-    prober = run.Prober(case, used, step, rollout, seed)
+    prober = run.Prober(case, used, step, rollout, seed, stops_at_oom=True)
     return {"sampler": name, "case": case.name, **run.searched(name, prober, seed, probes)}
 
 

@@ -8,6 +8,10 @@ another cost model in the place of `law.truth`, `--recipes module:NAME` other re
 A search has PROBES probes, whatever it was told: the rule that would end ours earlier is noted, not followed.
 `oom_probes_median` counts the OOMs among all of them; `oom_probes_12_*` those of the first 12, `oom_probes_to_stop_*`
 those until the rule (or the budget) ends it.
+
+A probe on a simulated card runs to its end, as one does under a target that is emulated on a larger card: an OOM says
+how many bytes it needs, and its seconds. With `--stop-at-oom` it ends where the allocation fails instead, as on a card
+of the target's size.
 """
 
 import argparse
@@ -49,14 +53,16 @@ class Prober:
     """Answers probes from a truth table, with noise, and keeps what the winner's true speed is after each."""
 
     def __init__(
-        self, case: cases.Case, used: law.Floats, step: law.Floats, rollout: law.Floats | None, seed: int
-    ) -> None:
+        self, case: cases.Case, used: law.Floats, step: law.Floats, rollout: law.Floats | None, seed: int, *,
+        stops_at_oom: bool,
+    ) -> None:  # fmt: skip
         self.case, self.used, self.step, self.rollout = case, used, step, rollout
+        self._stops_at_oom = stops_at_oom
         self._chance = np.random.default_rng([seed, 7])
         self.best: tuple[int, float, int] | None = None  # tier, measured seconds, place
         self.oom_at: list[bool] = []  # for every probe, whether it ran out of memory
         self.stopped: int | None = None  # probes after which the rule of the least gain would have ended it
-        self.rollout_s: float | None = None  # of the last probe
+        self.attrs: dict[str, object] = {}  # what else the last probe said, as attributes of its trial
         self.speed: list[float] = []  # the winner's true speed over the optimum's, after each probe
         found = cases.optimum(case, used, step)
         assert found is not None
@@ -72,12 +78,16 @@ class Prober:
             if self.best is None or (tier, step) < self.best[:2]:
                 self.best = (tier, step, place)
         self.oom_at.append(not fits)
-        self.rollout_s = None if self.rollout is None else step * float(self.rollout[place] / self.step[place])
+        rollout_s = None if self.rollout is None else step * float(self.rollout[place] / self.step[place])
         known = self.best is not None and self.best[0] == self.tier
         self.speed.append(self.optimum_s / float(self.step[self.best[2]]) if known and self.best else 0.0)
-        # a probe stops at the allocation that fails: it held the target and a part of what it still needed
-        held = used if fits else self.case.target_bytes + self._chance.uniform() * (used - self.case.target_bytes)
-        return (step if fits else None), held
+        if not fits and self._stops_at_oom:  # it held the target and a part of what it still needed
+            self.attrs = {}
+            return None, self.case.target_bytes + self._chance.uniform() * (used - self.case.target_bytes)
+        rollouts = [] if rollout_s is None else [rollout_s]
+        needed = {} if fits else {"least_capacity_bytes": used}
+        self.attrs = {"result": {"step_s": [step], "rollout_s": rollouts, **needed}}
+        return (step if fits else None), used
 
 
 def with_sampler(name: str, prober: Prober, *, seed: int, probes: int) -> None:
@@ -100,17 +110,17 @@ def with_sampler(name: str, prober: Prober, *, seed: int, probes: int) -> None:
         assert place is not None
         step, held = prober.probe(place)
         slowest = max(slowest, step or 0.0)
-        if step is not None and prober.rollout_s is not None:
-            trial.set_user_attr("rollout_s", prober.rollout_s)
+        for name, value in prober.attrs.items():
+            trial.set_user_attr(name, value)
         trial.set_constraint("bytes_over_target", float(max(held - case.target_bytes, 1) if step is None else
                                                         held - case.target_bytes))  # fmt: skip
         values = [step if step is not None else slowest or 1.0, held]
         study.tell(trial, values if ours else values[0])
 
 
-def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
-    """One search: (sampler, case, misprediction, seed, truth, probes)."""
-    name, case_name, misprediction, seed, source, probes = task
+def search(task: tuple[str, str, float, int, str, int, bool]) -> dict[str, Any]:
+    """One search: (sampler, case, misprediction, seed, truth, probes, whether a probe ends where memory does)."""
+    name, case_name, misprediction, seed, source, probes, stops_at_oom = task
     case = _CASES[case_name]
     used, step, *more = _function(source)(
         case.known, case.grid.codes, case.shape, case.card, misprediction=misprediction, seed=seed
@@ -118,7 +128,8 @@ def search(task: tuple[str, str, float, int, str, int]) -> dict[str, Any]:
     row: dict[str, Any] = {"sampler": name, "case": case_name, "misprediction": misprediction, "seed": seed}
     if cases.optimum(case, used, step) is None:
         return {**row, "speed": None}
-    return {**row, **searched(name, Prober(case, used, step, more[0] if more else None, seed), seed, probes)}
+    prober = Prober(case, used, step, more[0] if more else None, seed, stops_at_oom=stops_at_oom)
+    return {**row, **searched(name, prober, seed, probes)}
 
 
 def searched(name: str, prober: Prober, seed: int, probes: int) -> dict[str, Any]:
@@ -207,13 +218,13 @@ def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
     return round(1000 * float(np.median(seen)), 1)
 
 
-def tasks_of(options: argparse.Namespace) -> Iterable[tuple[str, str, float, int, str, int]]:
+def tasks_of(options: argparse.Namespace) -> Iterable[tuple[str, str, float, int, str, int, bool]]:
     for name in options.samplers:
         seeds = options.seeds if name != "gp" else min(options.seeds, options.gp_seeds)
         for case in _CASES:
             for misprediction in MISPREDICTIONS:
                 for seed in range(options.first_seed, options.first_seed + seeds):
-                    yield name, case, misprediction, seed, options.truth, options.probes
+                    yield name, case, misprediction, seed, options.truth, options.probes, options.stop_at_oom
 
 
 def load_cases(recipes: str) -> None:
@@ -229,6 +240,7 @@ def main() -> None:
     parser.add_argument("--gp-seeds", type=int, default=2, help="Optuna's GP takes 0.2 s a proposal: fewer of them")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--probes", type=int, default=PROBES)
+    parser.add_argument("--stop-at-oom", action="store_true")
     parser.add_argument("--truth", default="law:truth")
     parser.add_argument("--recipes", default="cases:RECIPES")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -254,7 +266,8 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
         details[name] = {
             "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
             "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
-            "recipes": options.recipes, "first_seed": options.first_seed, "probes": options.probes,
+            "recipes": options.recipes, "first_seed": options.first_seed,
+            "stop_at_oom": options.stop_at_oom, "probes": options.probes,
             "wall_s_with_others": round(wall_s), "curve": curve([r["speed"] for r in ours], options.probes),
             "by_misprediction": {str(m): summary_of([r for r in ours if r["misprediction"] == m], options.probes)
                                  for m in MISPREDICTIONS},
