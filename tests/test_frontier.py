@@ -5,7 +5,7 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space import Tier
-from autofit.tuning.frontier import Goal, Trial, baseline, predicted_baseline, rule_of, why, winner
+from autofit.tuning.frontier import Goal, Trial, baseline, predicted_note, rule_of, why, winner
 from autofit.tuning.search import since_improvement
 from autofit.units import parse_frac
 
@@ -44,8 +44,10 @@ def test_a_baseline_that_was_not_probed_is_said_to_be_predicted_not_to_fit() -> 
              "baseline_predicted": {"floor_bytes": 11e9, "device_used_bytes": 12e9, "step_s": 1.0}}  # fmt: skip
     moved = [trial(number, 1.0, 1) for number in (1, 2)]
     assert baseline(moved) is None
-    assert "predicted 12.00 GB, which does not fit" in predicted_baseline(moved, attrs)
-    assert predicted_baseline(TRIALS, attrs) == ""
+    assert "predicted 12.00 GB, which does not fit" in predicted_note(moved, attrs)
+    assert predicted_note(TRIALS, attrs) == ""
+    assert predicted_note([], attrs) == "; run the same command again to go on"
+    assert "predicted to need 11.00 GB or more" in predicted_note([], attrs | {"least_floor_bytes": 11e9})
     assert rule_of(attrs) == {"goal": "speed", "target_bytes": 9 * GB}
 
 

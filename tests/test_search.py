@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lawful
+import numpy as np
 import optuna
 import psutil
 import pytest
@@ -27,8 +28,9 @@ from autofit.recipe import TrainerName
 from autofit.space import Space
 from autofit.space_file import load_space
 from autofit.tables import trial_line
-from autofit.tuning.frontier import pareto_front, winner
-from autofit.tuning.sampler import CandidateSampler
+from autofit.tuning.frontier import pareto_front, predicted_note, winner
+from autofit.tuning.predictions import Predictions
+from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
 from autofit.tuning.search import BROKEN, Plan, Search, open_study
 from autofit.tuning.study import load_study, tell, trials_of
 
@@ -84,6 +86,21 @@ def test_another_trainers_recipe_is_searched_at_the_same_effective_batch(
     assert [t.status for t in trials] == [ProbeStatus.FIT] * 2, trials
     assert {micro * accumulation for micro, accumulation, *_ in map(space.split, space.allowed())} == {8}
     assert "samples/s" in trial_line(trials[1], recipe.resolved)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_where_nothing_is_predicted_to_fit_no_trial_is_asked_for(tmp_path: Path, sampler: SamplerName) -> None:
+    wanted = plan(tmp_path, None)
+    candidates = tuple(wanted.space.allowed())
+    over = np.full(len(candidates), 200.0 * lawful.MB)
+    predictions = Predictions(candidates=candidates, floor_bytes=over, device_used_bytes=over, step_s=over)
+    wanted = replace(wanted, sampler=sampler, predictions=predictions)
+    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    assert search.run() == "every candidate is tried or ruled out"
+    assert not search.study.trials
+    attrs = search.study.user_attrs
+    assert attrs["screened"] == len(candidates)
+    assert "predicted to need 0.20 GB or more" in predicted_note([], attrs)
 
 
 def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def report(options: argparse.Namespace) -> int:
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
     from autofit.tables import front_table, margin_sentence, sensitivity_table, to_json
-    from autofit.tuning.frontier import confirmation_note, predicted_baseline, rule_of, why, winner
+    from autofit.tuning.frontier import confirmation_note, predicted_note, rule_of, why, winner
     from autofit.tuning.search import BROKEN
     from autofit.tuning.sensitivity import of_winner
     from autofit.tuning.study import load_study, trials_of
@@ -27,7 +27,7 @@ def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: s
     trials, attrs = trials_of(study), study.user_attrs
     target = cast("int | None", attrs.get("target_bytes"))
     rule = rule_of(attrs)
-    sentence = why(trials, attrs["resolved"], target, rule) + predicted_baseline(trials, attrs)
+    sentence = why(trials, attrs["resolved"], target, rule) + predicted_note(trials, attrs)
     screened = int(attrs.get("screened", 0))
     if stopped == BROKEN:
         raise EnvironmentFault(f"{sentence}; mend that and run the same command again")

@@ -231,7 +231,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     if not ooms and fell:
         return f"nothing fits: each of the {len(fell)} trials that fitted fell when it was to be confirmed"
     if not ooms:
-        return "no trial was probed yet; run the same command again to go on"
+        return "no trial was probed"
     used = [t for t in ooms if t.device_used_bytes is not None]
     if not used:
         return f"nothing fits: all {len(ooms)} probes ran out of memory; raise --target-vram"
@@ -246,10 +246,19 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     )
 
 
-def predicted_baseline(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
-    """What is said of a recipe that was not probed as it is because it is predicted not to fit, or an empty string."""
+def predicted_note(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
+    """What is said of candidates that were not probed because they are predicted not to fit, or an empty string."""
     predicted, limit = attrs.get("baseline_predicted"), rule_of(attrs)["target_bytes"]
-    if not isinstance(predicted, Mapping) or limit is None or baseline(trials) is not None or not trials:
+    if not trials:
+        least = cast("float | None", attrs.get("least_floor_bytes"))
+        if least is None or limit is None or least <= limit:
+            return "; run the same command again to go on"
+        return (
+            f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
+            f"{format_bytes(int(least))} or more; allow a lower tier (--allow approximate, then recipe) or raise "
+            f"--target-vram"
+        )
+    if not isinstance(predicted, Mapping) or limit is None or baseline(trials) is not None:
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
     return f"; the recipe as it is was not probed: predicted {format_bytes(int(used))}, which does not fit"

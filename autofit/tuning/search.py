@@ -128,6 +128,7 @@ def open_study(plan: Plan) -> optuna.Study:
             "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
             "allow": plan.space.allow, "goal": plan.goal, "sampler": plan.sampler,
             "baseline_predicted": _baseline_predicted(plan),
+            "least_floor_bytes": None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
         }  # fmt: skip
         for key, value in attributes.items():
             if study.user_attrs.get(key) != value:
@@ -225,7 +226,7 @@ class Search:
             return f"{len(frozen)} of {plan.max_trials} trials are done"
         if plan.plateau_trials is not None and self._since_improvement() >= plan.plateau_trials:
             return f"the last {plan.plateau_trials} trials did not improve on the winner"
-        return self._sampler.worth_another(self.study, min_gain_frac=plan.min_gain_frac) if frozen else None
+        return self._sampler.worth_another(self.study, min_gain_frac=plan.min_gain_frac if frozen else None)
 
     def _since_improvement(self) -> int:
         return since_improvement(self._trials(), goal=self.plan.goal, target_bytes=self.plan.limit_bytes)
