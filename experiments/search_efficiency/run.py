@@ -165,6 +165,8 @@ def probes_to(speed: Sequence[float], share: float, never: int) -> int:
 def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
     """Over searches in which anything fits. A search that never gets there counts as one probe more than it may."""
     rows = [r for r in rows if r["speed"] is not None]
+    if not rows:  # a model that is too large for its card
+        return {"searches": 0}
     reached = [probes_to(r["speed"], 0.95, probes + 1) for r in rows]
     ends = [(r["stopped"], 1 - r["speed"][r["stopped"] - 1]) for r in rows if r.get("stopped")]
     stops = {
