@@ -201,7 +201,8 @@ def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Sh
     varying, fixed = ([i for i, n in enumerate(knobs) if test(n)] for test in (_VARIABLES.__contains__, _is_structural))
     shapes: dict[tuple[Value, ...], _Shape] = {}
     structures: dict[tuple[tuple[Value, ...], bool], str] = {}
-    found: tuple[list[_Shape], list[str]] = [], []
+    shape_of_each: list[_Shape] = []
+    structure_of_each: list[str] = []
     for candidate in candidates:
         values = candidate.values
         variables = tuple([values[i] for i in varying])
@@ -210,9 +211,9 @@ def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Sh
         key = tuple([values[i] for i in fixed]), _is_large(space.recipe, shape)
         if (structure := structures.get(key)) is None:
             structure = structures[key] = _structure(space.recipe, space.params(candidate), shape)
-        found[0].append(shape)
-        found[1].append(structure)
-    return found
+        shape_of_each.append(shape)
+        structure_of_each.append(structure)
+    return shape_of_each, structure_of_each
 
 
 def _is_large(recipe: Recipe, shape: _Shape) -> bool:

@@ -63,9 +63,8 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
         step = format_seconds(result.median_step_s)
         return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
     if result.status is ProbeStatus.OOM:
-        needs = (
-            "held without the cap" if result.uncapped_bytes is not None else "needs" if result.is_graded else "at least"
-        )
+        needs = "needs" if result.uncapped_bytes is None else "held without the cap"
+        needs = "at least" if trial.stopped_at_oom else needs
         return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
     return f"{head}{result.status}: {result.reason}"
 

@@ -16,7 +16,7 @@ from autofit.tuning.residual import Places, expected_gain, probability_below
 _POOL = 512  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
 _NEAR = 128  # of them, those that differ least from the best so far
 _GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
-_OOM_COST = 0.01  # what an OOM costs, as a difference of logarithms: it tells less than a fit, and may hang a card
+_OOM_COST = 0.01  # what an OOM costs, as a difference of logarithms: it may tell less than a fit, and may hang a card
 _CURIOSITY = 2.0  # spreads are taken to be so much wider for a proposal: small effects here hide large ones elsewhere
 _DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
 _FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms

@@ -13,6 +13,7 @@ from autofit.units import format_bytes, format_seconds
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
+_RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --target-vram"
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
 # Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
 NOISE_FRAC = 2 * 2**0.5 * 0.02
@@ -240,10 +241,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
-    return (
-        f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; allow a lower tier "
-        f"(--allow approximate, then recipe) or raise --target-vram"
-    )
+    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX}"
 
 
 def predicted_note(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
@@ -255,8 +253,7 @@ def predicted_note(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
             return "; run the same command again to go on"
         return (
             f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
-            f"{format_bytes(int(least))} or more; allow a lower tier (--allow approximate, then recipe) or raise "
-            f"--target-vram"
+            f"{format_bytes(int(least))} or more; {_RELAX}"
         )
     if not isinstance(predicted, Mapping) or limit is None or baseline(trials) is not None:
         return ""

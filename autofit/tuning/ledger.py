@@ -87,32 +87,29 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
     """What a finished trial says, ours or any Optuna user's; None for a failure, which says nothing.
 
     A constraint above zero, or a pruned trial, is an OOM: the bytes are the target plus the constraint. Bytes of a fit
-    are the second objective where there is one, else the target plus the constraint.
+    are the second objective where there is one, else the target plus the constraint. The attribute `result` may have
+    more, under the names of `ProbeResult`: an OOM's exact bytes and seconds, what of the seconds the rollout took.
     """
     if trial.state is TrialState.FAIL:
         return None
     result = cast(Mapping[str, object], trial.user_attrs.get("result") or {})
+    steps, rollouts = (cast(Sequence[float], result.get(name) or ()) for name in ("step_s", "rollout_s"))
     over = max(trial.constraints.values(), default=None) if trial.constraints else None
     values = trial.values or []
     bytes_told = None if over is None or target_bytes is None else target_bytes + over
-    if trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == "oom" or (over is not None and over > 0):
-        exact = result.get("least_capacity_bytes") or result.get("uncapped_bytes")  # ProbeResult.is_graded
-        held = float(cast(int, exact)) if exact else bytes_told or target_bytes
-        steps = cast(Sequence[float], result.get("step_s") or ())
-        return Observation(
-            place=place, step_s=median(steps) if steps else None, device_used_bytes=held, at_least=not exact,
-            fits=False, rollout_s=_rollout_s(median(steps), None, result) if steps else None,
-        )  # fmt: skip
-    used = values[1] if len(values) > 1 else bytes_told
-    rollout_s = _rollout_s(values[0], trial.user_attrs.get("rollout_s"), result)
-    return Observation(
-        place=place, step_s=values[0], device_used_bytes=used, at_least=False, fits=True, rollout_s=rollout_s
+    fits = not (
+        trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == "oom" or (over is not None and over > 0)
     )
-
-
-def _rollout_s(step_s: float, told: object, result: Mapping[str, object]) -> float | None:
-    """What of `step_s` passed before the update: as the trial has it, or as its steps were split on the whole."""
-    if isinstance(told, float):
-        return told
-    steps, rollouts = (cast(Sequence[float], result.get(name) or ()) for name in ("step_s", "rollout_s"))
-    return step_s * sum(rollouts) / sum(steps) if steps and len(steps) == len(rollouts) else None
+    if fits:
+        exact, step_s = True, values[0]
+        held = values[1] if len(values) > 1 else bytes_told
+    else:
+        needed = cast("int | None", result.get("least_capacity_bytes") or result.get("uncapped_bytes"))
+        exact, step_s = bool(needed), median(steps) if steps else None  # as ProbeResult.is_graded and median_step_s
+        held = float(needed) if needed else bytes_told or target_bytes
+    rollout_s = None
+    if step_s is not None and steps and len(steps) == len(rollouts):
+        rollout_s = step_s * sum(rollouts) / sum(steps)
+    return Observation(
+        place=place, step_s=step_s, device_used_bytes=held, at_least=not exact, fits=fits, rollout_s=rollout_s
+    )

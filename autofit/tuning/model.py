@@ -30,6 +30,10 @@ class _Part:
     expected: Floats
     similarity: Similarity
 
+    def about_mean_of(self, told: list[Told]) -> "_Part":
+        """The same, where nothing is predicted: what was told is expected of every candidate."""
+        return replace(self, expected=np.full_like(self.expected, np.mean([v for _, v, _ in told]) if told else 0.0))
+
     def posterior(self, prior: Prior, told: list[Told], pending: Sequence[int]) -> Residual:
         """After `told`, and after `pending` probes as if they had said what is expected of them then."""
         found = self._after(prior, told)
@@ -56,23 +60,33 @@ class Model:
         self._grid = grid
         self._target = math.log(target_bytes) if target_bytes is not None else math.inf
         self.predicted = predictions is not None
-        self.log_step = self.log_used = np.zeros(len(grid))
+        log_step = log_used = np.zeros(len(grid))
         phases: tuple[Floats, ...] = ()
         if predictions is not None:
-            self.log_step = _filled(grid, np.log(predictions.step_s))
-            self.log_used = _filled(grid, np.log(predictions.device_used_bytes))
+            log_step = _filled(grid, np.log(predictions.step_s))
+            log_used = _filled(grid, np.log(predictions.device_used_bytes))
             if predictions.rollout_s is not None and _is_split(predictions.rollout_s, predictions.step_s):
-                rollout = _filled(grid, np.log(predictions.rollout_s))
-                phases = rollout, np.log(np.maximum(np.exp(self.log_step) - np.exp(rollout), 1e-3 * np.exp(rollout)))
-        self._used, self._step = self._part(self.log_used), self._part(self.log_step)
-        self._phases = tuple(self._part(logs, slight=_without_effect(grid, logs)) for logs in phases)
+                log_rollout = _filled(grid, np.log(predictions.rollout_s))
+                rollout_s = np.exp(log_rollout)
+                phases = log_rollout, np.log(np.maximum(np.exp(log_step) - rollout_s, _LEAST_SHARE * rollout_s))
+        self._used, self._step = self._part(log_used), self._part(log_step, log_used)
+        self._phases = tuple(self._part(logs, log_used, slight=_without_effect(grid, logs)) for logs in phases)
         self._step_prior, self._used_prior = (_STEP, _USED) if self.predicted else (_STEP_ALONE, _USED_ALONE)
         self.learn([], ())
 
-    def _part(self, expected: Floats, slight: Collection[int] = ()) -> _Part:
-        logs = (expected,) if expected is self.log_used else (expected, self.log_used)
-        axes = [values / math.log(2) for values in logs if np.ptp(values)]
-        return _Part(expected, Similarity(self._grid, axes, slight=slight, trends=not self.predicted))
+    def _part(self, expected: Floats, *axes: Floats, slight: Collection[int] = ()) -> _Part:
+        octaves = [logs / math.log(2) for logs in (expected, *axes) if np.ptp(logs)]
+        return _Part(expected, Similarity(self._grid, octaves, slight=slight, trends=not self.predicted))
+
+    @property
+    def log_step(self) -> Floats:
+        """What is expected of the logarithm of the step's seconds without a probe's correction."""
+        return self._step.expected
+
+    @property
+    def log_used(self) -> Floats:
+        """What is expected of the logarithm of the device-used bytes without a probe's correction."""
+        return self._used.expected
 
     def learn(self, observations: Sequence[Observation], pending: Sequence[int]) -> None:
         """Condition on `observations`, and on `pending` probes as if they said what is expected of them."""
@@ -81,10 +95,7 @@ class Model:
         held = [(o.place, math.log(o.device_used_bytes), o.at_least) for o in kept if o.device_used_bytes]
         steps = [(o.place, math.log(step_s), False) for o, step_s in timed]
         if not self.predicted:
-            self.log_step = np.full_like(self.log_step, np.mean([v for _, v, _ in steps]) if steps else 0.0)
-            self.log_used = np.full_like(self.log_used, np.mean([v for _, v, _ in held]) if held else 0.0)
-            self._used = replace(self._used, expected=self.log_used)
-            self._step = replace(self._step, expected=self.log_step)
+            self._step, self._used = self._step.about_mean_of(steps), self._used.about_mean_of(held)
         self.used = self._used.posterior(self._used_prior, held, pending)
         told = {self._step: steps}
         if self._phases and all(o.rollout_s and o.rollout_s < step_s for o, step_s in timed):

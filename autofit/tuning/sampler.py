@@ -135,9 +135,10 @@ class CandidateSampler(BaseSampler):
 class PriorSampler(CandidateSampler):
     """Predictions as the prior, probes as the evidence: constrained expected improvement per second of probing.
 
-    Two Gaussian processes over the knobs model how far probes are from their predictions, in bytes and in seconds. An
-    OOM is a lower bound, a pending probe counts as if it said what is expected of it, and the tiers are gone through
-    in the winner rule's order. Without predictions the processes model the logarithms themselves, after halving.
+    Gaussian processes over the knobs model how far probes are from their predictions, in bytes and in seconds (those of
+    rollout and update each, where both are told). An OOM that stopped a probe is a lower bound, a pending probe counts
+    as if it said what is expected of it, and the tiers are gone through in the winner rule's order. Without predictions
+    the processes model the logarithms themselves, after halving.
     """
 
     def __init__(

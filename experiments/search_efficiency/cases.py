@@ -47,6 +47,19 @@ RECIPES = (
              allow="recipe"),
 )  # fmt: skip
 
+OTHERS = (  # on which nothing was chosen
+    RecipeOf(name="0.5B, bnpo", shape="0.5B", split=(16, 4, 4), groups=16, completion_tokens=1024, allow="approximate",
+             loss="bnpo", lora_r=8),
+    RecipeOf(name="1.5B, short completions", shape="1.5B", split=(2, 32, 32), groups=4, completion_tokens=256,
+             allow="neutral", checkpointing=False),
+    RecipeOf(name="4B, anything goes", shape="4B", split=(6, 16, 16), groups=12, completion_tokens=1536,
+             allow="recipe"),
+    RecipeOf(name="8B, fills a 4090", shape="8B", split=(2, 16, 16), groups=8, completion_tokens=512, allow="neutral",
+             lora_r=64),
+    RecipeOf(name="14B, fills an A100-40GB", shape="14B", split=(1, 64, 64), groups=16, completion_tokens=384,
+             allow="approximate", loss="dr_grpo"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:

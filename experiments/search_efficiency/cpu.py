@@ -6,6 +6,7 @@ starts from nothing. Targets are quantiles of the measured bytes. Writes cpu_sum
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -67,6 +68,7 @@ def measure() -> None:
     _TABLE.write_text(json.dumps(content) + "\n")
 
 
+@functools.cache
 def table() -> tuple[Space, Grid, run.law.Floats, run.law.Floats, run.law.Floats]:
     """The space and its grid; bytes, seconds of a step (median of three) and of its rollout, of each candidate."""
     content = json.loads(_TABLE.read_text())
@@ -109,8 +111,12 @@ def main() -> None:
         rows = pool.map(search, tasks, chunksize=4)
     _, grid, used, step, _ = table()
     summary: dict[str, Mapping[str, Any]] = {
-        "table": {"candidates": len(grid), "bytes_largest_over_smallest": round(float(used.max() / used.min()), 2),
-                  "seconds_slowest_over_fastest": round(float(step.max() / step.min()), 2)},
+        "table": {
+            "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
+            "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "candidates": len(grid),
+            "bytes_largest_over_smallest": round(float(used.max() / used.min()), 2),
+            "seconds_slowest_over_fastest": round(float(step.max() / step.min()), 2),
+        },
     }  # fmt: skip
     for name in run.SAMPLERS:
         summary[name] = run.summary_of([r for r in rows if r["sampler"] == name], options.probes)

@@ -21,6 +21,8 @@ from autofit.space import Space
 
 Floats = NDArray[np.float64]
 _GB = 1e9
+_UNEXPLAINED = 0.05  # of a logarithm, before scaling: what no formula has
+_WITHIN = np.sqrt(0.5)  # of a misprediction: the share that varies over the candidates, and that which all have
 _WEIGHT_BYTES = {"none": 2.0, "8bit": 1.06, "4bit": 0.55}  # a parameter, with scales and the layers left in bf16
 
 
@@ -156,7 +158,7 @@ def truth(
     *,
     misprediction: float,
     seed: int,
-    unexplained: float = 0.05,
+    unexplained: float = _UNEXPLAINED,
 ) -> tuple[Floats, Floats, Floats]:
     """(device-used bytes, step seconds, those before the update) that probes measure, but for their noise.
 
@@ -164,17 +166,15 @@ def truth(
     before scaling) from no formula: in the rollout, of the knobs that a rollout knows; in the update, of all.
     """
     chance = np.random.default_rng([seed, int(misprediction * 1000)])
-    rates = _other_rates(chance)
-    floor, expected_used, expected_step, expected_rollout = predict(known, shape, card)
-    _, used, step, rollout = evaluate(known, shape, card, rates)
-    bytes_off = np.log(used / expected_used) + unexplained * _regions(codes, chance)
-    matters = [_changes(expected_rollout, column) for column in codes.T]
-    expected = np.array([expected_rollout, expected_step - expected_rollout])
-    off = np.log(np.array([rollout, step - rollout]) / expected)
+    expected, actual = predict(known, shape, card), evaluate(known, shape, card, _other_rates(chance))
+    bytes_off = np.log(actual[1] / expected[1]) + unexplained * _regions(codes, chance)
+    matters = [_changes(expected[3], column) for column in codes.T]
+    phases, actual_phases = (np.array([rollout, step - rollout]) for _, _, step, rollout in (expected, actual))
+    off = np.log(actual_phases / phases)
     off += unexplained * np.array([_regions(codes[:, matters], chance), _regions(codes, chance)])
-    bytes_off = _scaled(bytes_off, misprediction, chance)
-    rollout, update = _scaled_phases(expected, off, misprediction, chance)
-    return np.maximum(floor, expected_used * np.exp(bytes_off)), rollout + update, rollout
+    used = _mispredicted_bytes(expected, bytes_off, misprediction, chance)
+    rollout, update = _scaled_phases(phases, off, misprediction, chance)
+    return used, rollout + update, rollout
 
 
 def truth_unexplained(
@@ -185,24 +185,21 @@ def truth_unexplained(
 
 
 def truth_of_totals(
-    known: Columns,
-    codes: NDArray[np.int64],
-    shape: Shape,
-    card: Card,
-    *,
-    misprediction: float,
-    seed: int,
-    unexplained: float = 0.05,
+    known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
 ) -> tuple[Floats, Floats]:
     """(device-used bytes, step seconds): a probe says no phases, and what no formula has is of the whole step."""
     chance = np.random.default_rng([seed, int(misprediction * 1000)])
-    rates = _other_rates(chance)
-    floor, expected_used, expected_step, _ = predict(known, shape, card)
-    _, used, step, _ = evaluate(known, shape, card, rates)
-    bytes_off = np.log(used / expected_used) + unexplained * _regions(codes, chance)
-    seconds_off = np.log(step / expected_step) + unexplained * _regions(codes, chance)
-    bytes_off, seconds_off = (_scaled(values, misprediction, chance) for values in (bytes_off, seconds_off))
-    return np.maximum(floor, expected_used * np.exp(bytes_off)), expected_step * np.exp(seconds_off)
+    expected, actual = predict(known, shape, card), evaluate(known, shape, card, _other_rates(chance))
+    bytes_off, seconds_off = (np.log(actual[i] / expected[i]) + _UNEXPLAINED * _regions(codes, chance) for i in (1, 2))
+    used = _mispredicted_bytes(expected, bytes_off, misprediction, chance)
+    return used, expected[2] * np.exp(_scaled(seconds_off, misprediction, chance))
+
+
+def _mispredicted_bytes(
+    expected: tuple[Floats, ...], off: Floats, misprediction: float, chance: np.random.Generator
+) -> Floats:
+    floor, used = expected[:2]
+    return np.maximum(floor, used * np.exp(_scaled(off, misprediction, chance)))
 
 
 def _other_rates(chance: np.random.Generator) -> Rates:
@@ -242,22 +239,23 @@ def _regions(coded: NDArray[np.int64], chance: np.random.Generator) -> Floats:
 def _scaled(values: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
     """`values` with a root mean square of `misprediction`: half of it over the grid, half common to all."""
     within = values - values.mean()
-    share = np.sqrt(0.5)
-    common = share * misprediction * (1 if chance.random() < 0.5 else -1)
-    return within / max(1e-9, within.std()) * share * misprediction + common
+    return within / max(1e-9, within.std()) * _WITHIN * misprediction + _common(misprediction, chance)
 
 
 def _scaled_phases(expected: Floats, off: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
     """Seconds (phases, candidates): `off` scaled until the whole step is mispredicted as `_scaled` has it."""
     step = expected.sum(axis=0)
-    share = np.sqrt(0.5)
 
     def total_off(scale: float) -> Floats:
         return np.asarray(np.log((expected * np.exp(scale * off)).sum(axis=0) / step), dtype=np.float64)
 
-    scale = brentq(lambda s: total_off(s).std() - share * misprediction, 0.0, 20.0)
-    common = share * misprediction * (1 if chance.random() < 0.5 else -1)
-    return np.asarray(expected * np.exp(scale * off + common - total_off(scale).mean()), dtype=np.float64)
+    scale = brentq(lambda s: total_off(s).std() - _WITHIN * misprediction, 0.0, 20.0)
+    common = _common(misprediction, chance) - total_off(scale).mean()
+    return np.asarray(expected * np.exp(scale * off + common), dtype=np.float64)
+
+
+def _common(misprediction: float, chance: np.random.Generator) -> float:
+    return float(_WITHIN * misprediction * (1 if chance.random() < 0.5 else -1))
 
 
 _CARDS = (

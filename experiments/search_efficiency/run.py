@@ -198,6 +198,10 @@ def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
     used, step, rollout = law.truth(case.known, case.grid.codes, case.shape, case.card, misprediction=0.15, seed=0)
     sampler = make_sampler(name, case.grid, predictions=case.predictions, target_bytes=case.target_bytes)  # type: ignore[arg-type]
     ours = name == "autofit"
+
+    def said(place: int) -> dict[str, Any]:
+        return {"result": {"step_s": [float(step[place])], "rollout_s": [float(rollout[place])]}}
+
     study = optuna.create_study(directions=["minimize"] * (2 if ours else 1), sampler=sampler)
     fitting = np.flatnonzero(used <= case.target_bytes)[:: max(1, len(used) // (2 * trials))][:trials]
     for place in fitting:
@@ -205,7 +209,7 @@ def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
         values = [float(step[place]), float(used[place])] if ours else [float(step[place])]
         study.add_trial(optuna.trial.create_trial(
             params=case.grid.params(int(place)), distributions=sampler.distributions(), values=values,
-            constraints={"bytes_over_target": over}, user_attrs={"rollout_s": float(rollout[place])},
+            constraints={"bytes_over_target": over}, user_attrs=said(int(place)),
         ))  # fmt: skip
     seen = []
     for _ in range(repeats):
@@ -214,7 +218,7 @@ def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
         seen.append(time.perf_counter() - began)
         place = case.grid.find(trial.params)
         assert place is not None
-        trial.set_user_attr("rollout_s", float(rollout[place]))
+        trial.set_user_attr("result", said(place)["result"])
         trial.set_constraint("bytes_over_target", float(used[place] - case.target_bytes))
         study.tell(trial, [float(step[place]), float(used[place])] if ours else float(step[place]))
     return round(1000 * float(np.median(seen)), 1)
