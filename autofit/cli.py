@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autofit.arguments import parser
+from autofit.commands.arguments import parser
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate

@@ -1,4 +1,4 @@
-"""Fixtures that cost seconds and are shared: the tiny model, and one warm server."""
+"""Fixtures that cost seconds and are shared: the tiny model, and one fork server."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from autofit.probing.warm import WarmServer
+from autofit.probing.fork_server import ForkServer
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +35,7 @@ def tiny_recipe(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture(scope="session")
-def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmServer]:
-    server = WarmServer(tmp_path_factory.mktemp("warm"))
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    server = ForkServer(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()

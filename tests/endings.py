@@ -1,4 +1,4 @@
-"""Ways for a probe's process to end, as entries of the warm server and as reward functions."""
+"""Ways for a probe's process to end, as entries of the fork server and as reward functions."""
 
 import ctypes
 import os

@@ -1,6 +1,6 @@
-"""A promoted run without its mirror, as an entry of the warm server."""
+"""A promoted run without its mirror, as an entry of the fork server."""
 
-from autofit import training
+from autofit.promotion import training
 
 
 def run(request_path: str) -> int:

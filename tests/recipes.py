@@ -1,6 +1,6 @@
 """Recipes as plain values, for tests that need no TRL."""
 
-from autofit.recipe import Recipe
+from autofit.recipe.recipe import Recipe
 
 
 def grpo_recipe(**changes: object) -> Recipe:

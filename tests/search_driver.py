@@ -7,8 +7,8 @@ import lawful
 from recipes import grpo_recipe
 
 from autofit.probing.launch import Launcher
-from autofit.space import Space
-from autofit.space_file import load_space
+from autofit.space.space import Space
+from autofit.space.space_file import load_space
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import exclusive
 
@@ -22,7 +22,7 @@ def plan(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) 
 
 def main(folder: Path, trials: int) -> None:
     with exclusive(folder / "locks", "law"):
-        search = Search(plan(folder, trials), open_study(plan(folder, trials)), warm_socket=None,
+        search = Search(plan(folder, trials), open_study(plan(folder, trials)), server_socket=None,
                         launcher=Launcher(lawful.run))  # fmt: skip
         try:
             print(search.run(), flush=True)

@@ -10,10 +10,10 @@ import tiny
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
-from autofit.probing.warm import WarmServer
-from autofit.recipe import TRAINERS, TrainerName
-from autofit.trainer_keys import TAKEN_BY, trainer_of
+from autofit.recipe.recipe import TRAINERS, TrainerName
+from autofit.recipe.trainer_keys import TAKEN_BY, trainer_of
 
 
 def change(path: Path, **changes: object) -> Path:
@@ -52,11 +52,11 @@ def change(path: Path, **changes: object) -> Path:
     ],
 )
 def test_a_recipe_that_trl_would_not_take_is_one_line_with_the_key(
-    tiny_recipe: Path, warm_server: WarmServer, changes: dict[str, object], message: str
+    tiny_recipe: Path, fork_server: ForkServer, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         prepare(change(tiny_recipe, **changes), trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i",
-                server=warm_server)  # fmt: skip
+                server=fork_server)  # fmt: skip
     assert "\n" not in str(raised.value)
 
 
@@ -67,19 +67,19 @@ def test_a_recipe_that_trl_would_not_take_is_one_line_with_the_key(
      ('{"prompt": [{"role": "user", "content": "t1"}]}\n', "has no chat template")],
 )  # fmt: skip
 def test_a_dataset_that_grpo_cannot_use_says_why(
-    tiny_recipe: Path, warm_server: WarmServer, rows: str, message: str
+    tiny_recipe: Path, fork_server: ForkServer, rows: str, message: str
 ) -> None:
     (tiny_recipe.parent / "data" / "train.jsonl").write_text(rows)
     with pytest.raises(ConfigError, match=message):
-        prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+        prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=fork_server)
 
 
 def test_a_jsonl_file_is_a_dataset_too_and_is_said_the_way_trl_takes_it(
-    tiny_recipe: Path, warm_server: WarmServer
+    tiny_recipe: Path, fork_server: ForkServer
 ) -> None:
     tiny.write_dataset(tiny_recipe.parent / "rows.jsonl", rows=9)
     recipe = prepare(change(tiny_recipe, dataset_name="rows.jsonl"), trainer="grpo", device="cpu",
-                     folder=tiny_recipe.parent / "i", server=warm_server)  # fmt: skip
+                     folder=tiny_recipe.parent / "i", server=fork_server)  # fmt: skip
     assert recipe.values["datasets"] == [{"path": "json", "data_files": "rows.jsonl"}]
     assert recipe.num_prompts == 9
 
@@ -99,14 +99,14 @@ def test_a_jsonl_file_is_a_dataset_too_and_is_said_the_way_trl_takes_it(
     ],
 )  # fmt: skip
 def test_what_another_trainer_cannot_use_is_one_line(
-    tiny_recipe: Path, tiny_model: Path, warm_server: WarmServer, trainer: TrainerName, changes: dict[str, object],
+    tiny_recipe: Path, tiny_model: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object],
     row: dict[str, object] | None, message: str,
 ) -> None:  # fmt: skip
     path = tiny.write_offline_recipe(trainer, tiny_recipe.parent, tiny_model, **changes)
     if row is not None:
         (tiny_recipe.parent / "data" / "train.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match=message) as raised:
-        prepare(path, trainer=trainer, device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+        prepare(path, trainer=trainer, device="cpu", folder=tiny_recipe.parent / "i", server=fork_server)
     assert "\n" not in str(raised.value)
 
 
@@ -214,7 +214,7 @@ def test_a_target_below_the_weights_is_refused_before_any_probe(tiny_recipe: Pat
 
 
 def test_a_row_reaches_the_reward_with_the_types_the_dataset_gave_it(
-    tiny_recipe: Path, warm_server: WarmServer
+    tiny_recipe: Path, fork_server: ForkServer
 ) -> None:
     import datetime
 
@@ -228,15 +228,15 @@ def test_a_row_reaches_the_reward_with_the_types_the_dataset_gave_it(
     }
     (tiny_recipe.parent / "data" / "train.jsonl").unlink()
     datasets.Dataset.from_dict(rows).to_parquet(tiny_recipe.parent / "data" / "train.parquet")
-    prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=warm_server)
+    prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=fork_server)
     row = datasets.load_from_disk(str(tiny_recipe.parent / "i" / "worst_row"))[0]
     assert (row["when"].year, row["blob"], row["opt"]) == (2026, b"x", None)
 
 
-def test_a_recipe_is_known_again_until_its_rewards_or_data_change(tiny_recipe: Path, warm_server: WarmServer) -> None:
+def test_a_recipe_is_known_again_until_its_rewards_or_data_change(tiny_recipe: Path, fork_server: ForkServer) -> None:
     def content_hash() -> str:
         return prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i",
-                       server=warm_server).content_hash  # fmt: skip
+                       server=fork_server).content_hash  # fmt: skip
 
     first = content_hash()
     assert content_hash() == first

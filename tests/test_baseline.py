@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autofit.baseline import baseline_path
 from autofit.commands.common import settings
 from autofit.errors import ConfigError
+from autofit.recipe.baseline import baseline_path
 
 
 def autofit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

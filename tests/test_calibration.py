@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from autofit import calibration
 from autofit.cli import main
 from autofit.fakegpu import HostCosts
+from autofit.hardware import calibration
 from autofit.probing.result import ProbeResult, ProbeStatus
 
 MEASURED = ProbeResult(status=ProbeStatus.FIT, device="cuda", update_s=(2.0, 2.0), rollout_s=(9.0, 3.0, 3.0),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autofit import catalogue
+from autofit.recipe import catalogue
 
 NO_TENSORS = (
     "max_position_embeddings", "original_max_position_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps",

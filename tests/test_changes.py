@@ -5,7 +5,7 @@ from typing import cast
 
 from recipes import grpo_recipe
 
-from autofit.changes import Advice, cheapest_changes
+from autofit.forecast.advice import Advice, cheapest_changes
 from autofit.probing.result import ProbeResult, ProbeStatus
 
 Values = Mapping[str, object]

@@ -13,16 +13,17 @@ import lawful
 import pytest
 from search_driver import plan
 
+from autofit.commands.tables import front_table, to_json
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.promotion import choose
-from autofit.tables import front_table, to_json
-from autofit.tracking import client, experiment_id, sync
+from autofit.promotion.promotion import choose
+from autofit.tracking.study_mirror import client, experiment_id, sync
 from autofit.tuning.confirmation import confirm
-from autofit.tuning.frontier import Trial, confirmation_note, pareto_front, rule_of, winner
+from autofit.tuning.frontier import Trial, pareto_front, rule_of, winner
 from autofit.tuning.search import Plan, Search, open_study
+from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import keep_confirmation, load_study, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,7 +54,7 @@ def folder(searched: Path, tmp_path: Path) -> Path:
 
 def search_in(folder: Path) -> Plan:
     wanted = plan(folder, 8)
-    Search(wanted, open_study(wanted), warm_socket=None, launcher=AtOnce(lawful.at_once)).run()
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
     return wanted
 
 
@@ -61,7 +62,7 @@ def confirmed(folder: Path, monkeypatch: pytest.MonkeyPatch, **does: object) -> 
     """The trials after a confirmation in which each trial `tN` does as told, and what was said."""
     monkeypatch.setenv("UNSTEADY", json.dumps({name[1:]: what for name, what in does.items()}))
     wanted, said = plan(folder, 8), list[str]()
-    confirm(wanted, open_study(wanted), warm_socket=None, launcher=AtOnce(lawful.unsteady), say=said.append)
+    confirm(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.unsteady), say=said.append)
     return trials_of(load_study(folder, "law")), said
 
 
@@ -201,4 +202,4 @@ def test_mlflow_has_the_confirmation_whenever_it_comes(folder: Path, monkeypatch
 
 if __name__ == "__main__":
     wanted = plan(Path(sys.argv[1]), 8)
-    confirm(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.unsteady))
+    confirm(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.unsteady))

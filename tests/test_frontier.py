@@ -4,9 +4,10 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space import Tier
-from autofit.tuning.frontier import Goal, Trial, baseline, predicted_note, rule_of, why, winner
+from autofit.space.space import Tier
+from autofit.tuning.frontier import Goal, Trial, baseline, rule_of, winner
 from autofit.tuning.search import since_improvement
+from autofit.tuning.sentences import predicted_note, why
 from autofit.units import parse_frac
 
 GB = 10**9

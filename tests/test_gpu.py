@@ -5,28 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from autofit.hardware import gpus
+from autofit.hardware.hardware import gpus
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.warm import WarmServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no CUDA card: the driver lists none")]
 
 
-def probe(recipe_path: Path, folder: Path, server: WarmServer, limit_bytes: int | None) -> ProbeResult:
+def probe(recipe_path: Path, folder: Path, server: ForkServer, limit_bytes: int | None) -> ProbeResult:
     recipe = prepare(recipe_path, trainer="grpo", device="cuda", folder=folder, server=server)
     request = ProbeRequest(
         folder=folder / "probe", trainer="grpo", values=recipe.values, device="cuda", limit_bytes=limit_bytes,
-        worst_case=worst_case_path(folder), warm_socket=server.socket_path, slots=("cuda-0",),
+        worst_case=worst_case_path(folder), server_socket=server.socket_path, slots=("cuda-0",),
     )  # fmt: skip
     return Launcher().run(request)
 
 
 def test_device_used_is_the_drivers_and_holds_the_allocators_peak(
-    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer
+    tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    result = probe(tiny_recipe, tmp_path / "i", warm_server, None)
+    result = probe(tiny_recipe, tmp_path / "i", fork_server, None)
     assert result.status is ProbeStatus.FIT, result.reason
     assert result.device_used_bytes is not None
     assert result.peak_reserved_bytes is not None
@@ -36,9 +36,9 @@ def test_device_used_is_the_drivers_and_holds_the_allocators_peak(
 
 
 def test_a_target_below_what_the_context_holds_is_an_oom(
-    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer
+    tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    result = probe(tiny_recipe, tmp_path / "i", warm_server, 100 * 10**6)
+    result = probe(tiny_recipe, tmp_path / "i", fork_server, 100 * 10**6)
     assert result.status is ProbeStatus.OOM, result.reason
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from autofit.commands.tables import trial_line
 from autofit.files import write_json
-from autofit.hardware import Gpu
+from autofit.hardware.hardware import Gpu
 from autofit.probing import job
-from autofit.probing.keeper import Ending
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.tables import trial_line
+from autofit.probing.supervise import Ending
 from autofit.tuning.frontier import Trial
 
 GB = 10**9

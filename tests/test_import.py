@@ -20,5 +20,6 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
 
 
 def test_the_driver_of_a_search_loads_no_torch() -> None:
-    code = "import sys, autofit.tuning.search, autofit.promotion, autofit.tables; sys.exit('torch' in sys.modules)"
+    modules = "autofit.tuning.search, autofit.promotion.promotion, autofit.commands.tables"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

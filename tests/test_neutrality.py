@@ -15,12 +15,12 @@ from recipes import grpo_recipe
 from trl import DPOTrainer, GRPOTrainer
 
 from autofit.probing.inspection import _counts_padding
-from autofit.probing.trl_config import _LOSS_TYPES, parse
-from autofit.proof import ROUNDING
-from autofit.proof_keys import Reach, reach
-from autofit.recipe import Recipe, TrainerName
-from autofit.space import CHUNK, SPLIT, Space, Value
-from autofit.space_file import load_space
+from autofit.proof.proof import ROUNDING
+from autofit.proof.proof_keys import Reach, reach
+from autofit.recipe.recipe import Recipe, TrainerName
+from autofit.recipe.trl_config import _LOSS_TYPES, parse
+from autofit.space.space import CHUNK, SPLIT, Space, Value
+from autofit.space.space_file import load_space
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())

@@ -1,4 +1,4 @@
-"""The probe on the CPU device: real TRL training of a tiny model, through the warm server and submitit."""
+"""The probe on the CPU device: real TRL training of a tiny model, through the fork server and submitit."""
 
 import gc
 import importlib
@@ -13,28 +13,28 @@ import pytest
 import tiny
 import yaml
 
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.warm import WarmServer
-from autofit.recipe import Recipe, merge
+from autofit.recipe.recipe import Recipe, merge
 
 PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_server: WarmServer) -> Recipe:
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, fork_server: ForkServer) -> Recipe:
     folder = tmp_path_factory.mktemp("recipe")
     path = tiny.write_recipe(folder, tiny_model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        found = prepare(path, trainer="grpo", device="cpu", folder=folder, server=warm_server)
+        found = prepare(path, trainer="grpo", device="cpu", folder=folder, server=fork_server)
     return replace(found, folder=folder)
 
 
 def offline_recipe(
-    trainer: str, folder: Path, model: Path, server: WarmServer, changes: Mapping[str, object] | None = None
+    trainer: str, folder: Path, model: Path, server: ForkServer, changes: Mapping[str, object] | None = None
 ) -> Recipe:
     """A recipe of a trainer that does not generate, with its worst case beside it."""
     path = tiny.write_offline_recipe(trainer, folder, model, **(changes or {}))
@@ -43,19 +43,19 @@ def offline_recipe(
 
 
 def probe(
-    recipe: Recipe, folder: Path, warm: WarmServer | None, changes: Mapping[str, object], *,
+    recipe: Recipe, folder: Path, warm: ForkServer | None, changes: Mapping[str, object], *,
     limit_bytes: int | None = None, deadline_s: float = 120,
 ) -> ProbeResult:  # fmt: skip
     request = ProbeRequest(
         folder=folder, trainer=recipe.trainer, values=merge(recipe.values, changes), device="cpu",
         limit_bytes=limit_bytes, worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
-        warm_socket=None if warm is None else warm.socket_path,
+        server_socket=None if warm is None else warm.socket_path,
     )  # fmt: skip
     return Launcher().run(request)
 
 
 def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
-    from autofit.probing.worker import read_worst_case
+    from autofit.probing.phases import read_worst_case
 
     assert (recipe.effective_batch_size, recipe.prompts_per_step) == (8, 2)
     assert (recipe.longest_prompt_tokens, recipe.max_completion_tokens) == (7, 8)
@@ -63,8 +63,8 @@ def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
     assert len(row["prompt"].split()) == 7
 
 
-def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, warm_server: WarmServer) -> None:
-    result = probe(recipe, tmp_path / "p", warm_server, {})
+def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
+    result = probe(recipe, tmp_path / "p", fork_server, {})
     assert result.status is ProbeStatus.FIT, result.reason
     assert {p.name for p in result.phases} == PHASES
     assert result.device_used_bytes == max(p.device_used_bytes for p in result.phases)
@@ -79,29 +79,29 @@ def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, 
 
 
 def test_the_same_candidate_needs_the_same_bytes_warm_and_cold(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    warm = probe(recipe, tmp_path / "warm", warm_server, {})
+    warm = probe(recipe, tmp_path / "warm", fork_server, {})
     cold = probe(recipe, tmp_path / "cold", None, {})
     assert (warm.phases, warm.peak_allocated_bytes) == (cold.phases, cold.peak_allocated_bytes)
 
 
 def test_completions_are_forced_to_full_length_however_early_the_model_would_stop(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     changes = {"generation_kwargs": {"suppress_tokens": [i for i in range(tiny.WORDS) if i != tiny.WORDS - 3]}}
-    result = probe(recipe, tmp_path / "p", warm_server, changes)
+    result = probe(recipe, tmp_path / "p", fork_server, changes)
     assert result.status is ProbeStatus.FIT, result.reason
     assert "'completions/mean_length': '8'" in (tmp_path / "p" / "probe.log").read_text()
 
 
 def test_a_limit_makes_a_real_oom_with_its_phase_and_bytes(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    free = probe(recipe, tmp_path / "free", warm_server, {})
+    free = probe(recipe, tmp_path / "free", fork_server, {})
     assert free.device_used_bytes is not None
-    exact = probe(recipe, tmp_path / "exact", warm_server, {}, limit_bytes=free.device_used_bytes)
-    below = probe(recipe, tmp_path / "below", warm_server, {}, limit_bytes=free.device_used_bytes - 1)
+    exact = probe(recipe, tmp_path / "exact", fork_server, {}, limit_bytes=free.device_used_bytes)
+    below = probe(recipe, tmp_path / "below", fork_server, {}, limit_bytes=free.device_used_bytes - 1)
     assert exact.status is ProbeStatus.FIT
     assert below.status is ProbeStatus.OOM
     assert below.oom_phase == max(free.phases, key=lambda p: p.device_used_bytes).name
@@ -116,9 +116,9 @@ def test_a_limit_makes_a_real_oom_with_its_phase_and_bytes(
      ({"steps_per_generation": 1}, "chunks")],
 )  # fmt: skip
 def test_other_recipes_run(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, changes: dict[str, object], named: str
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, changes: dict[str, object], named: str
 ) -> None:
-    result = probe(recipe, tmp_path / "p", warm_server, changes)
+    result = probe(recipe, tmp_path / "p", fork_server, changes)
     assert result.status is ProbeStatus.FIT, f"{named}: {result.reason}"
 
 
@@ -138,21 +138,21 @@ def test_other_recipes_run(
     ],
 )
 def test_the_longest_sample_is_trls_own_under_each_candidates_length(
-    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: str, own: dict[str, object],
+    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: str, own: dict[str, object],
     changes: dict[str, object], longest: int, tokens: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from autofit.probing.trl_config import parse
-    from autofit.probing.worker import read_worst_case
+    from autofit.probing.phases import read_worst_case
+    from autofit.recipe.trl_config import parse
 
     monkeypatch.chdir(tmp_path)
-    recipe = offline_recipe(trainer, tmp_path, tiny_model, warm_server, own)
+    recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server, own)
     assert (recipe.longest_sample_tokens, recipe.effective_batch_size) == (longest, 8)
     values = merge(recipe.values, {**changes, "use_cpu": True})
     plug_in = importlib.import_module(f"trainers.{trainer}")
     config = parse(trainer, values, overrides={})
     assert plug_in.tokens_per_step(config, read_worst_case(worst_case_path(tmp_path))) == tokens
     if changes and "max_length" not in changes:
-        result = probe(recipe, tmp_path / "p", warm_server, changes)
+        result = probe(recipe, tmp_path / "p", fork_server, changes)
         assert result.status is ProbeStatus.FIT, result.reason
         assert {p.name for p in result.phases} == {"load", "scoring", "update", "optimizer", "save", "resume"}
         assert all(r > 0 for r in result.rollout_s)
@@ -164,7 +164,7 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     tmp_path: Path, tiny_model: Path, trainer: str, max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import trainers.common
-    from autofit.probing.trl_config import parse
+    from autofit.recipe.trl_config import parse
 
     values = yaml.safe_load(tiny.write_offline_recipe(trainer, tmp_path, tiny_model).read_text())
     plug_in = importlib.import_module(f"trainers.{trainer}")
@@ -186,24 +186,24 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
      ("reward_that_hangs", ProbeStatus.LOST, "the deadline of 8 s passed during scoring")],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, reward: str, status: ProbeStatus, words: str
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, reward: str, status: ProbeStatus, words: str
 ) -> None:
     deadline = 8 if reward == "reward_that_hangs" else 120
-    result = probe(recipe, tmp_path / "p", warm_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
+    result = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
     assert result.status is status
     assert words in result.reason
 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_cancelled_or_killed_probe_leaves_no_process(
-    recipe: Recipe, tmp_path: Path, warm_server: WarmServer, warm: bool
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, warm: bool
 ) -> None:
     for name in ("cancel", "kill the job"):
         folder = tmp_path / name.replace(" ", "-")
         request = ProbeRequest(
             folder=folder, trainer="grpo", values={**recipe.values, "reward_funcs": ["endings.reward_that_hangs"]},
             device="cpu", limit_bytes=None, worst_case=worst_case_path(recipe.folder), cwd=recipe.folder,
-            warm_socket=warm_server.socket_path if warm else None,
+            server_socket=fork_server.socket_path if warm else None,
         )  # fmt: skip
         launcher = Launcher()
         launcher.submit(request)
@@ -251,20 +251,20 @@ def _until(condition: object, seconds: float) -> None:
     ("entry", "code"), [("segfault", -11), ("killed", -9), ("leaves", 3)],
 )  # fmt: skip
 def test_the_warm_server_reports_how_a_child_ended(
-    warm_server: WarmServer, tmp_path: Path, entry: str, code: int
+    fork_server: ForkServer, tmp_path: Path, entry: str, code: int
 ) -> None:
-    ending = warm_server.call(_message(entry, tmp_path))
+    ending = fork_server.call(_message(entry, tmp_path))
     assert (ending.exit_code, ending.deadline_passed) == (code, False)
 
 
-def test_a_hanging_child_meets_its_deadline(warm_server: WarmServer, tmp_path: Path) -> None:
-    ending = warm_server.call(_message("hangs", tmp_path) | {"deadline_s": 0.5})
+def test_a_hanging_child_meets_its_deadline(fork_server: ForkServer, tmp_path: Path) -> None:
+    ending = fork_server.call(_message("hangs", tmp_path) | {"deadline_s": 0.5})
     assert (ending.exit_code, ending.deadline_passed) == (-9, True)
 
 
-def test_no_grandchild_outlives_its_probe(warm_server: WarmServer, tmp_path: Path) -> None:
+def test_no_grandchild_outlives_its_probe(fork_server: ForkServer, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    ending = warm_server.call(_message("leaves_grandchildren", tmp_path) | {"argument": str(pids)})
+    ending = fork_server.call(_message("leaves_grandchildren", tmp_path) | {"argument": str(pids)})
     assert ending.exit_code == 0
     assert not [pid for pid in map(int, pids.read_text().split()) if _running(pid)]
 
@@ -282,16 +282,16 @@ def _message(entry: str, folder: Path) -> dict[str, object]:
 )  # fmt: skip
 def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     recipe: Recipe, tmp_path: Path, trainer: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch,
-    warm_server: WarmServer, tiny_model: Path,
+    fork_server: ForkServer, tiny_model: Path,
 ) -> None:  # fmt: skip
     from torch.profiler import ProfilerActivity, profile
 
     from autofit.probing.memory import CpuMemory
-    from autofit.probing.trl_config import parse
-    from autofit.probing.worker import QUIET, read_worst_case
+    from autofit.probing.phases import QUIET, read_worst_case
+    from autofit.recipe.trl_config import parse
 
     if trainer != "grpo":
-        recipe = offline_recipe(trainer, tmp_path, tiny_model, warm_server)
+        recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server)
     monkeypatch.chdir(recipe.folder)
     plug_in = importlib.import_module(f"trainers.{trainer}")
     model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)

@@ -14,9 +14,9 @@ import tiny
 import yaml
 
 from autofit.files import read_json, write_json
-from autofit.probing.warm import WarmServer
-from autofit.promotion import read_progress
-from autofit.tracking import client, experiment_id
+from autofit.probing.fork_server import ForkServer
+from autofit.promotion.promotion import read_progress
+from autofit.tracking.study_mirror import client, experiment_id
 from autofit.tuning.study import load_study
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,20 +116,20 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
                              ("reward", {})],
 )  # fmt: skip
 def test_another_trainers_run_stopped_after_a_step_ends_as_if_it_never_was(
-    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: str, changes: dict[str, object]
+    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: str, changes: dict[str, object]
 ) -> None:
     path = tiny.write_offline_recipe(trainer, tmp_path, tiny_model, num_train_epochs=2, max_steps=-1, **changes)
     values = yaml.safe_load(path.read_text())
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    expected = _trained(whole, trainer, values, warm_server)
+    expected = _trained(whole, trainer, values, fork_server)
     assert expected is not None
     assert expected["steps"] == 6  # 2 epochs x 24 samples / 8 a step
     halves.mkdir()
     (halves / "stop").touch()
-    assert _trained(halves, trainer, values, warm_server) is None
+    assert _trained(halves, trainer, values, fork_server) is None
     assert [line["step"] for line in read_progress(halves)] == [1]
     (halves / "stop").unlink()
-    final = _trained(halves, trainer, values, warm_server)
+    final = _trained(halves, trainer, values, fork_server)
     assert final is not None
     assert (final["steps"], final["final_loss"], final["first_reward"]) == (6, expected["final_loss"], None)
     same = ("step", "loss", "grad_norm", "learning_rate")
@@ -139,7 +139,7 @@ def test_another_trainers_run_stopped_after_a_step_ends_as_if_it_never_was(
     assert (halves / "out" / "adapter_model.safetensors").exists()
 
 
-def _trained(folder: Path, trainer: str, values: dict[str, object], server: WarmServer) -> dict[str, object] | None:
+def _trained(folder: Path, trainer: str, values: dict[str, object], server: ForkServer) -> dict[str, object] | None:
     request = {
         "folder": str(folder), "device": "cpu", "trainer": trainer,
         "values": {**values, "output_dir": str(folder / "out"), "use_cpu": True},

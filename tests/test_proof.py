@@ -11,15 +11,15 @@ import optuna
 import pytest
 import yaml
 
-import autofit.proof
+import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.probing.proof_data import END, LONGEST, sample
-from autofit.probing.proof_worker import run as run_worker
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.probing.trl_config import parse
-from autofit.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
-from autofit.proof_keys import Reach, reach
+from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
+from autofit.proof.proof_keys import Reach, reach
+from autofit.proof.worker import run as run_worker
+from autofit.recipe.trl_config import parse
 from autofit.tuning.study import load_study, open_storage, tell, trials_of
+from trainers.proofs.samples import END, LONGEST, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPLIT: dict[str, object] = {
@@ -103,7 +103,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, relative: float, parameter: float
         asked.append(question)
         return {"difference": difference, "parts": {}, "model": "m", "versions": {}, "samples_per_step": 16}
 
-    monkeypatch.setattr(autofit.proof, "_ask", answer)
+    monkeypatch.setattr(autofit.proof.proof, "_ask", answer)
     return asked
 
 
@@ -198,7 +198,7 @@ def test_a_trial_is_proven_once_and_anew_when_the_versions_change(
     first = prove(study, trial)
     assert prove(load_study(tmp_path, "told"), trial) == first
     assert len(asked) == 1
-    monkeypatch.setattr(autofit.proof, "version", lambda _: "another")
+    monkeypatch.setattr(autofit.proof.proof, "version", lambda _: "another")
     prove(study, trial)
     assert len(asked) == 2
 
@@ -206,7 +206,7 @@ def test_a_trial_is_proven_once_and_anew_when_the_versions_change(
 def test_the_parts_keep_the_effective_batch_and_change_one_thing(values: dict[str, object], tmp_path: Path) -> None:
     change = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
     study = make_study(tmp_path, values, [("neutral", {**change, "gradient_checkpointing": False})])
-    parts = autofit.proof._Question.of(study, trials_of(study)[1]).parts()
+    parts = autofit.proof.proof._Question.of(study, trials_of(study)[1]).parts()
     sizes = {name: [part.get(key) for key in change] for name, part in parts.items()}
     assert sizes["micro-batch x accumulation"] == [8, 2, 2]
     assert sizes["steps_per_generation"] == [4, 4, 2]
@@ -223,7 +223,7 @@ def test_a_comparison_that_fails_is_one_clear_line(
         run_worker(str(tmp_path / "request.json"))
         return dict(json.loads((tmp_path / "answer.json").read_text()))
 
-    monkeypatch.setattr(autofit.proof, "_ask", ask)
+    monkeypatch.setattr(autofit.proof.proof, "_ask", ask)
     study = make_study(tmp_path, values | {"model_name_or_path": "/nowhere"}, [("neutral", dict(SPLIT))])
     with pytest.raises(EnvironmentFault, match=r"gradients of trial 1 could not be compared: the config of '/nowhere"):
         prove(study, trials_of(study)[1])
@@ -265,7 +265,7 @@ def test_two_rollouts_never_hold_as_many_tokens_so_a_loss_that_divides_by_them_s
 def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None:
     import transformers
 
-    from autofit.probing.shrink import small_model
+    from trainers.proofs.small_model import small_model
 
     config = getattr(transformers, name)()
     given = config.get_text_config()
@@ -286,7 +286,7 @@ def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None
 def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp_path: Path) -> None:
     from transformers import MambaConfig, Qwen2VLConfig
 
-    from autofit.probing.shrink import small_model
+    from trainers.proofs.small_model import small_model
 
     assert small_model(MambaConfig(), tmp_path / "mamba")[1] is None
     text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
@@ -297,7 +297,7 @@ def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp
 def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path: Path) -> None:
     from transformers import AutoConfig, JambaConfig
 
-    from autofit.probing.shrink import small_model
+    from trainers.proofs.small_model import small_model
 
     text, why = small_model(JambaConfig(router_aux_loss_coef=0.3), tmp_path)
     assert text.startswith("Mixtral")
@@ -315,7 +315,7 @@ def differences(
     folder: Path, base: Mapping[str, object], changes: Mapping[str, object], trainer: str = "grpo"
 ) -> tuple[float, int]:
     """The candidate's relative difference, and over how many optimizer steps."""
-    from autofit.probing.proof_worker import Proof as Worker
+    from autofit.proof.worker import Proof as Worker
 
     worker = Worker(trainer, {"baseline": base, "candidate": {**base, **changes}}, folder)
     found = worker.difference("candidate")
@@ -365,14 +365,14 @@ def test_an_adaptive_entropy_bonus_is_seen_whatever_entropy_it_aims_at(tiny_mode
      ({"steps_per_generation": 2, "num_iterations": 3}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 1)],
 )  # fmt: skip
 def test_every_kind_of_optimizer_step_is_taken(tmp_path: Path, changes: dict[str, object], steps: int) -> None:
-    from autofit.probing.proof_grpo import steps_of_a_round
+    from trainers.proofs.grpo import steps_of_a_round
 
     values = {**SMALLEST, "model_name_or_path": "m", "output_dir": str(tmp_path), "use_cpu": True}
     assert steps_of_a_round(parse("grpo", values | changes, overrides={})) == steps
 
 
 def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: Path) -> None:
-    from autofit.probing.proof_worker import Proof as Worker
+    from autofit.proof.worker import Proof as Worker
 
     base = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "reward_funcs": ["a.b"],
             "per_device_train_batch_size": 16, "gradient_accumulation_steps": 64, "steps_per_generation": 32,
@@ -386,7 +386,7 @@ def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: 
 def test_gradients_of_other_parameters_are_not_compared() -> None:
     import torch
 
-    from autofit.probing.proof_worker import compare
+    from autofit.proof.worker import compare
 
     with pytest.raises(ConfigError, match="trains other parameters"):
         compare([{"w": torch.ones(2)}], [{"w": torch.ones(3)}])

@@ -9,10 +9,10 @@ from optuna.trial import TrialState, create_trial
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.space import TIERS, Knob, Space, Tier
-from autofit.space_file import load_space
+from autofit.forecast.predictions import Predictions
+from autofit.space.space import TIERS, Knob, Space, Tier
+from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
-from autofit.tuning.predictions import Predictions
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
 
 GB = 10**9
@@ -262,7 +262,7 @@ def test_memory_order_in_the_grid_is_that_of_the_space() -> None:
 
 
 def test_a_grid_needs_no_space() -> None:
-    from autofit.space import Candidate
+    from autofit.space.space import Candidate
 
     candidates = [Candidate((a, b)) for a in (1, 2, 4, 8) for b in ("x", "y")]
     grid = Grid(["size", "kind"], [(1, 2, 4, 8), ("x", "y")], candidates, ascending=["size"])
@@ -309,7 +309,7 @@ def test_a_hundred_thousand_candidates_are_listed_and_searched() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_rollout_that_is_told_is_corrected_by_itself(told: bool) -> None:
-    from autofit.space import Candidate
+    from autofit.space.space import Candidate
 
     sizes, kinds = (1, 2, 4, 8), ("x", "y", "z")
     grid = Grid(["size", "kind"], [sizes, kinds], [Candidate((a, b)) for a in sizes for b in kinds])

@@ -18,26 +18,27 @@ from optuna.trial import TrialState
 from search_driver import plan
 
 import autofit.tuning.search
+from autofit.commands.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
+from autofit.forecast.predictions import Predictions
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.warm import WarmServer
-from autofit.recipe import TrainerName
-from autofit.space import Space
-from autofit.space_file import load_space
-from autofit.tables import trial_line
-from autofit.tuning.frontier import pareto_front, predicted_note, winner
-from autofit.tuning.predictions import Predictions
+from autofit.recipe.recipe import TrainerName
+from autofit.space.space import Space
+from autofit.space.space_file import load_space
+from autofit.tuning.frontier import pareto_front, winner
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
 from autofit.tuning.search import BROKEN, Plan, Search, open_study
+from autofit.tuning.sentences import predicted_note
 from autofit.tuning.study import load_study, tell, trials_of
 
 
 def search_in(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) -> tuple[Search, str]:
     wanted = plan(folder, trials, target_bytes)
-    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
     return search, search.run()
 
 
@@ -67,13 +68,13 @@ def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infea
      ("reward", {}, 16)],
 )  # fmt: skip
 def test_another_trainers_recipe_is_searched_at_the_same_effective_batch(
-    tmp_path: Path, tiny_model: Path, warm_server: WarmServer, trainer: TrainerName, own: dict[str, object],
+    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: TrainerName, own: dict[str, object],
     neutral: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     path = tiny.write_offline_recipe(trainer, tmp_path, tiny_model, **own)
     inspection = tmp_path / "i"
-    recipe = prepare(path, trainer=trainer, device="cpu", folder=inspection, server=warm_server)
+    recipe = prepare(path, trainer=trainer, device="cpu", folder=inspection, server=fork_server)
     space = Space.of(recipe, load_space(None, trainer=trainer))
     assert len(space.allowed()) == neutral
     wanted = Plan(recipe=recipe, space=space, folder=tmp_path, device="cpu", target_bytes=10**9, max_trials=2)
@@ -81,7 +82,7 @@ def test_another_trainers_recipe_is_searched_at_the_same_effective_batch(
     for name in ("worst_row", "worst_case.json"):
         (inspection / name).rename(wanted.probes_folder / name)
     study = open_study(wanted)
-    Search(wanted, study, warm_socket=warm_server.socket_path).run()
+    Search(wanted, study, server_socket=fork_server.socket_path).run()
     trials = trials_of(study)
     assert [t.status for t in trials] == [ProbeStatus.FIT] * 2, trials
     assert {micro * accumulation for micro, accumulation, *_ in map(space.split, space.allowed())} == {8}
@@ -95,7 +96,7 @@ def test_where_nothing_is_predicted_to_fit_no_trial_is_asked_for(tmp_path: Path,
     over = np.full(len(candidates), 200.0 * lawful.MB)
     predictions = Predictions(candidates=candidates, floor_bytes=over, device_used_bytes=over, step_s=over)
     wanted = replace(wanted, sampler=sampler, predictions=predictions)
-    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
     assert search.run() == "every candidate is tried or ruled out"
     assert not search.study.trials
     attrs = search.study.user_attrs
@@ -114,7 +115,7 @@ def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
 def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> None:
     wanted = plan(tmp_path, None)
     wanted = replace(wanted, plateau_trials=3)
-    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
     assert "3 trials did not improve" in search.run()
 
 
@@ -125,7 +126,7 @@ def test_a_study_name_of_another_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
-    from autofit.tuning.frontier import why
+    from autofit.tuning.sentences import why
 
     search, _ = search_in(tmp_path, 6, target_bytes=50 * lawful.MB)
     trials = trials_of(search.study)
@@ -139,7 +140,7 @@ def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
 
 def test_a_probe_killed_twice_is_told_as_lost_and_the_search_goes_on(tmp_path: Path) -> None:
     wanted = plan(tmp_path, 3)
-    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(_kill_trial_1))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(_kill_trial_1))
     search.run()
     first, second, third = (t.status for t in trials_of(search.study))
     assert (first, second) == (ProbeStatus.FIT, ProbeStatus.LOST)
@@ -197,7 +198,7 @@ def test_ctrl_c_while_an_answer_is_told_loses_no_answer(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(autofit.tuning.search, "tell", interrupted)
-    search = Search(plan(tmp_path, 2), open_study(plan(tmp_path, 2)), warm_socket=None, launcher=Launcher(lawful.run))
+    search = Search(plan(tmp_path, 2), open_study(plan(tmp_path, 2)), server_socket=None, launcher=Launcher(lawful.run))
     with pytest.raises(KeyboardInterrupt):
         search.run()
     search.interrupt()
@@ -266,7 +267,7 @@ def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) 
 
 def test_a_study_of_nothing_but_failures_ends_early_and_begins_anew_when_run_again(tmp_path: Path) -> None:
     wanted = plan(tmp_path, 4)
-    search = Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(_fail))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(_fail))
     assert search.run() == BROKEN
     assert len(search.study.trials) == 2
     search, reason = search_in(tmp_path, 4)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from recipes import grpo_recipe
 
+from autofit.commands.tables import margin_sentence, sensitivity_table
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space import CHUNK, SPLIT, Candidate, Space
-from autofit.space_file import load_space
-from autofit.tables import margin_sentence, sensitivity_table
+from autofit.space.space import CHUNK, SPLIT, Candidate, Space
+from autofit.space.space_file import load_space
 from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import neighbours, of_winner, sensitivity
 

@@ -10,16 +10,16 @@ import tiny
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware import choose_device, choose_target
+from autofit.hardware.hardware import choose_device, choose_target
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.warm import WarmServer
-from autofit.recipe import TrainerName
+from autofit.recipe.recipe import TrainerName
 
 
 def probe(
-    recipe_path: Path, folder: Path, server: WarmServer, *, limit_bytes: int | None, trainer: TrainerName = "grpo",
+    recipe_path: Path, folder: Path, server: ForkServer, *, limit_bytes: int | None, trainer: TrainerName = "grpo",
     least_of_fits: bool = True,
 ) -> ProbeResult:  # fmt: skip
     recipe = prepare(
@@ -27,16 +27,16 @@ def probe(
     )
     request = ProbeRequest(
         folder=folder, trainer=trainer, values=recipe.values, device="sim:a100-40gb", limit_bytes=limit_bytes,
-        worst_case=worst_case_path(recipe_path.parent / "i"), warm_socket=server.socket_path,
+        worst_case=worst_case_path(recipe_path.parent / "i"), server_socket=server.socket_path,
         least_of_fits=least_of_fits,
     )  # fmt: skip
     return Launcher().run(request)
 
 
 def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
-    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer
+    tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    free = probe(tiny_recipe, tmp_path / "free", warm_server, limit_bytes=None)
+    free = probe(tiny_recipe, tmp_path / "free", fork_server, limit_bytes=None)
     assert free.status is ProbeStatus.FIT, free.reason
     least, used = free.least_capacity_bytes, free.device_used_bytes
     assert least is not None
@@ -48,12 +48,12 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
     assert free.rollout_s[0] + free.update_s[0] <= free.step_s[0] * 1.001
     for phase in free.phases:
         assert sum(free.categories[phase.name].values()) <= phase.peak_allocated_bytes * 1.001
-    fits = probe(tiny_recipe, tmp_path / "fits", warm_server, limit_bytes=least)
+    fits = probe(tiny_recipe, tmp_path / "fits", fork_server, limit_bytes=least)
     assert (fits.status, fits.peak_allocated_bytes) == (ProbeStatus.FIT, free.peak_allocated_bytes)
-    quick = probe(tiny_recipe, tmp_path / "quick", warm_server, limit_bytes=used, least_of_fits=False)
+    quick = probe(tiny_recipe, tmp_path / "quick", fork_server, limit_bytes=used, least_of_fits=False)
     assert (quick.status, quick.device_used_bytes, quick.least_capacity_bytes) == (ProbeStatus.FIT, used, None)
     limit_bytes = least - 32 * 2**20
-    below = probe(tiny_recipe, tmp_path / "below", warm_server, limit_bytes=limit_bytes, least_of_fits=False)
+    below = probe(tiny_recipe, tmp_path / "below", fork_server, limit_bytes=limit_bytes, least_of_fits=False)
     assert below.status is ProbeStatus.OOM
     assert below.least_capacity_bytes == least
     assert below.device_used_bytes is not None
@@ -66,7 +66,7 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
      ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1), ("reward", {"load_in_4bit": True}, 1)],
 )  # fmt: skip
 def test_the_other_trainers_run_on_a_simulated_card(
-    tiny_recipe: Path, tmp_path: Path, warm_server: WarmServer, trainer: TrainerName, changes: dict[str, object],
+    tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object],
     models: int,
 ) -> None:  # fmt: skip
     folder, sizes = (
@@ -77,7 +77,7 @@ def test_the_other_trainers_run_on_a_simulated_card(
     (model / "model.safetensors").unlink()  # a config is enough
     (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **sizes}))
     path = tiny.write_offline_recipe(trainer, folder, model, **{"dtype": "bfloat16", "bf16": True, **changes})
-    result = probe(path, tmp_path / "p", warm_server, limit_bytes=None, trainer=trainer)
+    result = probe(path, tmp_path / "p", fork_server, limit_bytes=None, trainer=trainer)
     assert result.status is ProbeStatus.FIT, result.reason
     scoring = {"scoring"} if "precompute_ref_log_probs" in changes else set()
     assert {p.name for p in result.phases} == {"load", "update", "optimizer", *scoring}
@@ -90,11 +90,11 @@ def test_the_other_trainers_run_on_a_simulated_card(
 
 
 def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
-    tmp_path: Path, warm_server: WarmServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12))
-    found = probe(recipe, tmp_path / "deep", warm_server, limit_bytes=None)
+    found = probe(recipe, tmp_path / "deep", fork_server, limit_bytes=None)
     assert found.status is ProbeStatus.FIT, found.reason
     assert "traced again" not in (tmp_path / "deep" / "probe.log").read_text()
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # q, o; k, v; gate, up, down, in fp32
@@ -103,12 +103,12 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
-    tmp_path: Path, warm_server: WarmServer, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes = {"use_vllm": True, "vllm_mode": mode, "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True}
     recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12), **changes)
-    found = probe(recipe, tmp_path / "p", warm_server, limit_bytes=None)
+    found = probe(recipe, tmp_path / "p", fork_server, limit_bytes=None)
     assert found.status is ProbeStatus.FIT, found.reason
     assert "traced again" not in (tmp_path / "p" / "probe.log").read_text()
     held = {phase: categories.get("vLLM", 0) for phase, categories in found.categories.items()}

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.space import TIERS, Knob, Space, Tier
-from autofit.space_file import load_space
+from autofit.space.space import TIERS, Knob, Space, Tier
+from autofit.space.space_file import load_space
 
 KNOBS = load_space(None, trainer="grpo")
 

@@ -10,17 +10,17 @@ import tiny
 import yaml
 from transformers import AutoConfig, AutoTokenizer
 
-from autofit import catalogue
 from autofit.errors import ConfigError
-from autofit.probing import stand_in
+from autofit.probing import offline
 from autofit.probing.inspection import inspect
-from autofit.probing.stand_in import read_config, stand_in_model
+from autofit.probing.offline import read_config, stand_in_model
+from autofit.recipe import catalogue
 
 SIM = "sim:a100-40gb"
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -44,11 +44,11 @@ def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: P
     assert found["num_prompts"] is None
     assert found["values"]["model_name_or_path"] == "Qwen/Qwen3-0.6B"  # type: ignore[index]
     assert found["resolved"]["dataset_name"] == "no/such"  # type: ignore[index]
-    changes = stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i")
+    changes = offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i")
     assert AutoConfig.from_pretrained(changes["model_name_or_path"]).num_hidden_layers == 28
-    assert changes["reward_funcs"] == ["autofit.probing.stand_in.no_reward"]
+    assert changes["reward_funcs"] == ["autofit.probing.offline.no_reward"]
     inspected(tiny_recipe)  # everything is at hand again
-    assert stand_in.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
+    assert offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
 
 
 def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
     (tmp_path / "config.json").write_text(json.dumps(dict(config)))
     tokenizer = AutoTokenizer.from_pretrained(stand_in_model(str(tmp_path), tmp_path / "i"))
     for tokens in (1, 50):
-        made = stand_in.made_up_dataset("grpo", tokens, tokenizer, tmp_path, text_column=None)
+        made = offline.made_up_dataset("grpo", tokens, tokenizer, tmp_path, text_column=None)
         row = json.loads((Path(made) / "train.jsonl").read_text())
         assert len(tokenizer(row["prompt"])["input_ids"]) == tokens
 
@@ -151,7 +151,7 @@ def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from autofit.probing.model_check import check_model
-    from autofit.probing.trl_config import parse
+    from autofit.recipe.trl_config import parse
 
     config = parse("grpo", values_of(tiny_recipe, load_in_4bit=True, lora_target_modules=["wte", "wpe"]),
                    overrides={"use_cpu": True})  # fmt: skip

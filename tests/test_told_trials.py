@@ -10,9 +10,9 @@ from optuna.trial import TrialState
 
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe import Recipe, TrainerName
-from autofit.space import TIERS, Space, Tier
-from autofit.space_file import load_space
+from autofit.recipe.recipe import Recipe, TrainerName
+from autofit.space.space import TIERS, Space, Tier
+from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, SamplerName, make_sampler
 from autofit.tuning.search import Plan, Search
@@ -121,11 +121,11 @@ def told(
     sampler = make_sampler(name, Grid.of(space), target_bytes=100, seed=seed)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     launcher = ByChance(random.Random(seed))
-    Search(plan, study, warm_socket=None, launcher=launcher).run()
+    Search(plan, study, server_socket=None, launcher=launcher).run()
     half = study.ask()
     first = next(iter(sampler.distributions().items()))
     half._suggest(*first)
-    Search(plan, study, warm_socket=None, launcher=launcher).run()
+    Search(plan, study, server_socket=None, launcher=launcher).run()
     assert all(t.state in (TrialState.COMPLETE, TrialState.FAIL) for t in study.trials)
     return study, launcher.asked
 

@@ -15,11 +15,11 @@ from optuna.trial import FrozenTrial
 from search_driver import plan
 
 from autofit.probing.launch import Launcher
-from autofit.tracking import _sync, client, experiment_id, sync
+from autofit.tracking.study_mirror import _sync, client, experiment_id, sync
+from autofit.tracking.ui import compare_path, server
 from autofit.tuning.frontier import pareto_front
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of
-from autofit.ui import compare_path, server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of 8 trials."""
     folder = tmp_path_factory.mktemp("studies")
     wanted = plan(folder, 8)
-    Search(wanted, open_study(wanted), warm_socket=None, launcher=Launcher(lawful.run)).run()
+    Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run)).run()
     return folder
 
 
@@ -117,7 +117,7 @@ def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) 
     """The follower of a search meets a tracking server that refuses connections, and is told to end."""
     env = {**os.environ, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     began = time.monotonic()
-    follower = subprocess.Popen([sys.executable, "-m", "autofit.tracking", str(folder), "law"], env=env,
+    follower = subprocess.Popen([sys.executable, "-m", "autofit.tracking.study_mirror", str(folder), "law"], env=env,
                                 stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     _, errors = follower.communicate(b"", timeout=120)
     assert follower.returncode == 0

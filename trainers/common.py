@@ -23,7 +23,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from autofit.errors import ConfigError
-from autofit.probing.trl_config import TrlConfig
+from autofit.recipe.trl_config import TrlConfig
 
 # What a trainer that is only made to read its dataset has no use for: each would act outside or needs a real model.
 _IDLE: dict[str, object] = {

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
-from autofit.probing.trl_config import TrlConfig
+from autofit.recipe.trl_config import TrlConfig
 from trainers.common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 
 # The reference is scored within the update, or with `precompute_ref_log_probs` for the whole dataset before training.

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
-from autofit.probing.trl_config import TrlConfig
+from autofit.recipe.trl_config import TrlConfig
 from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 
 PHASES = {"_save_checkpoint": "save"}

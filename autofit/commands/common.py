@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from autofit.baseline import PROMPT_TOKENS, baseline_path
 from autofit.errors import AutofitError, ConfigError
+from autofit.recipe.baseline import PROMPT_TOKENS, baseline_path
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
-    from autofit.probing.warm import WarmServer
-    from autofit.recipe import Recipe, TrainerName
+    from autofit.probing.fork_server import ForkServer
+    from autofit.recipe.recipe import Recipe, TrainerName
 
 T = TypeVar("T")
 DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -43,11 +43,11 @@ def dir_option(folder: Path) -> str:
     return "" if folder == Path("autofit-studies") else f" --dir {folder}"
 
 
-def warm(folder: Path) -> "WarmServer":
-    from autofit.probing.warm import WarmServer
+def fork_server(folder: Path) -> "ForkServer":
+    from autofit.probing.fork_server import ForkServer
 
     try:
-        return WarmServer(folder)
+        return ForkServer(folder)
     except FileExistsError as error:
         raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
 
@@ -85,7 +85,7 @@ def check_prompt_tokens(options: argparse.Namespace, device: str) -> None:
         raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
 
 
-def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "WarmServer") -> "Recipe":
+def prepared(path: Path, options: argparse.Namespace, device: str, scratch: Path, server: "ForkServer") -> "Recipe":
     """The recipe in `path` as the options change it; its worst case in `scratch`, which is dropped on an error."""
     from autofit.probing.prepare import prepare
 
@@ -113,8 +113,8 @@ def remove(folder: Path) -> None:
 
 def trainer(options: argparse.Namespace, path: Path) -> "TrainerName":
     """The trainer that was asked for, or the one whose keys the recipe has."""
-    from autofit.recipe import read_yaml_mapping
-    from autofit.trainer_keys import trainer_of
+    from autofit.recipe.recipe import read_yaml_mapping
+    from autofit.recipe.trainer_keys import trainer_of
 
     values = read_yaml_mapping(path, what="recipe") | settings(getattr(options, "set", ()))
     return trainer_of(values, options.trainer)

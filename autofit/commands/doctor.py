@@ -14,14 +14,14 @@ def doctor(options: argparse.Namespace) -> int:
         if not options.calibrate:
             raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
         return DONE
-    from autofit.hardware import choose_device
-    from autofit.probing.warm import WarmServer
+    from autofit.hardware.hardware import choose_device
+    from autofit.probing.fork_server import ForkServer
 
     at_least_one("--world-size", options.world_size)
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:
-        server = WarmServer(Path(temporary))
+        server = ForkServer(Path(temporary))
         try:
             device = choose_device(options.device)
             recipe = prepared(options.recipe, options, device, Path(temporary) / "inspection", server)
@@ -34,7 +34,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _calibrate() -> None:
-    from autofit.calibration import costs_path, measure
+    from autofit.hardware.calibration import costs_path, measure
 
     costs = measure()
     print(f"{'host costs':>16}: {costs.launch_s * 1e6:.1f} us a kernel, {costs.view_s * 1e6:.1f} us a view (in "

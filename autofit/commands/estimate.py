@@ -5,19 +5,19 @@ import json
 import sys
 from pathlib import Path
 
-from autofit.baseline import baseline_path
 from autofit.commands.common import DONE, NOTHING_FITS, at_least_one, describe, given, prepared, say
+from autofit.recipe.baseline import baseline_path
 from autofit.units import parse_bytes, parse_seconds
 
 
 def estimate(options: argparse.Namespace) -> int:
     import tempfile
 
-    from autofit.estimate import Estimator, advice_lines, estimate_json, estimate_table, plot_phases
-    from autofit.hardware import choose_device_and_target
+    from autofit.forecast.estimate import Estimator, advice_lines, estimate_json, estimate_table, plot_phases
+    from autofit.hardware.hardware import choose_device_and_target
+    from autofit.probing.fork_server import ForkServer
     from autofit.probing.prepare import worst_case_path
     from autofit.probing.result import ProbeStatus
-    from autofit.probing.warm import WarmServer
 
     at_least_one("--prompt-tokens", options.prompt_tokens)
     asked_bytes = given("--target-vram", options.target_vram, parse_bytes)
@@ -26,7 +26,7 @@ def estimate(options: argparse.Namespace) -> int:
     options.world_size = 1
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
         folder = Path(temporary)
-        server = WarmServer(folder)
+        server = ForkServer(folder)
         try:
             recipe = prepared(options.recipe or baseline_path(), options, device, folder / "inspection", server)
             recipe.check()

@@ -9,7 +9,7 @@ from autofit.errors import ConfigError
 
 def promote(options: argparse.Namespace) -> int:
     from autofit.files import write_atomically
-    from autofit.promotion import follow, has_dataset, launch, model_path, plan_promotion, stop
+    from autofit.promotion.promotion import follow, has_dataset, launch, model_path, plan_promotion, stop
     from autofit.tuning.study import exclusive
 
     terminate_like_interrupt()

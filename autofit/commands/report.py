@@ -17,10 +17,11 @@ def report(options: argparse.Namespace) -> int:
 
 
 def show_result(options: argparse.Namespace, folder: Path, name: str, stopped: str) -> int:
-    from autofit.tables import front_table, margin_sentence, sensitivity_table, to_json
-    from autofit.tuning.frontier import confirmation_note, predicted_note, rule_of, why, winner
+    from autofit.commands.tables import front_table, margin_sentence, sensitivity_table, to_json
+    from autofit.tuning.frontier import rule_of, winner
     from autofit.tuning.search import BROKEN
     from autofit.tuning.sensitivity import of_winner
+    from autofit.tuning.sentences import confirmation_note, predicted_note, why
     from autofit.tuning.study import load_study, trials_of
 
     study = load_study(folder, name)

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.baseline import baseline_path
 from autofit.commands.common import (
     at_least_one,
     check_prompt_tokens,
     describe,
+    fork_server,
     given,
     ignore_interrupts,
     prepared,
@@ -25,19 +25,19 @@ from autofit.commands.common import (
     say,
     terminate_like_interrupt,
     trainer,
-    warm,
 )
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
+from autofit.recipe.baseline import baseline_path
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
     import optuna
 
-    from autofit.forecast import Forecast
-    from autofit.probing.warm import WarmServer
-    from autofit.recipe import Recipe
+    from autofit.forecast.forecast import Forecast
+    from autofit.probing.fork_server import ForkServer
+    from autofit.recipe.recipe import Recipe
     from autofit.tuning.frontier import Trial
     from autofit.tuning.search import Plan, Progress, Search
 
@@ -50,7 +50,7 @@ def search(options: argparse.Namespace) -> int:
     _check_search(options)
     terminate_like_interrupt()
     folder: Path = options.dir
-    server = warm(folder)
+    server = fork_server(folder)
     try:
         plan, scratch = _plan(options, server)
         forecast = _forecast(plan, scratch, server)
@@ -59,12 +59,12 @@ def search(options: argparse.Namespace) -> int:
             _keep_worst_case(scratch, plan.probes_folder)
             say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
-            search = Search(plan, study, warm_socket=server.socket_path)
+            search = Search(plan, study, server_socket=server.socket_path)
             try:
                 with _display(search, plan):
                     stopped = search.run()
                 if not options.no_confirm:
-                    confirm(plan, study, warm_socket=server.socket_path, say=say)
+                    confirm(plan, study, server_socket=server.socket_path, say=say)
                 if plan.device == "cuda":
                     _correct_clock(plan, study, server)
             except KeyboardInterrupt:
@@ -93,10 +93,10 @@ def _check_search(options: argparse.Namespace) -> None:
         raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {options.world_size}")
 
 
-def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Path]":
-    from autofit.hardware import choose_device_and_target
-    from autofit.space import Space
-    from autofit.space_file import load_space
+def _plan(options: argparse.Namespace, server: "ForkServer") -> "tuple[Plan, Path]":
+    from autofit.hardware.hardware import choose_device_and_target
+    from autofit.space.space import Space
+    from autofit.space.space_file import load_space
     from autofit.tuning.search import Plan
 
     budget = given("--time-budget", options.time_budget, parse_seconds)
@@ -138,19 +138,19 @@ def _plan(options: argparse.Namespace, server: "WarmServer") -> "tuple[Plan, Pat
 
 def _probes_at_once(device: str) -> int:
     """One probe a card; simulated ones share nothing but the processor; on the CPU a second would slow the first."""
-    from autofit.hardware import gpus
+    from autofit.hardware.hardware import gpus
 
     if device.startswith("sim:"):
         return min(4, os.cpu_count() or 1)
     return len(gpus()) if device == "cuda" else 1
 
 
-def _forecast(plan: "Plan", scratch: Path, server: "WarmServer") -> "Forecast | None":
+def _forecast(plan: "Plan", scratch: Path, server: "ForkServer") -> "Forecast | None":
     """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
     import numpy as np
 
-    from autofit.forecast import Forecaster
-    from autofit.hardware import simulated_twin
+    from autofit.forecast.forecast import Forecaster
+    from autofit.hardware.hardware import simulated_twin
     from autofit.probing.prepare import worst_case_path
 
     device = simulated_twin(plan.device)
@@ -178,8 +178,8 @@ def _keep_sensitivity(
     options: argparse.Namespace, plan: "Plan", study: "optuna.Study", forecast: "Forecast | None"
 ) -> None:
     """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
-    from autofit.space import Space
-    from autofit.space_file import load_space
+    from autofit.space.space import Space
+    from autofit.space.space_file import load_space
     from autofit.tuning.frontier import rule_of, winner
     from autofit.tuning.sensitivity import sensitivity
     from autofit.tuning.study import trials_of
@@ -198,13 +198,13 @@ def _keep_sensitivity(
         study.set_user_attr("sensitivity", kept)
 
 
-def _correct_clock(plan: "Plan", study: "optuna.Study", server: "WarmServer") -> None:
+def _correct_clock(plan: "Plan", study: "optuna.Study", server: "ForkServer") -> None:
     """Correct the clock of the card's simulated twin by the winner's measured seconds, and keep that for the card."""
-    from autofit import calibration
-    from autofit.estimate import Estimator
-    from autofit.hardware import simulated_twin
+    from autofit.forecast.estimate import Estimator
+    from autofit.hardware import calibration
+    from autofit.hardware.hardware import simulated_twin
     from autofit.probing.prepare import worst_case_path
-    from autofit.recipe import merge
+    from autofit.recipe.recipe import merge
     from autofit.tuning.frontier import rule_of, winner
     from autofit.tuning.study import trials_of
 
@@ -223,12 +223,12 @@ def _correct_clock(plan: "Plan", study: "optuna.Study", server: "WarmServer") ->
 
 def _keep_worst_case(scratch: Path, folder: Path) -> None:
     """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
-    from autofit.probing import stand_in
+    from autofit.probing import offline
     from autofit.probing.prepare import worst_case_path
 
     folder.mkdir(parents=True, exist_ok=True)
     if not worst_case_path(folder).exists():  # the same study has the same one
-        stand_in.keep(scratch, folder)
+        offline.keep(scratch, folder)
         shutil.rmtree(folder / "worst_row", ignore_errors=True)
         os.replace(scratch / "worst_row", folder / "worst_row")
         os.replace(worst_case_path(scratch), worst_case_path(folder))
@@ -265,7 +265,7 @@ def _mirror(options: argparse.Namespace, study: str) -> Iterator[None]:
     log_path: Path = options.dir / "mlflow.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autofit.tracking", str(options.dir), study],
+            [sys.executable, "-m", "autofit.tracking.study_mirror", str(options.dir), study],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
@@ -286,7 +286,7 @@ def _display(search: "Search", plan: "Plan") -> Iterator[None]:
     from rich.console import Console
     from rich.text import Text
 
-    from autofit.tables import trial_line
+    from autofit.commands.tables import trial_line
 
     console = Console(stderr=True)
     resolved = plan.recipe.resolved
@@ -308,7 +308,7 @@ def _display(search: "Search", plan: "Plan") -> Iterator[None]:
 
 
 def _progress_text(progress: "Progress", plan: "Plan") -> str:
-    from autofit.tuning.frontier import describe_changes
+    from autofit.space.describe import describe_changes
 
     done = sum(t.result is not None for t in progress.trials)
     now = ", ".join(f"trial {t.number}: {describe_changes(t.changes, plan.recipe.resolved)}" for t in progress.probing)

@@ -8,8 +8,8 @@ from autofit.errors import ConfigError
 
 
 def ui(options: argparse.Namespace) -> int:
-    from autofit.tracking import sync
-    from autofit.ui import compare_path, server
+    from autofit.tracking.study_mirror import sync
+    from autofit.tracking.ui import compare_path, server
 
     terminate_like_interrupt()
     if options.port is not None and not 0 < options.port < 65536:
@@ -28,7 +28,7 @@ def ui(options: argparse.Namespace) -> int:
 
 
 def sync(options: argparse.Namespace) -> int:
-    from autofit.tracking import sync, tracking_uri
+    from autofit.tracking.study_mirror import sync, tracking_uri
 
     count = sync(options.dir, options.study, rebuild=options.rebuild)
     print(f"{count} finished trials are in MLflow ({tracking_uri(options.dir)})")

@@ -9,8 +9,8 @@ NOT_NEUTRAL = 1  # what was to be proven is not so
 
 
 def verify(options: argparse.Namespace) -> int:
-    from autofit.promotion import choose
-    from autofit.proof import Verdict, lines, prove
+    from autofit.promotion.promotion import choose
+    from autofit.proof.proof import Verdict, lines, prove
     from autofit.tuning.frontier import rule_of
     from autofit.tuning.study import load_study, trials_of
 

@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
-from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, HostCosts, gpu_spec
 
 if TYPE_CHECKING:
     from autofit.fakegpu.allocator import AllocatorSettings
-    from autofit.fakegpu.clock import HostCosts
-    from autofit.fakegpu.device import FakeGpu, fake_gpu
+    from autofit.fakegpu.card import FakeGpu
+    from autofit.fakegpu.device import fake_gpu
 
 __all__ = [
     "GPU_SPECS",
@@ -30,8 +30,7 @@ __all__ = [
 
 _LAZY = {
     "AllocatorSettings": "autofit.fakegpu.allocator",
-    "FakeGpu": "autofit.fakegpu.device",
-    "HostCosts": "autofit.fakegpu.clock",
+    "FakeGpu": "autofit.fakegpu.card",
     "fake_gpu": "autofit.fakegpu.device",
 }
 

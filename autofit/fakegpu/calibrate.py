@@ -20,8 +20,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.fakegpu.clock import NO_KERNEL, HostCosts
+from autofit.fakegpu.clock import NO_KERNEL
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.specs import HostCosts
 
 WIDTH = 4
 LAYERS = 8

@@ -10,17 +10,16 @@ The efficiencies and host costs are round guesses for eager PyTorch, not measure
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from autofit.fakegpu.specs import GpuSpec
+from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 if TYPE_CHECKING:
-    from autofit.fakegpu.kernel_log import KernelLog
+    from autofit.fakegpu.formula.kernel_log import KernelLog
 
 aten = torch.ops.aten
 
@@ -35,17 +34,6 @@ _TENSOR_CORE_OPS = {
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCosts:
-    """What eager PyTorch costs on the host, and how much of a peak rate real kernels reach. Guesses: calibrate."""
-
-    launch_s: float = 8e-6
-    view_s: float = 1.5e-6
-    shortest_kernel_s: float = 2e-6
-    flops_frac: float = 0.7
-    bandwidth_frac: float = 0.8
 
 
 class Clock:

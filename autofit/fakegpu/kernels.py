@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 
 if TYPE_CHECKING:
-    from autofit.fakegpu.device import FakeGpu
+    pass
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -114,50 +114,6 @@ _SCRATCH: dict[OpOverload, Scratch] = {
     aten.sort.default: _sort_pairs,
     aten.sort.stable: _sort_pairs,
 }
-
-
-_CONVOLUTION_NOTE = (
-    "cuDNN's workspace for convolutions is not counted: which algorithm it picks, and so how much it takes for the "
-    "moment of each call (from nothing to hundreds of MiB), depends on its version and on cudnn.benchmark"
-)
-
-
-def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Operations that fakes cannot run or that need a word in `gpu.notes`; there is nothing to patch for them."""
-    from autofit.fakegpu.accumulate import accumulation_in_place
-
-    handlers = gpu.tracer.handlers
-    for name in ("_fused_sgd_", "_fused_adagrad_"):
-        packet = getattr(aten, name, None)
-        for overload in packet.overloads() if packet is not None else ():
-            if "out" not in overload:
-                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, and nothing beside
-    accumulation_in_place(gpu)
-    if gpu.mode == "cuda":
-        for function in (aten.convolution.default, aten.convolution_backward.default):
-            handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
-    return ()
-
-
-def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:
-    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        gpu.note(text)
-        shortcut = gpu.tracer.shortcut
-        return shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
-
-    return run
-
-
-def other_ways(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """`nn.TransformerEncoder`'s fast path in inference needs nested tensors, which fakes are not."""
-    enabled = torch.backends.mha.get_fastpath_enabled
-
-    def fast_path() -> bool:
-        if enabled() and not torch.is_grad_enabled():
-            gpu.note("the fast path of nn.TransformerEncoder and nn.MultiheadAttention was not simulated")
-        return False
-
-    yield torch.backends.mha, "get_fastpath_enabled", fast_path, "it makes nested tensors of fakes"
 
 
 def add_scratch_rule(func: OpOverload, rule: Scratch) -> None:

@@ -228,3 +228,14 @@ def gpu_spec(name: str) -> GpuSpec:
     names = list(dict.fromkeys(_BY_PLAIN_NAME[key].name for key in near))
     hint = f"did you mean {', '.join(names)}?" if names else f"known: {', '.join(sorted(GPU_SPECS))}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """What eager PyTorch costs on the host, and how much of a peak rate real kernels reach. Guesses: calibrate."""
+
+    launch_s: float = 8e-6
+    view_s: float = 1.5e-6
+    shortest_kernel_s: float = 2e-6
+    flops_frac: float = 0.7
+    bandwidth_frac: float = 0.8

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.fast import Shortcut
+from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.kernels import GEMMS, scratch_bytes
-from autofit.fakegpu.layers import LayerRecorder
+from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory
-from autofit.fakegpu.shadow import DATA_DEPENDENT, Shadows
+from autofit.fakegpu.op_cache import Shortcut
 
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default

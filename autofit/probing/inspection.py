@@ -1,6 +1,6 @@
 """What a recipe means, found out once before any probe: TRL's parse, the longest prompt, the size of the model.
 
-Runs in the warm server's child or in a process of its own, because it imports torch and may import the user's code.
+Runs in the fork server's child or in a process of its own, because it imports torch and may import the user's code.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from urllib.parse import urlparse
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.probing.model_check import check_model
-from autofit.probing.stand_in import clear, made_up_dataset, read_config, stand_in_model, unknown_model
-from autofit.probing.trl_config import TrlConfig, parse, plain
+from autofit.probing.offline import clear, made_up_dataset, read_config, stand_in_model, unknown_model
+from autofit.recipe.trl_config import TrlConfig, parse, plain
 
 _STATE_IT = "or give --prompt-tokens N, the longest prompt in tokens, and a made-up one stands in for the dataset"
 _DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

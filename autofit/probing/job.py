@@ -11,11 +11,11 @@ import psutil
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.hardware import gpus
-from autofit.probing.keeper import Ending, computing_env, keep
+from autofit.hardware.hardware import gpus
+from autofit.probing.fork_server import call
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slot
-from autofit.probing.warm import call
+from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.units import format_bytes
 
 _LARGER = 1.1  # a card that is hardly larger than the target cannot say by how much that is exceeded
@@ -84,14 +84,14 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
     env: dict[str, str] = {}
     if slot_name.startswith("cuda-"):
         env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
-    if request.warm_socket is not None:
+    if request.server_socket is not None:
         message = {
             "entry": "autofit.probing.worker:run", "argument": str(request.request_path), "cwd": str(request.cwd),
             "log": str(request.log_path), "env": env, "deadline_s": request.deadline_s,
             "cancel": str(asked.folder / "cancel"),
         }  # fmt: skip
         try:
-            return call(request.warm_socket, message)
+            return call(request.server_socket, message)
         except EnvironmentFault as fault:
             if "does not answer" not in str(fault):  # the child was taken: it may have run, so it is not run again
                 return Ending(exit_code=-signal.SIGKILL)

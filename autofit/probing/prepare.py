@@ -1,14 +1,14 @@
-"""From a YAML file to a Recipe: TRL's parser, the dataset and the model's config, asked of the warm server."""
+"""From a YAML file to a Recipe: TRL's parser, the dataset and the model's config, asked of the fork server."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autofit.baseline import baseline_path
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full, read_json, write_json
-from autofit.probing.warm import WarmServer
-from autofit.recipe import Recipe, TrainerName, merge, read_yaml_mapping
+from autofit.probing.fork_server import ForkServer
+from autofit.recipe.baseline import baseline_path
+from autofit.recipe.recipe import Recipe, TrainerName, merge, read_yaml_mapping
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
@@ -19,7 +19,7 @@ def worst_case_path(folder: Path) -> Path:
 
 
 def prepare(
-    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: WarmServer, world_size: int = 1,
+    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
     changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
 ) -> Recipe:  # fmt: skip
     """The recipe in `path` with `changes` over it; leaves the worst-case row in `folder`.

@@ -32,7 +32,7 @@ class ProbeRequest:
     measured_steps: int = 2
     deadline_s: float = 900.0
     cwd: Path = field(default_factory=Path.cwd)
-    warm_socket: str | None = None
+    server_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
     least_of_fits: bool = True  # simulated: find the least capacity of what fits too, which takes a second or more
     capped: bool = True  # False: allocate what is asked for, and hold it against the limit afterwards

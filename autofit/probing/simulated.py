@@ -14,12 +14,12 @@ from unittest import mock
 
 import transformers
 
-from autofit.calibration import host_costs
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
-from autofit.fakegpu.expand import Mark, Run, expanded
-from autofit.fakegpu.layers import LayerClock, shrink
+from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.layers import LayerClock, shrink
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
+from autofit.hardware.calibration import host_costs
 from autofit.probing.result import PhasePeak
 
 

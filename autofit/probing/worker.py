@@ -12,69 +12,17 @@ import re
 import shutil
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
-
-from autofit.files import is_full, read_json, write_json
-from autofit.probing import stand_in
+from autofit.files import is_full, write_json
+from autofit.probing import offline
 from autofit.probing.inspection import go_offline_without_a_hub
-from autofit.probing.keeper import die_with_parent
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
+from autofit.probing.phases import BEFORE_UPDATE, QUIET, Recorder, read_worst_case, wrap_phases
 from autofit.probing.result import NO_SPACE, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.trl_config import TrlConfig, parse
-
-# What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
-QUIET = {
-    "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
-    "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
-    "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
-}  # fmt: skip
-
-BEFORE_UPDATE = ("wake-up", "rollout", "scoring")  # phases that count as the rollout's seconds
-
-
-class Recorder:
-    """Which phase the probe is in, the peak of each, and the seconds of each in the measured steps."""
-
-    def __init__(self, memory: Memory, phase_path: Path) -> None:
-        self._memory = memory
-        self._phase_path = phase_path
-        self._entered = memory.now_s()
-        self.phase = "load"
-        self.peaks: list[PhasePeak] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        phase_path.write_text(self.phase)
-
-    def enter(self, phase: str) -> str:
-        """Switch to `phase`; the phase that was left."""
-        now, left = self._memory.now_s(), self.phase
-        self.peaks.append(self._memory.switch(left, phase))
-        self.seconds[left] += now - self._entered
-        self._entered, self.phase = now, phase
-        if phase != left:
-            self._phase_path.write_text(phase)
-        return left
-
-    @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        outer = self.enter(phase)
-        yield  # no finally: after an error the phase is where it happened
-        self.enter(outer)
-
-    def wrap(self, target: object, method: str, phase: str) -> None:
-        """Make `target.method` run within `phase`."""
-        original: Callable[..., Any] = getattr(target, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.within(phase):
-                return original(*args, **kwargs)
-
-        setattr(target, method, timed)
+from autofit.probing.supervise import die_with_parent
+from autofit.recipe.trl_config import TrlConfig, parse
 
 
 def run(request_path: str) -> int:
@@ -85,7 +33,7 @@ def run(request_path: str) -> int:
     if isinstance(env, dict):  # an allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
-    models = {**request.values, **stand_in.overrides(request.values, request.worst_case.parent)}
+    models = {**request.values, **offline.overrides(request.values, request.worst_case.parent)}
     if not Path(str(models.get("model_name_or_path"))).is_dir():
         go_offline_without_a_hub()
     try:
@@ -125,13 +73,6 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
         status=ProbeStatus.OOM, device=request.device, reason=text, oom_phase=phase, limit_bytes=request.limit_bytes,
         phases=merged(peaks), versions=_versions(), **top,
     )  # fmt: skip
-
-
-def read_worst_case(path: Path) -> dict[str, Any]:
-    """What is known of the longest sample (of the longest prompt, for GRPO), and `rows`, a dataset of it alone."""
-    found = read_json(path)
-    assert found is not None, path
-    return {**found, "rows": load_from_disk(str(path.parent / "worst_row"))}
 
 
 def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
@@ -237,26 +178,10 @@ def _train_on_card(
 
 def _config(request: ProbeRequest, plug_in: Any, checkpoints: Path, *, steps: int) -> TrlConfig:
     device = {"use_cpu": True} if request.device == "cpu" else {}
-    standing_in = stand_in.overrides(request.values, request.worst_case.parent)
+    standing_in = offline.overrides(request.values, request.worst_case.parent)
     quiet = {**QUIET, **plug_in.QUIET, **device, **standing_in}
     overrides = {**quiet, "max_steps": steps, "output_dir": str(checkpoints)}
     return parse(request.trainer, request.values, overrides=overrides)
-
-
-def owner_of(trainer: Any, path: str) -> tuple[Any, str]:
-    """What has the method at the dotted `path` from the trainer, and its name; None where the trainer lacks it."""
-    *parts, method = path.split(".")
-    for part in parts:
-        trainer = getattr(trainer, part, None)
-    return trainer, method
-
-
-def wrap_phases(trainer: Any, phases: Mapping[str, str], wrap: Callable[[object, str, str], None]) -> None:
-    """Have `wrap` (object, method, phase) mark each method of `trainer` that is a phase of its own."""
-    for path, phase in phases.items():
-        owner, method = owner_of(trainer, path)
-        if owner is not None:
-            wrap(owner, method, phase)
 
 
 def _follow(trainer: Any, recorder: Recorder, phases: dict[str, str]) -> None:

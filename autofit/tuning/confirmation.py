@@ -12,13 +12,14 @@ import optuna
 
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full
-from autofit.hardware import slot_names
+from autofit.hardware.hardware import slot_names
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe import merge
-from autofit.tuning.frontier import Rule, Trial, confirmation_note, finalist, rule_of
+from autofit.recipe.recipe import merge
+from autofit.tuning.frontier import Rule, Trial, finalist, rule_of
 from autofit.tuning.search import Plan
+from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import database_errors, database_path, keep_confirmation, trials_of
 
 MEASURED_STEPS = 5
@@ -27,7 +28,7 @@ _ATTEMPTS = 2  # a probe that was killed is tried once more
 
 
 def confirm(
-    plan: Plan, study: optuna.Study, *, warm_socket: str | None, launcher: Launcher | None = None,
+    plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Probe the finalist, and the next while one falls. A simulated card would say the same again: it is not asked.
@@ -37,7 +38,7 @@ def confirm(
     if plan.device.startswith("sim:"):
         return
     rule = Rule(goal=plan.goal, target_bytes=plan.limit_bytes)
-    prober = _Prober(plan, warm_socket, launcher or Launcher())
+    prober = _Prober(plan, server_socket, launcher or Launcher())
     with database_errors(database_path(plan.folder)):
         while (trial := finalist(trials_of(study), rule)) is not None:
             say(f"confirming trial {trial.number}: {prober.measured_steps} steps, saved and resumed, under a hard cap")
@@ -53,8 +54,8 @@ def confirm(
 class _Prober:
     """Starts the longer probes of a plan, and finds again what an earlier run of the command started."""
 
-    def __init__(self, plan: Plan, warm_socket: str | None, launcher: Launcher) -> None:
-        self._plan, self._warm_socket, self._launcher = plan, warm_socket, launcher
+    def __init__(self, plan: Plan, server_socket: str | None, launcher: Launcher) -> None:
+        self._plan, self._server_socket, self._launcher = plan, server_socket, launcher
         self.measured_steps = max(MEASURED_STEPS, plan.measured_steps)
 
     def probe(self, trial: Trial, values: dict[str, object]) -> ProbeResult | None:
@@ -93,7 +94,7 @@ class _Prober:
         request = ProbeRequest(
             folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
             limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
-            measured_steps=self.measured_steps, warm_socket=self._warm_socket,
+            measured_steps=self.measured_steps, server_socket=self._server_socket,
             deadline_s=plan.deadline_s * self.measured_steps / plan.measured_steps,
             slots=slot_names(plan.device, plan.parallel),
         )  # fmt: skip

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.space import CHUNK, SPLIT, TIERS, Candidate, Space, Tier, Value
+from autofit.space.space import CHUNK, SPLIT, TIERS, Candidate, Space, Tier, Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autofit.forecast.predictions import Predictions
 from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.ledger import Observation
-from autofit.tuning.predictions import Predictions
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
 
 Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound

@@ -11,12 +11,12 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from threadpoolctl import ThreadpoolController
 
+from autofit.forecast.predictions import Predictions
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
 from autofit.tuning.frontier import Goal
 from autofit.tuning.grid import Grid, Mask
 from autofit.tuning.ledger import Ledger
 from autofit.tuning.model import Model
-from autofit.tuning.predictions import Predictions
 
 SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)

@@ -19,15 +19,15 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full
-from autofit.hardware import Device, slot_names
+from autofit.forecast.predictions import Predictions
+from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeStatus
-from autofit.recipe import Recipe, merge
-from autofit.space import Space
+from autofit.recipe.recipe import Recipe, merge
+from autofit.space.space import Space
 from autofit.tuning.frontier import Goal, Trial, winner
 from autofit.tuning.grid import Grid
-from autofit.tuning.predictions import Predictions
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.study import database_errors, database_path, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
@@ -155,11 +155,11 @@ class Search:
     """Drives one study. `run` returns why it stopped; it may be interrupted or killed anywhere and run again."""
 
     def __init__(
-        self, plan: Plan, study: optuna.Study, *, warm_socket: str | None, launcher: Launcher | None = None
+        self, plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None
     ) -> None:
         self.plan = plan
         self.study = study
-        self._warm_socket = warm_socket
+        self._server_socket = server_socket
         self._launcher = launcher or Launcher()
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
@@ -247,7 +247,7 @@ class Search:
         request = ProbeRequest(
             folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
             limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
-            measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, warm_socket=self._warm_socket,
+            measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, server_socket=self._server_socket,
             slots=slot_names(plan.device, plan.parallel), least_of_fits=False,
         )  # fmt: skip
         folder.mkdir(parents=True)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from autofit.probing.result import ProbeStatus
-from autofit.space import CHUNK, SPLIT, Candidate, Space, Tier, Value
+from autofit.space.space import CHUNK, SPLIT, Candidate, Space, Tier, Value
 from autofit.tuning.frontier import Trial
 
 # (device-used bytes, step seconds) of a candidate with so many completion tokens (None: its own), or None: not known

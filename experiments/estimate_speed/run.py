@@ -48,7 +48,10 @@ CONFIGURATIONS = 100_000
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        recipes = {"baseline": HERE.parents[1] / "autofit" / "baseline.yaml", "llama-8b": folder / "llama-8b.yaml"}
+        recipes = {
+            "baseline": HERE.parents[1] / "autofit" / "recipe" / "baseline.yaml",
+            "llama-8b": folder / "llama-8b.yaml",
+        }
         recipes["llama-8b"].write_text(LLAMA)
         content: dict[str, object] = {
             "date": date.today().isoformat(),
@@ -111,7 +114,7 @@ def split_estimate(recipe: Path, folder: Path, prompt_tokens: int) -> dict[str, 
 
 
 def parts(recipe: Path, folder: Path, prompt_tokens: int, output: Path) -> None:
-    """In the fresh process: import, read the recipe, trace it, expand and replay it; as the warm server's forks do."""
+    """In the fresh process: import, read the recipe, trace it, expand and replay it; as the fork server's forks do."""
     spent: dict[str, object] = {}
 
     def timed(name: str, work: Callable[[], T]) -> T:
@@ -130,7 +133,7 @@ def parts(recipe: Path, folder: Path, prompt_tokens: int, output: Path) -> None:
     from autofit.probing.prepare import worst_case_path
     from autofit.probing.result import ProbeRequest
     from autofit.probing.simulated import SimMemory
-    from autofit.recipe import read_yaml_mapping
+    from autofit.recipe.recipe import read_yaml_mapping
 
     values = read_yaml_mapping(recipe, what="recipe")
     worst_case, answer, device = worst_case_path(folder), folder / "inspection.json", f"sim:{CARD}"
@@ -159,10 +162,10 @@ def import_all() -> None:
     import gc
     import importlib
 
-    from autofit.probing import warm
+    from autofit.probing import fork_server
 
     gc.disable()
-    for name in warm._PRELOAD:
+    for name in fork_server._PRELOAD:
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
@@ -172,7 +175,7 @@ def mass(kept: Path) -> dict[str, object]:
     """Configurations a second from the models that the cold search kept, and how far each missed its hold-out trace."""
     import numpy as np
 
-    from autofit.fakegpu.mass import MassModel
+    from autofit.fakegpu.formula.formula import MassModel
     from autofit.files import read_json
 
     generator = np.random.default_rng(0)

@@ -30,7 +30,7 @@ from autofit.commands.search import _mirror
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.promotion import choose
+from autofit.promotion.promotion import choose
 from autofit.tuning.frontier import rule_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
@@ -113,7 +113,7 @@ def searched(
     plan, launcher = _plan(case, folder, sampler, trials), AtOnce(case)
     began = time.perf_counter()
     with _mirror(argparse.Namespace(dir=folder, no_mlflow=not mirrored), plan.name):
-        Search(plan, open_study(plan), warm_socket=None, launcher=launcher).run()
+        Search(plan, open_study(plan), server_socket=None, launcher=launcher).run()
         ended = time.perf_counter()
     launcher.held_bytes.append(launcher.held_bytes[-1])
     rows = {}
@@ -140,12 +140,12 @@ def _plan(case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int) 
 
 def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
     """Seconds of what is done with the study of `searched`, and its size on disk."""
-    from autofit.tracking import sync  # a search itself loads no MLflow, and its memory is measured
-    from autofit.ui import compare_path
+    from autofit.tracking.study_mirror import sync  # a search itself loads no MLflow, and its memory is measured
+    from autofit.tracking.ui import compare_path
 
     def one_more() -> None:
         plan = _plan(case, folder, "autofit", trials + 1)
-        Search(plan, open_study(plan), warm_socket=None, launcher=AtOnce(case)).run()
+        Search(plan, open_study(plan), server_socket=None, launcher=AtOnce(case)).run()
 
     def chosen() -> None:
         study = load_study(folder, "large")

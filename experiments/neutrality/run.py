@@ -110,7 +110,7 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
 
 def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, float]:
     """{knob: relative difference of the gradient} of one recipe, for all knobs or `only` some."""
-    from autofit.probing.proof_worker import Proof
+    from autofit.proof.worker import Proof
 
     settings = row["settings"]
     assert isinstance(settings, dict)
@@ -185,7 +185,7 @@ def _cell(value: float | None, bound: float) -> str:
 
 
 def main() -> None:
-    from autofit.proof import ROUNDING
+    from autofit.proof.proof import ROUNDING
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="measure the rows whose name contains this, and write nothing")

@@ -19,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import tiny
 
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest
-from autofit.probing.warm import WarmServer
 
 
 def main(repeats: int = 10) -> None:
     folder = Path(tempfile.mkdtemp())
     recipe_path = tiny.write_recipe(folder, tiny.write_model(folder / "model"))
     began = time.perf_counter()
-    server = WarmServer(folder / "warm")
+    server = ForkServer(folder / "warm")
     try:
         os.chdir(folder)
         recipe = prepare(recipe_path, trainer="grpo", device="cpu", folder=folder, server=server)
@@ -40,7 +40,7 @@ def main(repeats: int = 10) -> None:
             for index in range(repeats):
                 request = ProbeRequest(
                     folder=folder / f"{name}-{index}", trainer="grpo", values=recipe.values, device="cpu",
-                    limit_bytes=None, worst_case=worst_case_path(folder), cwd=folder, warm_socket=socket,
+                    limit_bytes=None, worst_case=worst_case_path(folder), cwd=folder, server_socket=socket,
                 )  # fmt: skip
                 began = time.perf_counter()
                 result = Launcher().run(request, poll_s=0.005)

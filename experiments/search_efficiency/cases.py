@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from law import SHAPES, Card, Columns, Shape, columns, predict
 
-from autofit.recipe import Recipe
-from autofit.space import Knob, Space, Tier
-from autofit.space_file import load_space
+from autofit.forecast.predictions import Predictions
+from autofit.recipe.recipe import Recipe
+from autofit.space.space import Knob, Space, Tier
+from autofit.space.space_file import load_space
 from autofit.tuning.grid import Floats, Grid
-from autofit.tuning.predictions import Predictions
 
 _MORE_KNOBS = (
     Knob(name="optim", tier="neutral", values=("adamw_torch", "adamw_torch_fused")),

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import tiny
 
-from autofit.recipe import Recipe
-from autofit.space import Space
-from autofit.space_file import load_space
+from autofit.recipe.recipe import Recipe
+from autofit.space.space import Space
+from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.study import load_study
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from cases import Case
 
-from autofit.space import SPLIT
+from autofit.space.space import SPLIT
 
 Probe = Callable[[int], tuple[float | None, float]]
 _PATIENCE = 5  # DeepSpeed's autotuner: `tuner_early_stopping` trials without a better one

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from autofit.space import Space
+from autofit.space.space import Space
 
 Floats = NDArray[np.float64]
 _GB = 1e9

@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from autofit.baseline import PROMPT_TOKENS, baseline_path
-from autofit.forecast import Forecaster
+from autofit.forecast.forecast import Forecaster
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.probing.warm import WarmServer
-from autofit.space import Knob, Space
-from autofit.space_file import load_space
+from autofit.recipe.baseline import PROMPT_TOKENS, baseline_path
+from autofit.space.space import Knob, Space
+from autofit.space.space_file import load_space
 from autofit.tuning.frontier import Trial, pareto_front
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import make_sampler
@@ -54,7 +54,7 @@ def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp())
-    server = WarmServer(folder / "warm")
+    server = ForkServer(folder / "warm")
     try:
         recipe = prepare(
             baseline_path(), trainer="grpo", device=_DEVICE, folder=folder, server=server, changes=_SPLIT,

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from autofit.catalogue import architecture
+from autofit.recipe.catalogue import architecture
 
 HERE = Path(__file__).parent
 GB = 1e9

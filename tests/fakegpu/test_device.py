@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autofit.fakegpu import FakeGpuError, device, fake_gpu
-from autofit.fakegpu.guard import CUDA_GUARD, GuardUnavailableError
+from autofit.fakegpu.patches.guard import CUDA_GUARD, GuardUnavailableError
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tiny import write_model, write_recipe
 
-from autofit.fakegpu.mass import MassModel
-from autofit.probing.forecast_worker import Point, Structure, trace
+from autofit.fakegpu.formula.formula import MassModel
+from autofit.forecast.worker import Point, Structure, trace
 from autofit.probing.inspection import inspect
 
 GRPO_SPACE = {"B": (1, 64), "G": (1, 256), "C": (8, 200), "r": (2, 32)}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from autofit.fakegpu import AllocatorSettings, FakeGpu, fake_gpu, rollout
+from autofit.fakegpu import AllocatorSettings, FakeGpu, fake_gpu
+from autofit.fakegpu.patches import rollout
 
 from .tiny_trainers import config
 

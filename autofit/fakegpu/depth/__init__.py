@@ -1,0 +1,1 @@
+"""A few layers stand for many."""

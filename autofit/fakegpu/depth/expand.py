@@ -1,0 +1,391 @@
+"""Expand the run of a shallow model to that of a deep one: its events, its categories and its clock.
+
+A run goes over the layers in sweeps: forward, backward (with recomputation), a decode step, one foreach operation, the
+release of a cache. In each sweep the middle layers do the same, so what one does is repeated to the full depth, and a
+free in one repetition gives back what the same repetition (or its neighbour) took. Allocator, least capacity and
+timeline then work on events that are those of the deep run. Whatever does not repeat raises `NotRepeatingError`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.replay import EventLog
+from autofit.fakegpu.timeline import category_numbers
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.card import FakeGpu
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A moment of a run: so many events and stretches of time lie before it."""
+
+    name: str
+    event: int
+    stretch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that a run did, in order: allocations (+) and frees (-), and what each stretch did to the time."""
+
+    ids: Ints
+    nbytes: Ints
+    tags: Ints
+    categories: Ints  # of the storage of each event, as an index of CATEGORIES
+    stretches: tuple[tuple[int, Delay], ...]
+    marks: tuple[Mark, ...]
+    streams: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def log(self) -> EventLog:
+        log = EventLog()
+        log.ids, log.nbytes, log.tags = (_array(values) for values in (self.ids, self.nbytes, self.tags))
+        log.streams = dict(self.streams)
+        return log
+
+    def seconds(self) -> list[float]:
+        """The simulated time at each mark."""
+        host_s = gpu_s = 0.0
+        found, done = [], 0
+        for mark in self.marks:
+            for _, delay in self.stretches[done : mark.stretch]:
+                host_s, gpu_s = delay.after(host_s, gpu_s)
+            done = max(done, mark.stretch)
+            found.append(max(host_s, gpu_s))
+        return found
+
+
+def run_of(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
+    """What a card whose layers were followed has recorded."""
+    gpu._mark_gradients()
+    clock, log, allocations = gpu.clock, gpu.memory.log, gpu.memory.allocations
+    assert isinstance(clock, LayerClock)
+    clock.cut()
+    category = category_numbers(allocations, gpu._backward_starts)
+    end = marks[-1].event if marks else len(log)
+    ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
+    owner = np.asarray([_data_code(a.layer) for a in allocations], np.int64)
+    for _ in range(2):
+        tags = np.where(known == 0, owner[ids], known) if len(ids) else ids
+        order = _canonical_order(ids, nbytes, tags)
+        ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
+        _own_what_loops_take(owner, ids, nbytes, tags)
+    return Run(
+        ids=ids,
+        nbytes=nbytes,
+        tags=tags,
+        categories=category[ids] if len(ids) else ids,
+        stretches=tuple(clock.stretches),
+        marks=tuple(marks),
+        streams=dict(log.streams),
+    )
+
+
+def expanded(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
+    """The run as it would have been with all layers; as it was if no model was shrunk."""
+    layers, run = gpu.layers, run_of(gpu, marks)
+    assert layers is not None
+    if not layers.stacks:
+        return run
+    if layers.problem:
+        raise NotRepeatingError(layers.problem)
+    return Expansion(_grown(run, layers.shares, layers.stacks), layers.stacks).run()
+
+
+def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints) -> Ints:
+    """Sort what is freed in a row outside the layers by layer and birth.
+
+    The order in which blocks are freed, with nothing taken between, does not matter to the allocator; torch frees some
+    sets in the order of their addresses (autocast's copies of weights).
+    """
+    outside = (nbytes < 0) & ((tags == 0) | (tags > Tag(DATA, 0, 0).encode() - 1))
+    row = np.cumsum(~outside | np.concatenate([[True], ~outside[:-1]])) if len(ids) else ids
+    return np.lexsort((np.where(outside, ids, 0), np.where(outside, tags, 0), row))
+
+
+def _own_what_loops_take(owner: Ints, ids: Ints, nbytes: Ints, tags: Ints) -> None:
+    """What a loop over parameters takes between two layers' storages (a step counter) is the earlier one's."""
+    filled = np.maximum.accumulate(np.where(tags > 0, np.arange(len(tags)), 0)) if len(tags) else tags
+    follows = np.minimum.accumulate(np.where(tags > 0, np.arange(len(tags)), len(tags) - 1)[::-1])[::-1]
+    before, after = tags[filled], tags[follows]
+    data = Tag(DATA, 0, 0).encode()
+    near = (before >= data) & (after >= data) & (np.abs(after - before) <= 1)
+    taken = (tags == 0) & (nbytes > 0) & near
+    owner[ids[taken]] = before[taken]
+
+
+def _data_code(code: int) -> int:
+    return Tag.decode(code)._replace(kind=DATA).encode() if code else 0
+
+
+def _array(values: Ints) -> array[int]:
+    found = array("q")
+    found.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
+    return found
+
+
+def _grown(run: Run, shares: Mapping[int, Mapping[int, int]], stacks: Sequence[Stack]) -> Run:
+    """With what was gathered from all layers (a stack of norms) as large as it would be."""
+    if not shares:
+        return run
+    more = np.zeros(int(run.ids.max()) + 1, np.int64)
+    for index, parts in shares.items():
+        more[index] = sum(round(nbytes * (stacks[stack].growth - 1)) for stack, nbytes in parts.items())
+    return replace(run, nbytes=np.where(run.nbytes > 0, run.nbytes + more[run.ids], run.nbytes - more[run.ids]))
+
+
+# ---------------------------------------------------------------------- sweeps
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Where a sweep's middle units lie, in the order of the sweep: unit `order[p]` is items `bounds[p]:bounds[p+1]`."""
+
+    stack: int
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+def find_sweeps(tags: Ints, stacks: Sequence[Stack], taken: npt.NDArray[np.bool_]) -> list[Sweep]:
+    """The sweeps over middle layers, in order; raises where a middle layer by itself takes something."""
+    if not len(tags):
+        return []
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(tags)) + 1])
+    sweeps: list[Sweep] = []
+    current: list[tuple[int, int, int]] = []  # (layer, start, end) of runs of one sweep
+    key: tuple[int, int] | None = None
+    ends = [*starts[1:].tolist(), len(tags)]
+    for start, end, code in zip(starts.tolist(), ends, tags[starts].tolist(), strict=True):
+        if not code:
+            continue
+        tag = Tag.decode(code)
+        if (tag.kind, tag.stack) != key or not _continues(current, tag.layer, stacks[tag.stack].period):
+            _close(current, key, stacks, sweeps, taken)
+            current, key = [], (tag.kind, tag.stack)
+        current.append((tag.layer, start, end))
+    _close(current, key, stacks, sweeps, taken)
+    return sweeps
+
+
+def _continues(runs: list[tuple[int, int, int]], layer: int, period: int) -> bool:
+    """Whether a sweep that visited these layers may come to `layer` next (in a pattern, some may do nothing)."""
+    first, last = runs[0][0], runs[-1][0]
+    ahead = layer - last if last >= first else last - layer
+    return layer == last or 0 < ahead <= period or (first == last and 0 < -ahead <= period)
+
+
+def _close(
+    runs: list[tuple[int, int, int]],
+    key: tuple[int, int] | None,
+    stacks: Sequence[Stack],
+    sweeps: list[Sweep],
+    taken: npt.NDArray[np.bool_],
+) -> None:
+    if key is None:
+        return
+    stack = stacks[key[1]]
+    units = [stack.unit(layer) for layer, _, _ in runs]
+    if all(unit is None for unit in units):
+        return
+    order: list[int] = []
+    bounds: list[int] = []
+    end = 0
+    for unit, (_, start, stop) in zip(units, runs, strict=True):
+        if unit is None and order:
+            end = start
+            break
+        if unit is not None:
+            if not order or order[-1] != unit:
+                order.append(unit)
+                bounds.append(start)
+            end = stop
+    wanted = list(range(stack.traced_units))
+    alone = order in ([wanted[0]], [wanted[-1]])
+    if alone and not any(taken[a:b].any() for unit, (_, a, b) in zip(units, runs, strict=True) if unit is not None):
+        return  # the last layer's input is freed by what comes after the layers, say
+    if order not in (wanted, wanted[::-1]):
+        raise NotRepeatingError(f"a sweep over the layers visits middle units {order} only")
+    sweeps.append(Sweep(key[1], tuple(order), (*bounds, end)))
+
+
+# ---------------------------------------------------------------------- events
+_FIXED = -1
+
+
+class Expansion:
+    """Repeats the middle units of each sweep of a run."""
+
+    def __init__(self, run: Run, stacks: Sequence[Stack]) -> None:
+        self._run = run
+        self._stacks = stacks
+        self._sweeps = find_sweeps(run.tags, stacks, run.nbytes > 0)
+        count = int(run.ids.max()) + 1 if len(run.ids) else 0
+        self._step = count  # the id of repetition U of a storage is the id in the first unit + (U + 1) * step
+        self._sweep_of = np.full(count, _FIXED, np.int64)
+        self._unit_of = np.zeros(count, np.int64)
+        self._first_of = np.arange(count)  # the same storage in the first unit
+        self._born_in_units()
+
+    def run(self) -> Run:
+        """The run at full depth."""
+        run, base = self._run, self._step
+        fixed = self._edge_ids(run.ids)
+        ids: list[Ints] = []
+        source: list[Ints] = []
+        places: list[tuple[int, int]] = [(0, 0)]  # (event of the run, event of the expansion) after each repetition
+        at = total = 0
+        for number, sweep in enumerate(self._sweeps):
+            start, end = sweep.bounds[0], sweep.bounds[-1]
+            named, events = self._repeated(number, sweep)
+            ids += [fixed[at:start], named]
+            source += [np.arange(at, start), events]
+            total += start - at + len(named)
+            at = end
+            places.append((end, total))
+        ids.append(fixed[at:])
+        source.append(np.arange(at, len(run.ids)))
+        all_ids, events = np.concatenate(ids), np.concatenate(source)
+        result = replace(
+            run,
+            ids=all_ids,
+            nbytes=run.nbytes[events],
+            tags=np.zeros(len(events), np.int64),
+            categories=run.categories[events],
+            streams={i: run.streams[i % base] for i in all_ids.tolist() if i % base in run.streams}
+            if run.streams
+            else {},
+        )
+        _check(result)
+        self._check_repetitions(result)
+        return self._with_time(result, places)
+
+    # ------------------------------------------------------------------ which storage is which
+    def _born_in_units(self) -> None:
+        run = self._run
+        for number, sweep in enumerate(self._sweeps):
+            blocks = self._blocks(sweep)
+            first = blocks[0]
+            for unit, block in enumerate(blocks):
+                same = len(block) == len(first) and np.array_equal(run.nbytes[block], run.nbytes[first])
+                if not same:
+                    raise NotRepeatingError(f"middle units 0 and {unit} differ in sweep {number}")
+                born = run.nbytes[block] > 0
+                mine = run.ids[block][born]
+                self._sweep_of[mine] = number
+                self._unit_of[mine] = unit
+                self._first_of[mine] = run.ids[first][born]
+
+    def _blocks(self, sweep: Sweep) -> list[Ints]:
+        """The events of each unit, by the number of the unit."""
+        ranges = zip(sweep.order, sweep.bounds, sweep.bounds[1:], strict=False)
+        return [np.arange(start, end) for _, start, end in sorted(ranges)]
+
+    def _stack_of(self, ids: Ints) -> Ints:
+        stacks = np.asarray([sweep.stack for sweep in self._sweeps] or [0], np.int64)
+        return stacks[np.maximum(self._sweep_of[ids], 0)]
+
+    def _name(self, ids: Ints, unit: Ints | int) -> Ints:
+        """The storages that stand for `ids` in a repetition; others keep their names."""
+        return np.where(self._sweep_of[ids] == _FIXED, ids, self._first_of[ids] + (unit + 1) * self._step)
+
+    def _edge_ids(self, ids: Ints) -> Ints:
+        """What the first and last layers name: units at the near end keep their distance to it."""
+        traced = np.asarray([stack.traced_units for stack in self._stacks])[self._stack_of(ids)]
+        units = np.asarray([stack.units for stack in self._stacks])[self._stack_of(ids)]
+        unit = self._unit_of[ids]
+        return self._name(ids, np.where(unit >= traced - 1, unit + units - traced, unit))
+
+    def _repeated(self, number: int, sweep: Sweep) -> tuple[Ints, Ints]:
+        """The names of the storages of a sweep's events at full depth, and which traced event each comes from."""
+        stack, ids = self._stacks[sweep.stack], self._run.ids
+        blocks = self._blocks(sweep)
+        near, far = ids[blocks[0]], ids[blocks[-1]]
+        inner, shift = self._inner(number, sweep, near, far)
+        repetitions = np.arange(stack.units)[:, None]
+        names = self._name(inner[None, :], repetitions + shift[None, :])
+        names[0] = self._name(near, self._unit_of[near])
+        names[-1] = self._name(far, self._unit_of[far] + stack.units - stack.traced_units)
+        events = np.broadcast_to(blocks[0], names.shape)
+        if sweep.order[0]:
+            names, events = names[::-1], events[::-1]
+        return names.reshape(-1), events.reshape(-1)
+
+    def _inner(self, number: int, sweep: Sweep, near: Ints, far: Ints) -> tuple[Ints, Ints]:
+        """For each event of an inner unit: the storage, and how many units away it was born."""
+        last = self._stacks[sweep.stack].traced_units - 1
+        moved_near = self._unit_of[near]
+        moved_far = self._unit_of[far] - last
+        from_near = (self._sweep_of[near] != _FIXED) & (moved_near >= 0)
+        from_far = (self._sweep_of[far] != _FIXED) & (moved_far <= 0)
+        both = from_near & from_far
+        agree = (self._first_of[near] == self._first_of[far]) & (moved_near == moved_far)
+        bad = (both & ~agree & (moved_near > 0) & (moved_far < 0)) | ~(from_near | from_far)
+        use_near = from_near & ~(both & ~agree & (moved_far < 0))
+        if bad.any() or (both & ~agree & (moved_near == 0) & (moved_far == 0)).any():
+            raise NotRepeatingError(f"sweep {number} frees what does not repeat")
+        other = self._stack_of(np.where(use_near, near, far)) != sweep.stack
+        if other.any():
+            raise NotRepeatingError(f"sweep {number} frees storages of another model's layers")
+        return np.where(use_near, near, far), np.where(use_near, moved_near, moved_far)
+
+    def _check_repetitions(self, run: Run) -> None:
+        """What is given back in one repetition is given back in all."""
+        given = run.ids[run.nbytes < 0]
+        counts = np.bincount(given[given >= self._step] % max(self._step, 1), minlength=self._step)
+        units = np.asarray([stack.units for stack in self._stacks])[self._stack_of(np.arange(self._step))]
+        if not np.isin(counts[counts != units], 0).all():
+            raise NotRepeatingError("a storage is given back in some layers only")
+
+    # ------------------------------------------------------------------ time
+    def _with_time(self, run: Run, places: list[tuple[int, int]]) -> Run:
+        """Repeat the stretches too, and move the marks to where they are then."""
+        tags = np.asarray([tag for tag, _ in self._run.stretches], np.int64)
+        stretches: list[tuple[int, Delay]] = []
+        moved = [(0, 0)]
+        at = 0
+        for sweep in find_sweeps(tags, self._stacks, np.ones(len(tags), bool)):
+            start, end = sweep.bounds[0], sweep.bounds[-1]
+            stretches += self._run.stretches[at:start]
+            parts = [
+                reduce(Delay.then, (delay for _, delay in self._run.stretches[a:b]))
+                for a, b in zip(sweep.bounds, sweep.bounds[1:], strict=False)
+            ]
+            middle = [parts[-1]] * (self._stacks[sweep.stack].units - len(parts))
+            stretches += [(0, delay) for delay in [*parts, *middle]]
+            at = end
+            moved.append((end, len(stretches)))
+        stretches += self._run.stretches[at:]
+        marks = [Mark(name=m.name, event=_moved(m.event, places), stretch=_moved(m.stretch, moved)) for m in run.marks]
+        return replace(run, stretches=tuple(stretches), marks=tuple(marks))
+
+
+def _moved(place: int, places: list[tuple[int, int]]) -> int:
+    """Where a place between the sweeps is after the expansion."""
+    old, new = places[bisect_right(places, (place, 1 << 62)) - 1]
+    return new + place - old
+
+
+def _check(run: Run) -> None:
+    """Each storage is taken once and given back at most once, later; nothing else would be a run."""
+    taken, given = run.nbytes > 0, run.nbytes < 0
+    order = np.arange(len(run.ids))
+    born, first = np.unique(run.ids[taken], return_index=True)
+    died, once = np.unique(run.ids[given], return_index=True)
+    if len(born) != taken.sum() or len(died) != given.sum() or not np.isin(died, born).all():
+        raise NotRepeatingError("a storage would be taken or given back twice")
+    at = np.searchsorted(born, died)
+    if (order[taken][first][at] > order[given][once]).any():
+        raise NotRepeatingError("a storage would be given back before it is taken")
+    if (run.nbytes[taken][first][at] != -run.nbytes[given][once]).any():
+        raise NotRepeatingError("a storage would be given back with another size")

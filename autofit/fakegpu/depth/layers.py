@@ -1,0 +1,425 @@
+"""Which decoder layer does what: the tags that let a shallow run be expanded to a deep one (`expand.py`).
+
+A model with equal layers is built with a few of them (`shrink`); while it runs, each allocation, free and kernel is
+tagged with the layer at work. Inside a layer's forward or backward that is known from hooks. Outside (construction,
+optimizer, clipping, release of a cache) it follows the data: what is made from a layer's tensor is that layer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.specs import GpuSpec, HostCosts
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.memory import SimulatedMemory
+
+TRACED_UNITS = 2  # two middle units show that a unit repeats
+_PLAN = "autofit_depth"  # attribute of a shrunken config
+NEVER = float("-inf")
+
+
+class NotRepeatingError(FakeGpuError):
+    """This run cannot be expanded: its layers, or what is done with them, do not repeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """How the layers of one model stand for a deeper one: `first` layers, `traced_units` units of `period`, the rest.
+
+    A unit is what repeats: one layer, or a whole pattern such as five sliding-window layers and a full one.
+    """
+
+    first: int
+    period: int
+    units: int
+    layers: int
+    traced_units: int = TRACED_UNITS
+
+    @property
+    def growth(self) -> float:
+        """By how much the middle layers' share grows."""
+        return self.units / self.traced_units
+
+    def unit(self, layer: int) -> int | None:
+        """Which middle unit a traced layer belongs to; None for the first and last layers."""
+        unit = (layer - self.first) // self.period
+        return unit if layer >= self.first and unit < self.traced_units else None
+
+    @property
+    def kept(self) -> list[int]:
+        """The full model's layers that are built."""
+        traced = self.first + self.period * self.traced_units
+        last = self.first + self.period * self.units
+        return [*range(traced), *range(last, self.layers)]
+
+
+# ---------------------------------------------------------------------- fewer layers
+def plan_stack(config: Any) -> Stack | None:
+    """How few layers stand for all of a transformers text config's; None where too few could be left out."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return None
+    kinds = [tuple(str(value[i]) for value in _per_layer(config, layers).values()) for i in range(layers)]
+    for period in range(1, layers // 3):
+        for first in (1, 2, 3, 4):
+            units = (layers - first - 1) // period
+            middle = kinds[first : first + units * period]
+            if units > TRACED_UNITS + 1 and all(a == b for a, b in zip(middle, middle[period:], strict=False)):
+                return Stack(first=first, period=period, units=units, layers=layers)
+    return None
+
+
+def shrink(config: Any) -> bool:
+    """Give a transformers config fewer layers, in place, and remember how it was; false where that is not possible."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    stack = plan_stack(text)
+    if stack is None:
+        return False
+    full = copy.deepcopy(text)
+    for name, values in _per_layer(text, stack.layers).items():
+        kept = [values[i] for i in stack.kept]
+        setattr(text, name, kept if isinstance(values, list) else tuple(kept))
+    text.num_hidden_layers = len(stack.kept)
+    _FULL_CONFIGS[id(full)] = full
+    setattr(text, _PLAN, asdict(stack) | {"full": id(full)})
+    return True
+
+
+@contextlib.contextmanager
+def fewer_layers(count: int) -> Iterator[None]:
+    """Within, every architecture has `count` layers, in the pattern in which it repeats them."""
+    from transformers import AutoConfig
+
+    original = AutoConfig.from_pretrained
+
+    def shallow(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        text = config.get_text_config()
+        kinds = getattr(text, "layer_types", None)
+        text.num_hidden_layers = count
+        if kinds:
+            text.layer_types = [*kinds[:count], *[kinds[-1]] * (count - len(kinds))]
+        return found
+
+    AutoConfig.from_pretrained = staticmethod(shallow)
+    try:
+        yield
+    finally:
+        AutoConfig.from_pretrained = original
+
+
+def repeats_after(config: Any) -> tuple[int, int]:
+    """(layers, the number after which their pattern repeats) of a transformers text config."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    fits = (p for p in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False)))
+    return config.num_hidden_layers, next(fits)
+
+
+_FULL_CONFIGS: dict[int, Any] = {}
+
+
+def stack_of(config: Any) -> Stack | None:
+    """How a text config was shrunken; None where it was not."""
+    plan = getattr(config, _PLAN, None)
+    return None if plan is None else Stack(**{k: v for k, v in plan.items() if k != "full"})
+
+
+def full_config(config: Any) -> Any:
+    """A text config as it was before it was shrunken."""
+    plan = getattr(config, _PLAN, None)
+    return config if plan is None else _FULL_CONFIGS[plan["full"]]
+
+
+def _per_layer(config: Any, layers: int) -> dict[str, Sequence[object]]:
+    values = {k: v for k, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == layers}
+    return cast("dict[str, Sequence[object]]", values)
+
+
+def _same_layers(built: torch.nn.ModuleList, full: Any, stack: Stack) -> bool:
+    """Whether the layers built are those of the full model, and its left-out ones repeat them."""
+    kind = type(built[0])
+    with torch.device("meta"):
+        prints = [_fingerprint(cast("Any", kind)(full, i)) for i in range(stack.layers)]
+    if [_fingerprint(layer) for layer in built] != [prints[i] for i in stack.kept]:
+        return False
+    middle = prints[stack.first : stack.first + stack.units * stack.period]
+    return all(a == b for a, b in zip(middle, middle[stack.period :], strict=False))
+
+
+def _fingerprint(layer: torch.nn.Module) -> list[object]:
+    """Classes, shapes and plain settings of everything in a layer but its number."""
+    found: list[object] = []
+    for name, module in layer.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, type(None)))}
+        numbers = {"layer_idx", "layer_id", "layer_index"}
+        found.append((name, type(module), sorted((k, str(v)) for k, v in plain.items() if k not in numbers)))
+        found += [(k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False)]
+    return found
+
+
+# ---------------------------------------------------------------------- tags
+FORWARD, BACKWARD, DATA = range(3)
+
+
+class Tag(NamedTuple):
+    """How a layer is known (forward, backward, or by its data), of which stack, and its number."""
+
+    kind: int
+    stack: int
+    layer: int
+
+    def encode(self) -> int:
+        return 1 + self.layer + (self.stack << 12) + (self.kind << 20)
+
+    @classmethod
+    def decode(cls, code: int) -> Tag:
+        return cls((code - 1) >> 20, (code - 1) >> 12 & 0xFF, (code - 1) & 0xFFF)
+
+
+class LayerRecorder:
+    """Knows, at any moment of a run, which layer is at work, and whose each storage is. Codes are `Tag.encode()`."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self.memory = memory
+        self.clock: LayerClock | None = None
+        self.stacks: list[Stack] = []
+        self.problem = ""
+        self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes that grow with the middle layers
+        self._code = 0
+        self._backward = False
+        self._owner: dict[int, int] = {}  # id of a module inside a layer -> DATA code of the layer
+
+    # ------------------------------------------------------------------ when
+    def code(self) -> int:
+        """The tag of the layer at work now, 0 outside of all."""
+        if self._backward and not _in_backward():
+            self.set(0)
+        return self._code
+
+    def set(self, code: int, *, backward: bool = False) -> None:
+        if code != self._code:
+            if self.clock is not None:
+                self.clock.cut()
+            self._code = code
+        self._backward = backward
+
+    def module_registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        """torch's hook on every `parent.name = child`: finds stacks of layers, and what joins a layer later."""
+        if child is None:
+            return
+        owner = self._owner.get(id(parent))
+        if owner is not None:
+            self._own(child, owner)
+        config = vars(parent).get("config")
+        plan = vars(config).get(_PLAN) if hasattr(config, "__dict__") else None
+        if plan is not None and isinstance(child, torch.nn.ModuleList) and len(child):
+            stack = Stack(**{k: v for k, v in plan.items() if k != "full"})
+            if len(child) == len(stack.kept) and id(child[0]) not in self._owner:
+                self._add_stack(child, stack, _FULL_CONFIGS[plan["full"]])
+
+    def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack, full: Any) -> None:
+        number = len(self.stacks)
+        self.stacks.append(stack)
+        for i, layer in enumerate(layers):
+            self._own(layer, Tag(DATA, number, i).encode())
+            layer.register_forward_pre_hook(partial(self._enters, number, i))
+            layer.register_forward_hook(partial(self._leaves, number, i, i == len(layers) - 1))
+        try:
+            same = _same_layers(layers, full, stack)
+        except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+            self.problem = f"a layer cannot be built by itself: {error}"
+        else:
+            self.problem = self.problem or ("" if same else "the layers do not repeat as the config says")
+
+    def _own(self, module: torch.nn.Module, code: int) -> None:
+        for part in module.modules():
+            self._owner[id(part)] = code
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.give(tensor, code)
+
+    def _enters(self, stack: int, layer: int, module: torch.nn.Module, args: object) -> None:
+        backward = _in_backward()
+        self.set(Tag(BACKWARD if backward else FORWARD, stack, layer).encode(), backward=backward)
+
+    def _leaves(
+        self, stack: int, layer: int, is_last: bool, module: torch.nn.Module, args: object, out: object
+    ) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled():
+            code = Tag(BACKWARD, stack, layer).encode()
+            hidden.register_hook(lambda grad: self.set(code, backward=True))
+        if is_last and not _in_backward():
+            self.set(0)
+
+    # ------------------------------------------------------------------ whose
+    def give(self, tensor: torch.Tensor, code: int) -> None:
+        """Say whose a tensor is, on the card or not."""
+        cast("Any", tensor)._autofit_layer = code
+        index = self.memory.index_of(tensor)
+        if index is not None:
+            self.memory.allocations[index].layer = code
+
+    def of(self, tensor: torch.Tensor) -> int:
+        index = self.memory.index_of(tensor)
+        if index is not None and self.memory.allocations[index].layer:
+            return self.memory.allocations[index].layer
+        return cast("int", getattr(tensor, "_autofit_layer", 0))
+
+    def follow(self, args: Sequence[object], out: object) -> None:
+        """What an operation outside the layers made from a layer's tensors is that layer's."""
+        if isinstance(out, torch.Tensor):
+            self._inherit(out, args)
+        elif isinstance(out, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
+            for made, source in zip(out, args[0], strict=False):
+                if isinstance(made, torch.Tensor) and isinstance(source, torch.Tensor) and not self.of(made):
+                    code = self.of(source)
+                    if code:
+                        self.give(made, code)
+
+    def _inherit(self, out: torch.Tensor, args: Sequence[object]) -> None:
+        if self.of(out):
+            return
+        owners = {code for a in args if isinstance(a, torch.Tensor) and (code := self.of(a))}
+        if len(owners) == 1:
+            self.give(out, owners.pop())
+        index = self.memory.index_of(out)
+        if index is None or index in self.shares:
+            return
+        for argument in args:
+            if isinstance(argument, (list, tuple)):  # cat, stack
+                self._add_shares(index, argument)
+            elif isinstance(argument, torch.Tensor):
+                source = self.memory.index_of(argument)
+                if source in self.shares and argument.numel() == out.numel():
+                    scale = out.element_size() / argument.element_size()
+                    self.shares[index] = {k: int(v * scale) for k, v in self.shares[source].items()}
+
+    def _add_shares(self, index: int, parts: Sequence[object]) -> None:
+        shares: dict[int, int] = {}
+        for part in parts:
+            if isinstance(part, torch.Tensor) and (code := self.of(part)):
+                tag = Tag.decode(code)
+                if self.stacks[tag.stack].unit(tag.layer) is not None:
+                    shares[tag.stack] = shares.get(tag.stack, 0) + part.numel() * part.element_size()
+        if shares:
+            self.shares[index] = shares
+
+    def growth(self, args: Sequence[object]) -> tuple[float, float]:
+        """By how much an operation outside the layers (its launch, its kernel) grows with the middle layers."""
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor):
+            growth = self._growth(first)
+            return growth, growth
+        if isinstance(first, (list, tuple)):
+            total = grown = 0.0
+            for tensor in first:
+                if isinstance(tensor, torch.Tensor):
+                    nbytes = tensor.numel() * tensor.element_size()
+                    total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
+            return 1.0, grown / total if total else 1.0
+        return 1.0, 1.0
+
+    def _growth(self, tensor: torch.Tensor) -> float:
+        code = self.of(tensor)
+        if not code:
+            return 1.0
+        tag = Tag.decode(code)
+        stack = self.stacks[tag.stack]
+        return 1.0 if stack.unit(tag.layer) is None else stack.growth
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---------------------------------------------------------------------- time
+class Delay(NamedTuple):
+    """What a stretch of the run does to (host, gpu) time: each entry the longest way from one to the other.
+
+    Launches, kernels and waits only add and take maxima, so any stretch is such a matrix of the (max, +) algebra, and
+    stretches are joined by its product.
+    """
+
+    host_host: float = 0.0
+    gpu_host: float = NEVER  # from the GPU's time to the host's: a wait
+    host_gpu: float = NEVER
+    gpu_gpu: float = 0.0
+
+    def then(self, later: Delay) -> Delay:
+        return Delay(
+            max(self.host_host + later.host_host, self.host_gpu + later.gpu_host),
+            max(self.gpu_host + later.host_host, self.gpu_gpu + later.gpu_host),
+            max(self.host_host + later.host_gpu, self.host_gpu + later.gpu_gpu),
+            max(self.gpu_host + later.host_gpu, self.gpu_gpu + later.gpu_gpu),
+        )
+
+    def after(self, host_s: float, gpu_s: float) -> tuple[float, float]:
+        return (
+            max(host_s + self.host_host, gpu_s + self.gpu_host),
+            max(host_s + self.host_gpu, gpu_s + self.gpu_gpu),
+        )
+
+    def grown(self, before: Delay, times: int) -> Delay:
+        """The stretch `times` steps later, if each step adds what this one added to the one before."""
+        return Delay(
+            *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
+        )
+
+
+class LayerClock(Clock):
+    """A clock that also keeps, for each stretch between two changes of layer, what it did to the time."""
+
+    def __init__(self, spec: GpuSpec, costs: HostCosts, recorder: LayerRecorder) -> None:
+        super().__init__(spec, costs)
+        self.stretches: list[tuple[int, Delay]] = []
+        self._recorder = recorder
+        self._delay = [0.0, NEVER, NEVER, 0.0]
+
+    def cut(self) -> int:
+        """End the running stretch; how many there are."""
+        delay = Delay(*self._delay)
+        if delay != Delay():
+            self.stretches.append((self._recorder._code, delay))
+            self._delay = [0.0, NEVER, NEVER, 0.0]
+        return len(self.stretches)
+
+    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
+        host_s, gpu_s = self.host_s, self.gpu_s
+        super().operation(func, args, kwargs, out)
+        launch_s = self.host_s - host_s
+        launches, size = (1.0, 1.0) if self._recorder.code() else self._recorder.growth(args)
+        hh, gh, hg, gg = self._delay
+        hh, gh = hh + launch_s * launches, gh + launch_s * launches
+        if self.gpu_s != gpu_s:
+            kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
+            hg, gg = max(hg, hh) + kernel_s, max(gg, gh) + kernel_s
+        self._delay = [hh, gh, hg, gg]
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        hh, gh, hg, gg = self._delay
+        self._delay = [max(hh, hg), max(gh, gg), hg, gg]
+
+    def copy_to_host(self, nbytes: int) -> None:
+        before = self.now_s
+        super().copy_to_host(nbytes)
+        hh, gh, hg, gg = self._delay
+        to_host, to_gpu = max(hh, hg) + self.gpu_s - before, max(gh, gg) + self.gpu_s - before
+        self._delay = [to_host, to_gpu, to_host, to_gpu]
+
+    def play(self, stretches: Sequence[tuple[int, Delay]]) -> None:
+        """Time that passed without a traced kernel."""
+        self.cut()
+        self.stretches += stretches

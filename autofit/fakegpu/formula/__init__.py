@@ -1,0 +1,1 @@
+"""One trace stands for many configurations."""

@@ -1,0 +1,258 @@
+"""Trace a structure once, evaluate it many times: live bytes and seconds of any configuration, from a few short traces.
+
+Every moment of a training step at which something is allocated is a polynomial of the configuration (`shapes`), and
+linear in the number of equal layers. The peak of a phase is the highest of its moments. Moments that are never the
+highest are dropped, so a configuration costs a small matrix product. Evaluating a model needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.fakegpu.formula.polynomials import Basis, Exponents, Kind, Polynomial, Symbols
+from autofit.fakegpu.formula.seconds import KernelRows
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.card import FakeGpu
+    from autofit.fakegpu.formula.kernel_log import KernelKinds
+    from autofit.fakegpu.specs import HostCosts
+
+Floats = npt.NDArray[np.float64]
+_POSITION = "T"  # the variable of a decode step: how many tokens were generated before it
+_PRUNING_POINTS = 1500
+_WORST_POINTS = 12  # configurations for which the highest moment of each kind is looked up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One short simulated training, reduced to what `MassModel.fit` needs. Phase names are the recorder's."""
+
+    layers: int
+    kinds: tuple[Kind, ...]  # of each allocation
+    unit_bytes: tuple[int, ...]  # bytes of an element of each allocation
+    phases: tuple[str, ...]  # phase in which each was made
+    ids: npt.NDArray[np.int64]  # allocation of each event
+    signs: npt.NDArray[np.int64]  # +1 allocated, -1 freed
+    kernels: KernelKinds
+
+    @classmethod
+    def of(cls, gpu: FakeGpu, layers: int, kernels: KernelKinds) -> Trace:
+        kinds, units, phases = [], [], []
+        for a in gpu.memory.allocations:
+            unit = _itemsize(a.dtype)
+            shape = a.shape if int(np.prod(a.shape, dtype=np.int64)) * unit == a.nbytes else (a.nbytes,)
+            phase = a.phase.rstrip("+")
+            file = a.code.co_filename if a.code else ""
+            kinds.append(Kind((phase, a.op, a.dtype, file, a.line), (tuple(shape),)))
+            units.append(unit if shape is a.shape else 1)
+            phases.append(a.phase)
+        log = gpu.memory.log
+        return cls(
+            layers=layers, kinds=tuple(kinds), unit_bytes=tuple(units), phases=tuple(phases),
+            ids=np.asarray(log.ids, np.int64), signs=np.sign(np.asarray(log.nbytes, np.int64)), kernels=kernels,
+        )  # fmt: skip
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Most live bytes in each phase, at the moment of an allocation; no rounding."""
+        sizes = np.asarray([u * prod(k.shapes[0]) for k, u in zip(self.kinds, self.unit_bytes, strict=True)])
+        live = np.cumsum(self.signs * sizes[self.ids])
+        found: dict[str, int] = {}
+        for event in np.flatnonzero(self.signs > 0):
+            phase = self.phases[self.ids[event]]
+            found[phase] = max(found.get(phase, 0), int(live[event]))
+        return found
+
+    @property
+    def counts(self) -> dict[Kind, int]:
+        """Allocations of each kind, in the order of their first appearance."""
+        found: dict[Kind, int] = {}
+        for kind in self.kinds:
+            found[kind] = found.get(kind, 0) + 1
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """A trace in which one variable differs from the base; `instead_of`: another that necessarily varied with it."""
+
+    variable: str
+    value: float
+    trace: Trace
+    instead_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MassModel:
+    """Live bytes by phase and seconds by segment, as functions of the variables and the number of layers."""
+
+    variables: tuple[str, ...]
+    layers: int  # of the base trace
+    exponents: tuple[Exponents, ...]
+    rows: Floats  # (moments, monomials): bytes
+    slopes: Floats  # the same, for each further layer
+    row_phases: tuple[str, ...]
+    time: KernelRows
+    unmatched: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def fit(
+        cls, base: Trace, deeper: Trace, variations: Sequence[Variation], *, at: Mapping[str, float],
+        ranges: Mapping[str, tuple[float, float]], layers: int, bandwidth_bytes_per_s: float, costs: HostCosts,
+    ) -> MassModel:  # fmt: skip
+        """The model of `base`, whose variables are `at`, and its variations, for values within `ranges`."""
+        names = (*at, _POSITION)
+        point = (*map(float, at.values()), float(base.kernels.position))
+        sizes, kernels = Symbols(names, point), Symbols(names, point)
+        base_sizes, base_kernels = base.counts, base.kernels.per_segment
+        sizes.start({**base_sizes, **deeper.counts})
+        kernels.start({**base_kernels, **deeper.kernels.counts})
+        for v in variations:
+            sizes.vary(v.variable, v.value, base_sizes, v.trace.counts, instead_of=v.instead_of)
+            kernels.vary(v.variable, v.value, base_kernels, v.trace.kernels.per_segment, instead_of=v.instead_of)
+        kernels.vary(_POSITION, base.kernels.position - 1, base.kernels.last_step, base.kernels.step_before)
+        sample = _sample_points(names, {**ranges, _POSITION: (1.0, ranges.get("C", (1.0, 1.0))[1])})
+        memory = _Moments.of(base, deeper, sizes, sample, layers)
+        time = KernelRows.of(
+            base.kernels, deeper.kernels, kernels, layers=(base.layers, deeper.layers),
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s, costs=costs,
+        )  # fmt: skip
+        return cls(
+            variables=tuple(at), layers=base.layers, exponents=memory.basis.exponents, rows=memory.rows,
+            slopes=memory.slopes, row_phases=memory.phases, time=time.folded(sample), unmatched=dict(sizes.unmatched),
+        )  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Keep the model in `path` (.npz); `load` reads it."""
+        time = self.time
+        rest = {
+            "variables": self.variables, "layers": self.layers, "exponents": self.exponents,
+            "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
+            "time_exponents": time.exponents, "segments": time.segments, "host": time.host,
+            "shortest_kernel_s": time.shortest_kernel_s,
+            "sums": {name: [list(row) for row in rows] for name, rows in time.sums.items()},
+        }  # fmt: skip
+        np.savez(
+            path, rest=np.array(json.dumps(rest)), rows=self.rows, slopes=self.slopes, flop_s=time.flop_s,
+            move_s=time.move_s, counts=time.counts, count_slopes=time.count_slopes,
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path) -> MassModel:
+        with np.load(path) as kept:
+            rest = json.loads(str(kept["rest"]))
+            arrays = {name: kept[name] for name in kept.files if name != "rest"}
+        time = KernelRows(
+            layers=rest["time_layers"], exponents=tuple(map(tuple, rest["time_exponents"])),
+            flop_s=arrays["flop_s"], move_s=arrays["move_s"], counts=arrays["counts"],
+            count_slopes=arrays["count_slopes"], segments=tuple(rest["segments"]),
+            host={k: (v[0], v[1]) for k, v in rest["host"].items()}, shortest_kernel_s=rest["shortest_kernel_s"],
+            sums={k: (np.asarray(v[0]), np.asarray(v[1])) for k, v in rest["sums"].items()},
+        )  # fmt: skip
+        return cls(
+            variables=tuple(rest["variables"]), layers=rest["layers"], exponents=tuple(map(tuple, rest["exponents"])),
+            rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
+            unmatched=rest["unmatched"],
+        )  # fmt: skip
+
+    def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+        """Most live bytes in each phase, one per configuration; `values` has an array for each variable."""
+        table = self._table(values)
+        x = Basis(self.exponents).at(np.concatenate([table, np.zeros((len(table), 1))], axis=1))
+        matrix = self.rows + (layers - self.layers) * self.slopes
+        names = np.asarray(self.row_phases)
+        return {phase: (x @ matrix[names == phase].T).max(axis=1) for phase in dict.fromkeys(self.row_phases)}
+
+    def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
+        """Seconds of each segment (a phase, once), one per configuration; `decode` is that of all `decode_steps`."""
+        return self.time.seconds(self._table(values), layers, decode_steps)
+
+    def _table(self, values: Mapping[str, Floats]) -> Floats:
+        return np.stack([np.asarray(values[name], float) for name in self.variables], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """The moments that can be a phase's highest, as rows of coefficients."""
+
+    basis: Basis
+    rows: Floats
+    slopes: Floats
+    phases: tuple[str, ...]
+
+    @classmethod
+    def of(cls, base: Trace, deeper: Trace, symbols: Symbols, sample: Floats, layers: int) -> _Moments:
+        cache: dict[tuple[Kind, int], Polynomial] = {}
+        for trace in (base, deeper):
+            for kind, unit in zip(trace.kinds, trace.unit_bytes, strict=True):
+                if (kind, unit) not in cache:
+                    cache[kind, unit] = {e: unit * value for e, value in symbols.numel(kind).items()}
+        basis = Basis.of(cache.values())
+        order = {key: i for i, key in enumerate(cache)}
+        table = basis.rows(list(cache.values()))
+        x = basis.at(sample)
+        (low, low_at), (high, high_at) = (_moments(t, table, order, x) for t in (base, deeper))
+        keys = list(low_at.keys() & high_at.keys())
+        rows = low[[low_at[k] for k in keys]]
+        slopes = (high[[high_at[k] for k in keys]] - rows) / (deeper.layers - base.layers)
+        phases = np.asarray([k[0] for k in keys])
+        _, first = np.unique(
+            np.concatenate([np.unique(phases, return_inverse=True)[1][:, None], rows, slopes], axis=1).round(3),
+            axis=0, return_index=True,
+        )  # fmt: skip
+        rows, slopes, phases = rows[first], slopes[first], phases[first]
+        kept: set[int] = set()
+        for depth in {deeper.layers, layers, 2 * layers}:
+            heights = x @ (rows + (depth - base.layers) * slopes).T
+            for phase in set(phases):
+                mine = np.flatnonzero(phases == phase)
+                kept |= set(mine[heights[:, mine].argmax(axis=1)])
+        chosen = sorted(kept)
+        return cls(basis, rows[chosen], slopes[chosen], tuple(str(phases[i]) for i in chosen))
+
+
+def _moments(
+    trace: Trace, table: Floats, order: Mapping[tuple[Kind, int], int], x: Floats
+) -> tuple[Floats, dict[tuple[object, ...], int]]:
+    """Live-byte coefficients after each event, and where each kind of moment is: first, last, or highest at a point."""
+    of_allocation = np.asarray([order[k, u] for k, u in zip(trace.kinds, trace.unit_bytes, strict=True)])
+    live = np.cumsum(trace.signs[:, None] * table[of_allocation[trace.ids]], axis=0)
+    names: dict[tuple[str, int], int] = {}
+    of_name = np.asarray([names.setdefault(key, len(names)) for key in zip(trace.phases, of_allocation, strict=True)])
+    events = np.flatnonzero(trace.signs > 0)
+    keys = of_name[trace.ids[events]]
+    time = np.arange(len(events), dtype=float)
+    heights = live[events] @ x[:: max(1, len(x) // _WORST_POINTS)].T
+    found: dict[tuple[object, ...], int] = {}
+    for which, rank in enumerate([-time, time, *heights.T]):
+        sorted_ = np.lexsort((rank, keys))
+        last = sorted_[np.append(keys[sorted_][1:] != keys[sorted_][:-1], True)]
+        for (phase, symbol), event in zip(names, events[last], strict=True):
+            found[phase, symbol, which] = int(event)
+    return live, found
+
+
+def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float]]) -> Floats:
+    """Corners, and points spread evenly in the logarithm, of the box `ranges`."""
+    random = np.random.default_rng(0)
+    columns = []
+    for name in names:
+        low, high = ranges[name]
+        spread = np.exp(random.uniform(np.log(max(low, 1e-9)), np.log(max(high, 1e-9)), _PRUNING_POINTS))
+        edge = random.random(_PRUNING_POINTS)
+        columns.append(np.where(edge < 0.15, low, np.where(edge > 0.85, high, spread)))
+    return np.stack(columns, axis=1)
+
+
+def _itemsize(dtype: str) -> int:
+    import torch
+
+    return int(getattr(torch, dtype.removeprefix("torch.")).itemsize)

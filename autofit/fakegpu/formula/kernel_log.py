@@ -1,0 +1,166 @@
+"""Which kernels a step launches, by kind: what `MassModel` needs to tell its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from autofit.fakegpu.formula.polynomials import Affine, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.specs import HostCosts
+
+# Whose dimensions make the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
+_SDPA = (0, (0, 1, 2, 3), 1, 2)
+_SDPA_BACKWARD = (1, (0, 1, 2, 3), 2, 2)
+_FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
+    "mm": (0, (0, 1), 1, 1), "addmm": (1, (0, 1), 2, 1), "bmm": (0, (0, 1, 2), 1, 2), "baddbmm": (1, (0, 1, 2), 2, 2),
+    "_scaled_dot_product_flash_attention": _SDPA, "_scaled_dot_product_efficient_attention": _SDPA,
+    "_scaled_dot_product_cudnn_attention": _SDPA,
+    "_scaled_dot_product_flash_attention_backward": _SDPA_BACKWARD,
+    "_scaled_dot_product_efficient_attention_backward": _SDPA_BACKWARD,
+    "_scaled_dot_product_cudnn_attention_backward": _SDPA_BACKWARD,
+}  # fmt: skip
+
+
+class Info(NamedTuple):
+    """What a kind of kernel does at the base point."""
+
+    name: str
+    flops: int
+    rate: float
+    item_bytes: tuple[int, ...]  # bytes of an element of each tensor
+    moved: tuple[int, ...]  # how often each tensor is read or written
+
+    def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
+        factors: list[Affine] = []
+        dims = symbols.factors.get(kind)
+        place = _FLOP_DIMS.get(self.name)
+        if dims and place and max(place[0], place[2]) < len(dims):
+            first, own, second, other = place
+            factors = [f for d in own for f in _get(dims[first], d)] + list(_get(dims[second], other))
+        elif dims and self.flops:
+            factors = [f for d in dims[-1] for f in d]
+        return symbols.product(self.flops / (self.rate * share), factors)
+
+    def move_seconds(self, kind: Kind, symbols: Symbols, bytes_per_s: float) -> Polynomial:
+        total: Polynomial = {}
+        for which, (size, times) in enumerate(zip(self.item_bytes, self.moved, strict=True)):
+            for exponents, value in symbols.numel(kind, which).items() if times else ():
+                total[exponents] = total.get(exponents, 0.0) + value * size * times / bytes_per_s
+        return total
+
+
+def _get(dims: Sequence[tuple[Affine, ...]], index: int) -> tuple[Affine, ...]:
+    return dims[index] if index < len(dims) else ()
+
+
+@dataclass(slots=True)
+class KernelKinds:
+    """Kernels of the recorded steps by kind, and the launches of each segment."""
+
+    counts: dict[Kind, int] = field(default_factory=dict)
+    infos: dict[Kind, Info] = field(default_factory=dict)
+    host_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # segment -> launches, views
+    repeats: Mapping[str, int] = field(default_factory=dict)  # how often each segment ran while it was recorded
+    last_step: dict[Kind, int] = field(default_factory=dict)
+    step_before: dict[Kind, int] = field(default_factory=dict)
+    position: int = 0  # tokens generated before the last decode step seen
+
+    @staticmethod
+    def segment(kind: Kind) -> str:
+        origin = kind.origin
+        assert isinstance(origin, tuple)
+        return str(origin[0])
+
+    @property
+    def per_segment(self) -> dict[Kind, float]:
+        """Kernels of each kind in one run of its segment, in the order of their first launch."""
+        return {kind: self.count_per_segment(kind) for kind in self.counts}
+
+    def count_per_segment(self, kind: Kind) -> float:
+        return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind), 1))
+
+    def host_seconds(self, segment: str, costs: HostCosts) -> float:
+        launches, views = self.host_counts.get(segment, (0, 0))
+        return (launches * costs.launch_s + views * costs.view_s) / max(1, self.repeats.get(segment, 1))
+
+
+class KernelLog:
+    """Collects kernels while it is on; the clock calls it, and a rollout says where its decode steps begin."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.phase = "load"
+        self._decoding = False
+        self._steps: list[dict[Kind, int]] = []
+        self._step_hosts: list[list[int]] = []
+        self._counts: dict[Kind, int] = {}
+        self._infos: dict[Kind, Info] = {}
+        self._hosts: dict[str, list[int]] = {}
+
+    def decode_step(self, number: int) -> None:
+        """A decode step begins: the `number`-th of this rollout."""
+        if number == 0:
+            self._steps, self._step_hosts = [], []
+        self._decoding = True
+        self._steps.append({})
+        self._step_hosts.append([0, 0])
+
+    def decode_end(self) -> None:
+        self._decoding = False
+
+    def view(self) -> None:
+        if self.on:
+            self._host()[1] += 1
+
+    def kernel(
+        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
+    ) -> None:
+        if not self.on:
+            return
+        self._host()[0] += 1
+        shapes: list[Shape] = []
+        sizes: list[int] = []
+        _add(args, shapes, sizes)
+        inputs = len(shapes)
+        _add(out, shapes, sizes)
+        name = func._schema.name[6:]
+        segment = "decode" if self._decoding else self.phase
+        kind = Kind((segment, name, tuple(sizes)), tuple(shapes))
+        counts = self._steps[-1] if self._decoding else self._counts
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind not in self._infos:
+            outputs = len(shapes) - inputs
+            moved = (0,) * inputs + (2,) * outputs if gathers else (1,) * len(shapes)
+            self._infos[kind] = Info(name, flops, rate, tuple(sizes), moved)
+
+    def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
+        """What was collected; `repeats`: how often each phase ran."""
+        steps = [s for s in self._steps if s]
+        counts, hosts = dict(self._counts), {k: (v[0], v[1]) for k, v in self._hosts.items()}
+        if len(steps) >= 2:
+            counts |= steps[-1]
+            launches, views = self._step_hosts[self._steps.index(steps[-1])]
+            hosts["decode"] = (launches, views)
+        return KernelKinds(
+            counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
+            last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
+            position=len(steps) - 1 if len(steps) >= 2 else 0,
+        )  # fmt: skip
+
+    def _host(self) -> list[int]:
+        if self._decoding:
+            return self._step_hosts[-1]
+        return self._hosts.setdefault(self.phase, [0, 0])
+
+
+def _add(value: object, shapes: list[Shape], sizes: list[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        shapes.append(tuple(value.shape))
+        sizes.append(value.element_size())
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(item, shapes, sizes)

@@ -1,0 +1,140 @@
+"""Seconds of any configuration: each kind of kernel as polynomials of FLOPs, bytes and how often it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.fakegpu.formula.polynomials import Basis, Exponents, Symbols
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.formula.kernel_log import KernelKinds
+    from autofit.fakegpu.specs import HostCosts
+
+Floats = npt.NDArray[np.float64]
+DECODE = "decode"  # the segment of one decode step; every other segment has the name of its phase
+REPEATED = "*"  # ends the name of what a segment does once for each micro-batch of a rollout
+# Where a rollout's decode steps are evaluated, as shares of its length, and their weights (Gauss-Legendre).
+_NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 18))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelRows:
+    """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
+
+    A segment takes the longer of the host's launches and the GPU's kernels, each bound by FLOPs, bytes or the shortest
+    time of any kernel. `sums` holds the seconds of kernels that are bound by the same thing everywhere, added up.
+    """
+
+    layers: int
+    exponents: tuple[Exponents, ...]
+    flop_s: Floats
+    move_s: Floats
+    counts: Floats
+    count_slopes: Floats  # for each further layer
+    segments: tuple[str, ...]
+    host: Mapping[str, tuple[float, float]]  # seconds of each segment on the host: at `layers`, and a further layer
+    shortest_kernel_s: float
+    sums: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, low: KernelKinds, high: KernelKinds, symbols: Symbols, *, layers: tuple[int, int],
+        bandwidth_bytes_per_s: float, costs: HostCosts,
+    ) -> KernelRows:  # fmt: skip
+        """From the kernels at the base point at two depths, `low` and `high`."""
+        kinds = list({**low.counts, **high.counts})
+        infos = {**high.infos, **low.infos}
+        flops = [infos[k].flop_seconds(k, symbols, costs.flops_frac) for k in kinds]
+        moves = [infos[k].move_seconds(k, symbols, bandwidth_bytes_per_s * costs.bandwidth_frac) for k in kinds]
+        step = layers[1] - layers[0]
+        counts, slopes = [], []
+        for kind in kinds:
+            a, b = low.count_per_segment(kind), high.count_per_segment(kind)
+            factors = symbols.counts.get(kind, ())
+            counts.append(symbols.product(a, factors))
+            slopes.append(symbols.product((b - a) / step, factors))
+        basis = Basis.of([*flops, *moves, *counts, *slopes, symbols.product(1.0, ())])
+        segments = [low.segment(k) + REPEATED if k in symbols.repeated else low.segment(k) for k in kinds]
+        host = {}
+        for name in set(segments):
+            plain = name.removesuffix(REPEATED)
+            mine = sum(low.counts.get(k, 0) for k, s in zip(kinds, segments, strict=True) if s == name)
+            share = mine / max(1, sum(n for k, n in low.counts.items() if low.segment(k) == plain))
+            seconds, deeper = low.host_seconds(plain, costs) * share, high.host_seconds(plain, costs) * share
+            host[name] = (seconds, (deeper - seconds) / step)
+        return cls(
+            layers=layers[0], exponents=basis.exponents, flop_s=basis.rows(flops), move_s=basis.rows(moves),
+            counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(segments),
+            host=host, shortest_kernel_s=costs.shortest_kernel_s,
+        )  # fmt: skip
+
+    @property
+    def _constant(self) -> int:
+        return self.exponents.index((0,) * len(self.exponents[0]))
+
+    def folded(self, sample: Floats) -> KernelRows:
+        """The same, with the kernels of a segment added up that are bound by the same thing at each point of `sample`.
+
+        Only kernels that run a fixed number of times can be added up: their seconds are then one polynomial.
+        """
+        x = Basis(self.exponents).at(sample)
+        flop, move = x @ self.flop_s.T, x @ self.move_s.T
+        top = np.maximum(np.maximum(flop, move), self.shortest_kernel_s) * (1 - 1e-9)
+        one = self._constant
+        fixed = ~np.delete(self.counts, one, axis=1).any(axis=1)
+        shortest = np.zeros_like(self.flop_s)
+        shortest[:, one] = self.shortest_kernel_s
+        names = np.asarray(self.segments)
+        left = np.ones(len(names), bool)
+        sums: dict[str, tuple[Floats, Floats]] = {}
+        for seconds, rows in ((flop, self.flop_s), (move, self.move_s), (x @ shortest.T, shortest)):
+            mine = left & fixed & (seconds >= top).all(axis=0)
+            left &= ~mine
+            for segment in np.unique(names[mine]):
+                chosen = mine & (names == segment)
+                now = (self.counts[chosen, one, None] * rows[chosen]).sum(axis=0)
+                slope = (self.count_slopes[chosen, one, None] * rows[chosen]).sum(axis=0)
+                before = sums.get(str(segment), (np.zeros_like(now), np.zeros_like(now)))
+                sums[str(segment)] = (before[0] + now, before[1] + slope)
+        return replace(
+            self, flop_s=self.flop_s[left], move_s=self.move_s[left], counts=self.counts[left],
+            count_slopes=self.count_slopes[left], segments=tuple(names[left].tolist()), sums=sums,
+        )  # fmt: skip
+
+    def seconds(self, values: Floats, layers: int, decode_steps: Floats) -> dict[str, Floats]:
+        """Seconds of each segment for each row of `values` (points, variables but the decode step).
+
+        `decode` is the sum over `decode_steps` steps.
+        """
+        names = dict.fromkeys((*self.segments, *self.sums, *self.host))
+
+        def at(step: Floats) -> Floats:
+            return np.concatenate([values, step[:, None]], axis=1)
+
+        out = {s: self._segment(s, at(np.zeros(len(values))), layers) for s in names if s != DECODE}
+        if DECODE in names:
+            nodes = [w * self._segment(DECODE, at(share * decode_steps), layers) for share, w in _NODES]
+            out[DECODE] = decode_steps * np.sum(nodes, axis=0)
+        return out
+
+    def _segment(self, name: str, table: Floats, layers: int) -> Floats:
+        mine = np.asarray(self.segments, dtype=str) == name
+        further = layers - self.layers
+        counts = (self.counts + further * self.count_slopes)[mine]
+        now, slope = self.sums.get(name, (np.zeros(counts.shape[1]), np.zeros(counts.shape[1])))
+        added = now + further * slope
+        used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0))
+        x = Basis(tuple(self.exponents[i] for i in used)).at(table)
+        each = np.maximum(x @ self.flop_s[mine][:, used].T, x @ self.move_s[mine][:, used].T)
+        np.maximum(each, self.shortest_kernel_s, out=each)
+        one = self._constant
+        varying = np.flatnonzero(np.delete(counts, one, axis=1).any(axis=1))
+        each[:, varying] *= x @ counts[varying][:, used].T
+        often = np.where(np.isin(np.arange(len(counts)), varying), 1.0, counts[:, one])
+        host, host_slope = self.host.get(name, (0.0, 0.0))
+        return np.asarray(np.maximum(each @ often + x @ added[used], host + further * host_slope))

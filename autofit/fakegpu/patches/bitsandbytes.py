@@ -1,0 +1,189 @@
+"""bitsandbytes on the simulated card: its real Python code runs, and its CUDA kernels are shapes and scratch.
+
+`quantize_model` stands in for `from_pretrained(..., quantization_config=...)` where there are no weights to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.kernels import GEMMS, add_scratch_rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import BitsAndBytesConfig
+
+    from autofit.fakegpu.card import FakeGpu
+
+Target = tuple[object, str, object, str]
+OUTLIER_COLUMNS = 16  # of an 8-bit matmul; depends on the data, a few on real models (LLM.int8() paper, section 4)
+CUSTOM_KERNEL_ROWS = 512  # above it bitsandbytes dequantises the weight (_gemm_4bit_use_custom_cuda); fewer may too
+
+
+def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Quantised parameters made of fakes: classes that are both, and a `_make_subclass` that hands them out."""
+    classes = {module.Params4bit: _also_fake(module.Params4bit), module.Int8Params: _also_fake(module.Int8Params)}
+    original = cast("Callable[..., torch.Tensor]", torch.Tensor._make_subclass)
+
+    def make_subclass(
+        cls: type[torch.Tensor], data: torch.Tensor, requires_grad: bool = False, **options: object
+    ) -> torch.Tensor:
+        if cls not in classes or not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad, **options)
+        with torch.no_grad():
+            made = data.detach()
+        gpu.tracer.shadows.give(made, None)
+        made.__class__ = classes[cls]
+        made._is_param = True
+        return made
+
+    yield torch.Tensor, "_make_subclass", staticmethod(make_subclass), "torch refuses to subclass a fake tensor"
+    _register_kernels(gpu)
+
+
+def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: object = None) -> torch.Tensor:
+        state = torch.empty(shape, dtype=dtype)
+        state.is_paged = True  # type: ignore[attr-defined]
+        state.page_deviceid = 0  # type: ignore[attr-defined]
+        return state
+
+    yield module, "get_paged", get_paged, "managed memory lives on the host and is not the allocator's"
+    yield module, "prefetch_tensor", lambda *args, **kwargs: None, "managed memory is not simulated"
+    yield module, "elementwise_func", lambda *args, **kwargs: None, "it fills managed memory through the CUDA library"
+    yield module, "name2qmap", dict(module.name2qmap), "code tables made inside are fakes and must not stay"
+
+
+def transformers_quantising(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """`from_pretrained` with a bitsandbytes config: transformers only warns when there is nothing to quantise."""
+    original = cast("Callable[..., torch.nn.Module]", module.replace_with_bnb_linear)
+
+    def replace(model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+        plain = {id(layer) for layer in model.modules()}
+        replaced = original(model, *args, **kwargs)
+        if all(id(layer) in plain for layer in replaced.modules()):
+            raise FakeGpuError(_NOTHING_TO_QUANTISE)
+        return replaced
+
+    yield module, "replace_with_bnb_linear", replace, "a request that changes nothing is an error"
+
+
+_NOTHING_TO_QUANTISE = (
+    "there is no linear layer to quantise (the output head and modules to skip do not count); drop load_in_4bit or "
+    "load_in_8bit for this model"
+)
+
+
+def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
+    """A FakeTensor that passes `isinstance(..., Params4bit)`; the fake's dispatch wins, bitsandbytes' methods stay."""
+
+    def make(cls: type[torch.Tensor], *args: object, **options: object) -> torch.Tensor:
+        return parameter_class.__new__(parameter_class, *args, **options)
+
+    body = {
+        "__new__": make,
+        "__torch_dispatch__": FakeTensor.__torch_dispatch__,
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+    }
+    return cast("type[torch.Tensor]", type(f"Fake{parameter_class.__name__}", (FakeTensor, parameter_class), body))
+
+
+def _register_kernels(gpu: FakeGpu) -> None:
+    ops = torch.ops.bitsandbytes
+    if hasattr(ops, "gemm_4bit"):
+        add_scratch_rule(ops.gemm_4bit.default, _gemm_4bit)
+        GEMMS.add(ops.gemm_4bit.default)
+    gpu.tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
+    gpu.tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(gpu)
+
+
+def _gemm_4bit(
+    a: torch.Tensor, b: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, *rest: object, **options: object
+) -> int:
+    """_dequant_linear_fallback in backends/cuda/ops.py: the whole weight in a's dtype, and absmax in fp32."""
+    if a.numel() // a.shape[-1] <= CUSTOM_KERNEL_ROWS:
+        return 0
+    nested = options.get("absmax_8bit")
+    scales = 4 * nested.numel() if isinstance(nested, torch.Tensor) else 0
+    return shape[0] * shape[1] * a.element_size() + scales
+
+
+def _int8_quant(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """int8_vectorwise_quant: int8 rows, their scales, and the outlier columns (how many depends on the data)."""
+    a = cast("torch.Tensor", args[0])
+    threshold = cast("float", args[1] if len(args) > 1 else kwargs.get("threshold", 0.0))
+    rows = a.numel() // a.shape[-1]
+    outliers = torch.empty(OUTLIER_COLUMNS, dtype=torch.int64, device=a.device) if threshold > 0 else None
+    return (
+        torch.empty(a.shape, dtype=torch.int8, device=a.device),
+        torch.empty(rows, dtype=torch.float32, device=a.device),
+        outliers,
+    )
+
+
+def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+    """int8_mixed_scaled_mm: the int32 product, its fp16 rescaling, and the outlier columns in full precision."""
+
+    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        a, ca, cb = (cast("torch.Tensor", value) for value in args[:3])
+        outliers = args[5] if len(args) > 5 else kwargs.get("outlier_cols")
+        shape = (*ca.shape[:-1], cb.shape[0])
+        count = outliers.numel() if isinstance(outliers, torch.Tensor) else 0
+        sub_a = a.new_empty((a.numel() // a.shape[-1], count) if count else (0,))
+        product = torch.empty(shape, dtype=torch.int32, device=a.device)
+        gpu.memory.track(product, "int8_linear_matmul")
+        out = torch.empty(shape, dtype=torch.float16, device=a.device)
+        gpu.memory.track(out, "int8_mm_dequant")
+        del product
+        return (out if a.dtype is torch.float16 else out.to(a.dtype)), sub_a
+
+    return run
+
+
+def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConfig) -> PreTrainedModel:
+    """The model on the card, its linear layers quantised one by one, as loading it with that config would leave it."""
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    originals = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+    skipped = quantizer.get_modules_to_not_convert(model, quantization_config.llm_int8_skip_modules)
+    replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=quantization_config)
+    replaced = [name for name in originals if type(model.get_submodule(name)) is not torch.nn.Linear]
+    if not replaced:
+        raise FakeGpuError(_NOTHING_TO_QUANTISE)
+    for name in replaced:
+        _fill(model.get_submodule(name), originals.pop(name))
+    originals.clear()
+    model.to("cuda")
+    four = bool(quantization_config.load_in_4bit)
+    model.config.quantization_config = quantization_config
+    for flag, value in {
+        "hf_quantizer": quantizer, "is_loaded_in_4bit": four, "is_loaded_in_8bit": not four, "is_quantized": True,
+        "quantization_method": quantization_config.quant_method,
+    }.items():  # fmt: skip
+        setattr(model, flag, value)
+    return model
+
+
+def _fill(layer: torch.nn.Module, original: torch.nn.Linear) -> None:
+    """Give a bitsandbytes layer, made on meta, the values of the layer it replaces; it quantises when it is moved."""
+    old = layer._parameters["weight"]
+    kept = {key: value for key, value in vars(old).items() if key in _PARAMETER_OPTIONS}
+    weight = cast("torch.nn.Parameter", type(old)(original.weight.data, requires_grad=False, **kept))  # type: ignore[misc]
+    if hasattr(weight, "quant_type"):
+        weight.module = layer  # type: ignore[attr-defined]
+    layer._parameters["weight"] = weight
+    if original.bias is not None:
+        layer._parameters["bias"] = torch.nn.Parameter(original.bias.data, requires_grad=False)
+
+
+_PARAMETER_OPTIONS = {
+    "blocksize", "compress_statistics", "quant_type", "quant_storage", "has_fp16_weights",
+}  # fmt: skip

@@ -1,0 +1,191 @@
+"""How other packages are made to treat the simulated card as a real one. `patches.py` puts these in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.card import FakeGpu
+
+Target = tuple[object, str, object, str]
+
+
+def load_in_process(loader: DataLoader[object]) -> _BaseDataLoaderIter:
+    """A DataLoader iterates in this process and thread, whatever its num_workers: fakes cannot travel."""
+    workers, timeout = loader.num_workers, loader.timeout
+    try:
+        loader.num_workers, loader.timeout = 0, 0
+        return _SingleProcessDataLoaderIter(loader)
+    finally:
+        loader.num_workers, loader.timeout = workers, timeout
+
+
+_RealGenerator = torch.Generator
+
+
+class _GeneratorType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _RealGenerator)
+
+
+class FakeGenerator(metaclass=_GeneratorType):
+    """`torch.Generator(device="cuda")` is a CPU generator: its numbers are not used on the simulated card."""
+
+    def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
+        return _RealGenerator()
+
+
+def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
+    """`torch.compile` that returns what it got, and says so in `gpu.notes`."""
+
+    def compile_(model: object = None, *args: object, **kwargs: object) -> object:
+        gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
+        return model if model is not None else (lambda function: function)
+
+    return compile_
+
+
+def safetensors_save(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    original = cast("Callable[..., object]", module.save_file)
+
+    def save_file(
+        held: dict[str, torch.Tensor], filename: str | os.PathLike[str], *args: object, **kwargs: object
+    ) -> None:
+        if _holds_fake(held):
+            with open(filename, "wb"):
+                pass
+        else:
+            original(held, filename, *args, **kwargs)
+
+    yield module, "save_file", save_file, "fakes have no bytes to save"
+
+
+def save_pretrained(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """A model of fakes saves its configuration and an empty weights file; saving takes no memory on the card."""
+    for name in ("PreTrainedModel", "PeftModel"):
+        owner = getattr(module, name, None)
+        if owner is not None and owner.__module__ == module.__name__:
+            yield owner, "save_pretrained", _save_model(owner.save_pretrained), "fakes have no bytes to save"
+
+
+def _save_model(original: Callable[..., object]) -> Callable[..., object]:
+    def save(model: torch.nn.Module, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
+        if not any(isinstance(p, FakeTensor) for p in model.parameters()):
+            original(model, save_directory, *args, **kwargs)
+            return
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").touch()
+
+    return save
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def transformers_loading(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """`from_pretrained` reads the shapes in a safetensors file, not its values."""
+
+    def materialize(
+        source: object, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if isinstance(source, torch.Tensor):
+            tensor = source[...]
+        else:
+            shape, kind = source.get_shape(), source.get_dtype()  # type: ignore[attr-defined]
+            tensor = torch.empty(shape, dtype=_SAFETENSORS_DTYPES[kind], device="cpu")
+        return tensor.to(device=device, dtype=dtype) if device is not None or dtype is not None else tensor
+
+    yield module, "_materialize_copy", materialize, "values would be read into real memory"
+
+
+def transformers_tracing(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    yield module, "is_fake_tensor", lambda x: False, "it takes fakes for tracing and then always builds masks"
+
+
+def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Whatever a cache layer allocates while it takes in keys and values is KV cache."""
+    for layer in vars(module).values():
+        if isinstance(layer, type) and "update" in vars(layer) and layer.__name__.endswith("Layer"):
+            yield layer, "update", _as_cache(gpu, vars(layer)["update"]), "names the KV cache in the timeline"
+
+
+def _as_cache(gpu: FakeGpu, update: Callable[..., object]) -> Callable[..., object]:
+    def labelled(*args: object, **kwargs: object) -> object:
+        before, gpu.memory.category = gpu.memory.category, "KV cache"
+        try:
+            return update(*args, **kwargs)
+        finally:
+            gpu.memory.category = before
+
+    return labelled
+
+
+class _Launch:
+    """A Triton kernel: launching it allocates nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*args: object, **kwargs: object) -> None: ...
+
+        return launch
+
+
+def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """TRL's chunked LM head runs Triton kernels in place on CUDA; without Triton it would take the CPU's way."""
+    reason = "the CUDA path writes in place where the CPU path allocates"
+    if gpu.mode != "cuda":
+        return
+    if hasattr(module, "_TRITON_AVAILABLE"):
+        yield module, "_TRITON_AVAILABLE", True, reason
+    for name in ("_forward_kernel", "_backward_kernel", "_stats_kernel", "_jsd_kernel"):
+        if hasattr(module, name):
+            yield module, name, _Launch(), reason
+    if not hasattr(module, "triton"):
+        module.triton = None  # type: ignore[attr-defined]
+    yield module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), reason
+
+
+def accelerate_state(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """accelerate remembers the device in shared dictionaries: fresh ones inside, the old ones back afterwards."""
+    for name in ("PartialState", "AcceleratorState", "GradientState"):
+        owner = getattr(module, name)
+        yield owner, "_shared_state", {}, "the device chosen inside must not outlive the block"
+
+
+def clear_answers_of_caches() -> None:
+    """Forget what packages cached about CUDA being there or not (functools caches in their import helpers)."""
+    import sys
+
+    for name in _CACHING_MODULES:
+        module = sys.modules.get(name)
+        for value in list(vars(module).values()) if module is not None else ():
+            clear = getattr(value, "cache_clear", None)
+            if callable(clear) and not isinstance(value, FakeTensor):
+                clear()
+
+
+_CACHING_MODULES = (
+    "transformers.utils.import_utils", "transformers.utils.generic", "accelerate.utils.imports", "peft.import_utils",
+    "trl.import_utils", "transformers.modeling_flash_attention_utils", "accelerate.utils.other",
+)  # fmt: skip
+
+
+def _holds_fake(value: object, depth: int = 4) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, dict):
+        return any(_holds_fake(v, depth - 1) for v in value.values())
+    return isinstance(value, (list, tuple)) and any(_holds_fake(v, depth - 1) for v in value)

@@ -1,0 +1,278 @@
+"""Every change made to torch and other packages while a block runs, in one place; all undone when it ends.
+
+Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. A patch whose target
+a version lacks is skipped, and `Registry.skipped` names it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from autofit.fakegpu.patches import (
+    bitsandbytes,
+    cuda_api,
+    distributed,
+    handlers,
+    libraries,
+    recurrent,
+    rollout,
+    saving,
+    tensors,
+    vllm,
+)
+from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
+from autofit.fakegpu.patches.sdpa import Attention
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.card import FakeGpu
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """`owner.name` becomes `value`; `create` where the attribute need not exist before."""
+
+    owner: object
+    name: str
+    value: object
+    reason: str
+    create: bool = False
+
+
+class Registry:
+    """Applies patches and undoes them in reverse. Packages imported later in the block are patched when they load."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.skipped: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+        self._finder = _LateImports(self)
+
+    def apply(self) -> None:
+        for patch in (*_torch_cuda(CudaApi(self.gpu)), *_torch_core(self.gpu)):
+            self.put(patch)
+        self._allow_foreach()
+        for name in _LIBRARIES:
+            module = sys.modules.get(name)
+            if module is not None:
+                self.patch_library(module)
+        sys.meta_path.insert(0, self._finder)
+
+    def undo(self) -> None:
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        while self._undo:
+            self._undo.pop()()
+
+    def put(self, patch: Patch) -> None:
+        old = vars(patch.owner).get(patch.name, _MISSING)
+        if old is _MISSING and not hasattr(patch.owner, patch.name) and not patch.create:
+            self.skipped.append(f"{patch.owner!r}.{patch.name}: {patch.reason}")
+            return
+        setattr(patch.owner, patch.name, patch.value)
+        if old is _MISSING:
+            self._undo.append(partial(delattr, patch.owner, patch.name))
+        else:
+            self._undo.append(partial(setattr, patch.owner, patch.name, old))
+
+    def patch_library(self, module: ModuleType) -> None:
+        for owner, name, value, reason in _LIBRARIES[module.__name__](self.gpu, module):
+            self.put(Patch(owner, name, value, reason, create=module.__name__ in _COMPLETED))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        self._undo.append(action)
+
+    def _allow_foreach(self) -> None:
+        """Optimizers pick the foreach and fused kernels by exact tensor type; fakes must count as tensors there."""
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            types = cast("list[type]", import_module(name)._foreach_supported_types)
+            if FakeTensor not in types:
+                types.append(FakeTensor)
+                self._undo.append(partial(types.remove, FakeTensor))
+
+
+def _torch_cuda(api: CudaApi) -> Iterable[Patch]:
+    import torch.cuda.amp
+    import torch.cuda.memory
+    import torch.cuda.random
+
+    reason = "torch.cuda answers for the simulated card"
+    answers: dict[str, object] = {
+        "is_available": always(True), "device_count": always(1),
+        "current_device": api.device_handle, "is_initialized": always(True), "_lazy_init": nothing, "init": nothing,
+        "_lazy_call": nothing, "get_device_capability": api.capability, "get_device_properties": api.properties,
+        "get_device_name": api.name, "is_bf16_supported": api.bf16_supported, "is_tf32_supported": api.tf32_supported,
+        "set_device": nothing, "synchronize": api.synchronize, "ipc_collect": nothing,
+        "device": cuda_api.FakeDeviceContext,
+        "device_of": cuda_api.FakeDeviceContext, "Event": cuda_api.FakeEvent, "Stream": cuda_api.FakeStream,
+        "stream": cuda_api.FakeStreamContext, "StreamContext": cuda_api.FakeStreamContext,
+        "current_stream": api.current_stream, "default_stream": api.default_stream, "set_stream": api.set_stream,
+        "can_device_access_peer": always(False), "get_arch_list": always([]), "utilization": always(100),
+        "_exchange_device": api.device_handle, "_maybe_exchange_device": api.device_handle,
+        "_check_capability": nothing,
+        "default_generators": (torch.default_generator,), "is_current_stream_capturing": always(False),
+    }  # fmt: skip
+    for name, value in answers.items():
+        yield Patch(torch.cuda, name, value, reason)
+    memory: dict[str, object] = {
+        "memory_stats_as_nested_dict": api.memory_stats, "empty_cache": api.empty_cache,
+        "mem_get_info": api.mem_get_info,
+        "reset_peak_memory_stats": api.reset_peaks, "reset_accumulated_memory_stats": api.reset_accumulated,
+        "set_per_process_memory_fraction": api.set_memory_fraction, "get_allocator_backend": always("native"),
+        "get_per_process_memory_fraction": api.get_memory_fraction,
+    }  # fmt: skip
+    seeds: dict[str, object] = {
+        "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing,
+        "initial_seed": always(0), "get_rng_state": api.get_rng_state, "set_rng_state": nothing,
+        "get_rng_state_all": api.get_rng_states, "set_rng_state_all": nothing,
+    }  # fmt: skip
+    for module, functions in ((torch.cuda.memory, memory), (torch.cuda.random, seeds)):
+        for name, value in functions.items():
+            yield Patch(module, name, value, reason)
+            yield Patch(torch.cuda, name, value, reason, create=True)
+    yield Patch(torch._C, "_cuda_clearCublasWorkspaces", api.clear_workspaces, reason, create=True)
+    yield from _torch_accelerator(api)
+
+
+def _torch_accelerator(api: CudaApi) -> Iterable[Patch]:
+    functions: dict[str, object] = {
+        "is_available": always(True), "current_accelerator": api.current_accelerator, "device_count": always(1),
+        "current_device_index": api.device_handle, "current_device_idx": api.device_handle,
+        "synchronize": api.synchronize,
+        "set_device_index": nothing, "set_device_idx": nothing, "current_stream": api.current_stream,
+        "set_stream": api.set_stream, "empty_cache": api.empty_cache, "get_memory_info": api.mem_get_info,
+        "reset_peak_memory_stats": api.reset_peaks, "reset_accumulated_memory_stats": api.reset_accumulated,
+        "memory_allocated": lambda *_: torch.cuda.memory_allocated(),
+        "max_memory_allocated": lambda *_: torch.cuda.max_memory_allocated(),
+        "memory_reserved": lambda *_: torch.cuda.memory_reserved(),
+        "max_memory_reserved": lambda *_: torch.cuda.max_memory_reserved(),
+        "memory_stats": lambda *_: torch.cuda.memory_stats(),
+    }  # fmt: skip
+    for name, value in functions.items():
+        yield Patch(torch.accelerator, name, value, "torch.accelerator is the simulated card")
+
+
+def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
+    import torch._subclasses.fake_tensor as fake_tensor_module
+    import torch.utils.data.dataloader as dataloader
+
+    tensor, parameter_list = torch.Tensor, "fakes have no numbers of their own"
+    yield Patch(fake_tensor_module, "init_gpu_context", nothing, "it would allocate on a card that is not there")
+    lifts = property(lambda mode: True)
+    yield Patch(FakeTensorMode, "avoid_device_init", lifts, "torch.tensor(..., device='cuda') lifts from the CPU")
+    yield Patch(
+        torch.nn.Module, "_apply", tensors.apply_to_module(gpu), "torch swaps fake parameters, which weakrefs forbid"
+    )
+    data = cast("property", torch._C.TensorBase.data)
+    yield Patch(tensor, "data", tensors.set_data(gpu, data), "assigning .data must move a fake's device", create=True)
+    to_list = tensors.to_list(gpu, tensor.tolist)
+    yield Patch(tensor, "tolist", to_list, parameter_list)
+    yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
+    yield Patch(tensor, "numpy", tensors.to_numpy(gpu, tensor.numpy), parameter_list)
+    yield Patch(tensor, "__array__", tensors.to_array(gpu, tensor.__array__), parameter_list)
+    yield Patch(tensor, "__format__", tensors.formatted(tensor.__format__), parameter_list)
+    yield Patch(
+        tensor, "__deepcopy__", tensors.deep_copied(gpu, tensor.__deepcopy__), "a fake's storage cannot be copied"
+    )
+    yield Patch(tensor, "pin_memory", tensors.itself, "host memory is not simulated")
+    yield Patch(tensor, "is_pinned", always(False), "host memory is not simulated")
+    yield Patch(tensor, "record_stream", nothing, "streams are simulated")
+    yield Patch(
+        torch.UntypedStorage, "resize_", tensors.resize_storage(gpu, torch.UntypedStorage.resize_), "FSDP frees so"
+    )
+    yield Patch(
+        dataloader.DataLoader, "_get_iterator", libraries.load_in_process, "fakes cannot cross processes or threads"
+    )
+    yield Patch(torch, "Generator", libraries.FakeGenerator, "a CPU build has no CUDA generator")
+    yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
+    distributed.note_collectives(gpu)
+    for owner, name, value, reason in (
+        *saving.torch_checkpoints(gpu), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *handlers.other_kernels(gpu), *handlers.other_ways(gpu),
+    ):  # fmt: skip
+        yield Patch(owner, name, value, reason, create=True)
+    original = torch._C._nn.scaled_dot_product_attention
+    attention = Attention(gpu.spec.compute_capability, original, gpu.mode, gpu.attention_kernels)
+    for module in list(sys.modules.values()):
+        if vars(module).get("scaled_dot_product_attention") is original and module is not torch._C._nn:
+            yield Patch(module, "scaled_dot_product_attention", attention, "on fakes torch chooses the math kernel")
+
+
+# Third-party packages: (owner, name, value, reason) for each module, applied if and when it is loaded.
+_LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str, object, str]]]] = {
+    "transformers.utils.import_utils": libraries.transformers_tracing,
+    "transformers.modeling_utils": libraries.save_pretrained,
+    "peft.peft_model": libraries.save_pretrained,
+    "transformers.core_model_loading": libraries.transformers_loading,
+    "transformers.generation.utils": rollout.transformers_generation,
+    "transformers.cache_utils": libraries.transformers_cache,
+    "trl.kernels.chunked_logprob": libraries.trl_triton,
+    "trl.kernels.chunked_divergence": libraries.trl_triton,
+    "trl.generation.vllm_generation": vllm.trl_vllm,
+    "safetensors.torch": libraries.safetensors_save,
+    "accelerate.state": libraries.accelerate_state,
+    "torch.nn.parallel.distributed": distributed.data_parallel,
+    "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
+    "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
+    "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,
+    "bitsandbytes.functional": bitsandbytes.bitsandbytes_functional,
+}
+
+
+# What these import only where another package is installed is created.
+_COMPLETED = ("trl.generation.vllm_generation",)
+
+# These bind CUDA libraries while they are imported, so they must not see the simulated card then.
+_LOADED_WITHOUT_CUDA = ("bitsandbytes",)
+
+
+class _LateImports(MetaPathFinder):
+    """Patches a listed package right after it is imported inside the block."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._busy = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if self._busy or name not in (*_LIBRARIES, *_LOADED_WITHOUT_CUDA):
+            return None
+        self._busy = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader, self._registry)
+        return spec
+
+
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader, registry: Registry) -> None:
+        self._loader = loader
+        self._registry = registry
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in _LOADED_WITHOUT_CUDA:
+            with mock.patch.object(torch.cuda, "is_available", always(False)), unset_fake_temporarily():
+                self._loader.exec_module(module)
+        else:
+            self._loader.exec_module(module)
+        if module.__name__ in _LIBRARIES:
+            self._registry.patch_library(module)

@@ -1,0 +1,256 @@
+"""Generation without simulating each token: two equal decode steps are seen, the rest is played from them.
+
+A decode step repeats the one before it with tensors that grow linearly (the KV cache). Once two consecutive steps have
+the same allocations and frees in the same order, the remaining steps are played straight into the allocator, with
+sizes extrapolated. Of most of those steps only what grows or outlives the step is played, since the rest reuses the
+same cached blocks. In every 16th step what the large pool serves is played too, because there a growing cache may have
+taken the block that the rest lay in; the last two steps are played whole, so the peak is that of a whole last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autofit.fakegpu.allocator import SMALL_BYTES
+from autofit.fakegpu.depth.layers import Delay, LayerClock
+
+if TYPE_CHECKING:
+    from autofit.fakegpu.card import FakeGpu
+
+FIRST_TRY = 4  # steps traced before looking for a steady state; the first ones contain the prefill
+LAST_TRY = 40
+LARGE_EVERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One event of a decode step: an allocation, or the free of allocation `position` of `steps_ago`."""
+
+    is_allocation: bool
+    steps_ago: int
+    position: int
+    layer: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """A decode step as it was traced: its events, and the index and size of each allocation."""
+
+    events: list[_Event]
+    ids: list[int]
+    sizes: list[int]
+    seconds: float
+    stretches: list[tuple[int, Delay]]
+
+
+class RolloutSynthesis:
+    """Watches the decode steps of one `generate` call; skips the rest once they repeat."""
+
+    def __init__(self, gpu: FakeGpu, total_steps: int) -> None:
+        self.gpu = gpu
+        self.total_steps = total_steps
+        self.skipped_steps = 0
+        self._marks: list[tuple[int, float, int]] = []
+
+    def at_boundary(self) -> bool:
+        """Called before each decode step; true if the remaining steps have just been played and the loop may end."""
+        memory, clock = self.gpu.memory, self.gpu.clock
+        stretch = clock.cut() if isinstance(clock, LayerClock) else 0
+        self._marks.append((len(memory.log), clock.now_s, stretch))
+        done = len(self._marks) - 1
+        if clock.log is not None:
+            clock.log.decode_step(done)
+        if not FIRST_TRY <= done <= LAST_TRY or done >= self.total_steps:
+            return False
+        before, last = self._step(done - 2), self._step(done - 1)
+        if before is None or last is None or before.events != last.events:
+            return False
+        if clock.log is not None:
+            clock.log.decode_end()
+        self._play(before, last, done)
+        self.skipped_steps = self.total_steps - done
+        return True
+
+    def _step(self, number: int) -> _Step | None:
+        """The traced step `number`; None if it freed something older than the steps traced so far."""
+        log = self.gpu.memory.log
+        born: dict[int, tuple[int, int]] = {}
+        for step in range(max(0, number - 2), number):
+            start, end = self._marks[step][0], self._marks[step + 1][0]
+            position = 0
+            for index in range(start, end):
+                if log.nbytes[index] > 0:
+                    born[log.ids[index]] = (step, position)
+                    position += 1
+        (start, start_s, first), (end, end_s, last) = self._marks[number], self._marks[number + 1]
+        clock = self.gpu.clock
+        stretches = clock.stretches[first:last] if isinstance(clock, LayerClock) else []
+        result = _Step([], [], [], end_s - start_s, stretches)
+        for index in range(start, end):
+            storage, nbytes, layer = log.ids[index], log.nbytes[index], log.tags[index]
+            if nbytes > 0:
+                born[storage] = (number, len(result.ids))
+                result.events.append(_Event(True, 0, len(result.ids), layer))
+                result.ids.append(storage)
+                result.sizes.append(nbytes)
+            elif storage in born:
+                step, position = born[storage]
+                result.events.append(_Event(False, number - step, position, layer))
+            else:
+                return None
+        return result
+
+    def _play(self, before: _Step, last: _Step, done: int) -> None:
+        memory = self.gpu.memory
+        growth = [b - a for a, b in zip(before.sizes, last.sizes, strict=True)]
+        own = {e.position for e in last.events if not e.is_allocation and e.steps_ago == 0}
+        local = {position for position in own if growth[position] == 0}
+        short = [e for e in last.events if not (e.position in local and e.steps_ago == 0)]
+        small = {position for position in local if last.sizes[position] <= SMALL_BYTES}
+        large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
+        templates = [memory.allocations[index] for index in last.ids]
+        shapes = [memory.allocations[index].shape for index in before.ids]
+        ids: dict[int, dict[int, int]] = {
+            done - 2: dict(enumerate(before.ids)),
+            done - 1: dict(enumerate(last.ids)),
+        }
+        seconds, slope = last.seconds, last.seconds - before.seconds
+        layers, clock = self.gpu.layers, self.gpu.clock
+        first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
+        if first > done:  # what the first step played frees is what the last step traced left
+            ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
+            skipped = first - done
+            seconds += slope * skipped
+            clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
+        for step in range(first, self.total_steps):
+            mine = ids[step] = {}
+            whole = step >= self.total_steps - 2
+            for event in last.events if whole else large if step % LARGE_EVERY == 0 else short:
+                if layers is not None:
+                    layers.set(event.layer)
+                if event.is_allocation:
+                    template = templates[event.position]
+                    nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
+                    shape = _grown(shapes[event.position], template.shape, step - done + 1)
+                    mine[event.position] = memory.allocate_like(template, max(nbytes, 1), shape)
+                else:
+                    memory.release(ids[step - event.steps_ago][event.position])
+            ids.pop(step - 3, None)
+            seconds += slope
+            clock.advance(max(seconds, 0.0))
+            if isinstance(clock, LayerClock) and len(before.stretches) == len(last.stretches):
+                pairs = zip(before.stretches, last.stretches, strict=True)
+                clock.play([(tag, b.grown(a, step - done + 1)) for (_, a), (tag, b) in pairs])
+        if layers is not None:
+            layers.set(0)
+        self._hand_over(ids, before, last)
+
+    def _hand_over(self, ids: dict[int, dict[int, int]], before: _Step, last: _Step) -> None:
+        """The real tensors alive now stand for those of the last step played."""
+        stand_ins: dict[int, int] = {}
+        for steps_ago, step in ((0, last), (1, before)):
+            played = ids.get(self.total_steps - 1 - steps_ago, {})
+            for position, index in enumerate(step.ids):
+                if position in played and self.gpu.memory.is_live(played[position]):
+                    stand_ins[index] = played[position]
+        self.gpu.memory.replace(stand_ins)
+
+
+def _grown(before: tuple[int, ...], last: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """The shape `steps` decode steps after `last`, which came one step after `before`."""
+    return tuple(b + (b - a) * steps for a, b in zip(before, last, strict=True))
+
+
+def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patches of `GenerationMixin`: where a decode loop starts, and where it asks whether to go on."""
+    mixin = module.GenerationMixin
+    running: list[RolloutSynthesis | _Countdown] = []
+    reason = "a rollout is played from its first tokens, not simulated token by token"
+    yield mixin, "_sample", _sample(gpu, running, mixin._sample), reason
+    yield mixin, "_beam_search", _beam_search(running, mixin._beam_search), "its end depends on unknown scores"
+    yield mixin, "_has_unfinished_sequences", _has_unfinished(running, mixin._has_unfinished_sequences), reason
+
+
+def _sample(
+    gpu: FakeGpu, running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def sample(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        criteria, settings = kwargs.get("stopping_criteria"), kwargs.get("generation_config")
+        steps = (getattr(criteria, "max_length", None) or 0) - input_ids.shape[1]
+        plain = not getattr(settings, "return_dict_in_generate", False) and kwargs.get("streamer") is None
+        if (
+            not plain
+            or steps <= FIRST_TRY + 2
+            or not isinstance(input_ids, FakeTensor)
+            or not _grows(model, steps, input_ids)
+        ):
+            return original(model, input_ids, *args, **kwargs)
+        synthesis = RolloutSynthesis(gpu, steps)
+        running.append(synthesis)
+        try:
+            out = original(model, input_ids, *args, **kwargs)
+        finally:
+            running.remove(synthesis)
+        if synthesis.skipped_steps:
+            rest = out[:, -1:].expand(-1, synthesis.skipped_steps)
+            out = torch.cat([out, rest], dim=1)
+        return out
+
+    return sample
+
+
+class _Countdown:
+    """A beam search whose scores are unknown: it goes on to the last token, as the worst case does."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def at_boundary(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def _beam_search(
+    running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def beam_search(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        criteria = cast("_HasLength", args[1] if len(args) > 1 else kwargs["stopping_criteria"])
+        if not isinstance(input_ids, FakeTensor) or criteria.max_length is None:
+            return original(model, input_ids, *args, **kwargs)
+        countdown = _Countdown(criteria.max_length - input_ids.shape[1])
+        running.append(countdown)
+        try:
+            return original(model, input_ids, *args, **kwargs)
+        finally:
+            running.remove(countdown)
+
+    return beam_search
+
+
+class _HasLength(Protocol):
+    max_length: int | None
+
+
+def _has_unfinished(running: list[RolloutSynthesis | _Countdown], original: Callable[..., bool]) -> Callable[..., bool]:
+    def has_unfinished(model: torch.nn.Module, this_peer_finished: bool, *args: object, **kwargs: object) -> bool:
+        if running and running[-1].at_boundary():
+            return False
+        return original(model, this_peer_finished, *args, **kwargs)
+
+    return has_unfinished
+
+
+def _grows(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> bool:
+    """Whether the cache grows by the same amount at each step up to the end (a sliding window stops growing)."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ()
+    slides = bool(window) and (any("sliding" in kind for kind in kinds) or not kinds)
+    return not slides or input_ids.shape[1] + steps <= int(window or 0)

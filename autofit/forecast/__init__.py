@@ -1,0 +1,1 @@
+"""What a simulated card says of every candidate, before the first probe."""

@@ -1,0 +1,168 @@
+"""One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from autofit.errors import EnvironmentFault
+from autofit.files import write_json
+from autofit.forecast.advice import Advice, Change, cheapest_changes
+from autofit.hardware.hardware import Device, slot_names
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.job import run_probe
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_changes
+from autofit.units import format_bytes, format_seconds
+
+PARALLEL = 2  # probes at once, where several are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """Probes variants of one recipe on a simulated card of `capacity_bytes`."""
+
+    recipe: Recipe
+    device: Device
+    capacity_bytes: int
+    folder: Path
+    worst_case: Path
+    server: ForkServer
+    deadline_s: float
+
+    def estimate(self) -> ProbeResult:
+        """What the card says of the recipe as it is. Raises EnvironmentFault when the simulation itself fails."""
+        result = self.probe(self.recipe.values)
+        if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
+            raise EnvironmentFault(f"the simulation did not end: {result.reason}")
+        return result
+
+    def probe(self, values: Mapping[str, object]) -> ProbeResult:
+        """What the card says of a recipe of these values; several may be asked for at once.
+
+        The job is this process: nobody would look for its answer if it died.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        request = ProbeRequest(
+            folder=Path(tempfile.mkdtemp(dir=self.folder)), trainer=self.recipe.trainer, values=values,
+            device=self.device, limit_bytes=self.capacity_bytes, worst_case=self.worst_case,
+            deadline_s=self.deadline_s, server_socket=self.server.socket_path, slots=slot_names(self.device, PARALLEL),
+        )  # fmt: skip
+        write_json(request.request_path, request.to_json())
+        run_probe(str(request.request_path))
+        result = ProbeResult.read(request.answer_path)
+        if result is None:
+            raise EnvironmentFault("the simulation was given up")
+        return result
+
+    def advice(self) -> Advice:
+        """The cheapest changes that would make the recipe fit."""
+        return cheapest_changes(self.recipe, self.device, self.probe, workers=PARALLEL)
+
+
+def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | None = None) -> dict[str, object]:
+    """The object that `autofit estimate --json` prints."""
+    phases = [
+        {
+            "name": p.name,
+            "peak_allocated_bytes": p.peak_allocated_bytes,
+            "categories": result.categories.get(p.name, {}),
+        }
+        for p in result.phases
+    ]
+    return {
+        "peak_allocated_bytes": result.peak_allocated_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes,
+        "device_used_bytes": result.device_used_bytes,
+        "least_capacity_bytes": result.least_capacity_bytes,
+        "capacity_bytes": capacity_bytes,
+        "fits": result.status is ProbeStatus.FIT,
+        "phases": phases,
+        "rollout_s": result.rollout_s[0] if result.rollout_s else None,
+        "update_s": result.update_s[0] if result.update_s else None,
+        "step_s": result.median_step_s,
+        "fidelity": result.fidelity,
+        "host_costs": result.host_costs,
+        "computed_in_s": result.process_s,
+        "changes": [change.to_json() for change in advice.changes] if advice is not None else [],
+        "closest": advice.closest.to_json() if advice is not None and advice.closest is not None else None,
+    }
+
+
+def advice_lines(advice: Advice, recipe: Recipe, capacity_bytes: int) -> list[str]:
+    """What to change, a line each, or what comes closest and by how much it misses."""
+    if advice.changes:
+        lines = ["the cheapest changes that make it fit, predicted:"]
+        return lines + [f"  {_change_line(change, recipe)}" for change in advice.changes]
+    tried = "no change of its settings makes it fit"
+    if advice.closest is None:
+        return [f"{tried}."]
+    over = advice.closest.least_capacity_bytes - capacity_bytes
+    what = describe_changes(advice.closest.changes, recipe.resolved)
+    return [f"{tried}; the closest needs {format_bytes(over)} more than there is: {what}."]
+
+
+def _change_line(change: Change, recipe: Recipe) -> str:
+    step = "" if change.step_s is None else f", {format_seconds(change.step_s)} a step"
+    used = format_bytes(change.device_used_bytes)
+    return f"{change.tier}: {describe_changes(change.changes, recipe.resolved)} ({used}{step})"
+
+
+def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
+    """A table of phases by category, and one sentence: fits or by how much not, and what dominates."""
+    names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
+    table = Table(title=f"{result.device_name}, {result.fidelity}", title_justify="left")
+    table.add_column("phase")
+    for name in ["peak allocated", *names]:
+        table.add_column(name, justify="right")
+    for phase in result.phases:
+        bytes_of = result.categories.get(phase.name, {})
+        cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]
+        table.add_row(phase.name, format_bytes(phase.peak_allocated_bytes), *cells)
+    return table, _sentence(result, capacity_bytes)
+
+
+def _categories(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
+    return list(dict.fromkeys(name for categories in phases.values() for name in categories))
+
+
+def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
+    used, least = result.device_used_bytes or 0, result.least_capacity_bytes or 0
+    top = max(result.phases, key=lambda p: p.peak_allocated_bytes)
+    held = result.categories.get(top.name, {})
+    largest = max(held, key=lambda name: held[name]) if held else "?"
+    if result.status is ProbeStatus.FIT:
+        verdict = f"fits: {format_bytes(used)} of {format_bytes(capacity_bytes)} used"
+    else:
+        verdict = (
+            f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} more than there is"
+        )
+    step_s = result.median_step_s
+    times = ""
+    if step_s is not None:
+        rollout = f" (rollout {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
+        times = f"; a step takes {format_seconds(step_s)}{rollout}"
+    share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
+    return f"it {verdict}{times}; the peak is in {top.name}, where {largest} hold {share}."
+
+
+def plot_phases(result: ProbeResult, capacity_bytes: int, path: Path) -> None:
+    """A PNG of stacked bars: bytes by category at each phase's peak, and the capacity."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    names = [p.name for p in result.phases if p.name in result.categories]
+    below = [0.0] * len(names)
+    for category in _categories(result.categories):
+        heights = [result.categories[name].get(category, 0) / 1e9 for name in names]
+        axes.bar(names, heights, bottom=below, label=category)
+        below = [b + h for b, h in zip(below, heights, strict=True)]
+    if capacity_bytes / 1e9 < 3 * max(below, default=1.0):
+        axes.axhline(capacity_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="capacity")
+    axes.set(ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}")
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,316 @@
+"""What the simulated GPU says of every candidate, before the first probe: trace each structure once, evaluate many.
+
+The candidates of a space fall into structures (the values of the knobs that change which code runs) and, within one,
+into micro-batches below and above a tile of TRL's loss. Each has a mass model, made by the fork server and kept on
+disk under a hash of all that it depends on.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from autofit.errors import EnvironmentFault
+from autofit.fakegpu.formula.formula import Floats, MassModel
+from autofit.fakegpu.formula.seconds import REPEATED
+from autofit.fakegpu.specs import gpu_spec
+from autofit.files import read_json, write_json
+from autofit.forecast.predictions import Predictions
+from autofit.hardware import calibration
+from autofit.probing import offline
+from autofit.probing.fork_server import ForkServer
+from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.trainer_keys import TILE_TOKENS
+from autofit.space.space import CHUNK, SPLIT, Candidate, Space, Value
+
+LONGER = 4  # models hold for completions up to so many times as long as the space's longest
+EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
+_VARIABLES = (SPLIT, CHUNK, "gradient_accumulation_steps", "max_completion_length", "lora_r", "num_generations")
+_DEADLINE_S = 300.0
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The variables of one candidate."""
+
+    micro: int
+    accumulation: int
+    chunk: int
+    completion: int
+    rank: int
+
+    @property
+    def generated(self) -> int:
+        return self.micro * self.chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecaster:
+    """Makes mass models in the fork server, or finds them in the folder `kept`."""
+
+    device: str
+    worst_case: Path
+    server: ForkServer
+    scratch: Path
+    kept: Path
+    workers: int = 2
+
+    def predict(self, space: Space) -> Predictions:
+        """Floor, device-used bytes and step seconds of the allowed candidates; unknown where a trace fails."""
+        return self.forecast(space).predictions
+
+    def forecast(self, space: Space) -> "Forecast":
+        """The predictions of the allowed candidates, with the models they were evaluated from."""
+        candidates = tuple(space.allowed())
+        shapes, structures = _sorted_out(space, candidates)
+        groups: dict[str, list[int]] = {}
+        for place, name in enumerate(structures):
+            groups.setdefault(name, []).append(place)
+        requests = {name: self._request(name, space, [(candidates[p], shapes[p]) for p in places])
+                    for name, places in groups.items()}  # fmt: skip
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                models = dict(zip(requests, pool.map(self._model, requests.values()), strict=True))
+            except BaseException:  # Ctrl-C: the traces at work end, too
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._cancel.touch()
+                raise
+        floor = np.zeros(len(candidates))
+        used, step, rollout = (np.full(len(candidates), np.nan) for _ in range(3))
+        spec = gpu_spec(self.device.removeprefix("sim:"))
+        for name, places in groups.items():
+            if (found := models[name]) is not None:
+                live, seconds, before_update = _evaluate(*found, [shapes[p] for p in places])
+                floor[places] = spec.context_bytes + live if found[2] <= EXACT_SHARE else 0.0
+                used[places] = spec.context_bytes + live
+                step[places], rollout[places] = seconds, before_update
+        predictions = Predictions(
+            candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
+            rollout_s=rollout if space.recipe.trainer == "grpo" else None,
+        )  # fmt: skip
+        return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
+
+    @property
+    def _cancel(self) -> Path:
+        return self.scratch / "cancel"
+
+    def _request(self, name: str, space: Space, members: list[tuple[Candidate, _Shape]]) -> dict[str, object]:
+        recipe = space.recipe
+        _, large = json.loads(name)
+        values = merge(recipe.values, space.yaml_changes(members[0][0]))
+        shapes = [shape for _, shape in members]
+        hold_out = shapes[len(shapes) // 2]
+
+        def span(numbers: list[int]) -> tuple[int, int]:
+            return min(numbers), max(numbers)
+
+        grpo = recipe.trainer == "grpo"
+        hold = {"B": hold_out.micro, "accumulation": min(hold_out.accumulation, 2 * hold_out.chunk),
+                "chunk": hold_out.chunk, "r": hold_out.rank, "C": hold_out.completion}  # fmt: skip
+        return {
+            "trainer": recipe.trainer, "values": values, "device": self.device, "worst_case": str(self.worst_case),
+            "large": large, "reused": grpo and recipe.generation_batch_size > recipe.effective_batch_size,
+            "varies_rank": recipe.uses_lora,
+            "ranges": {
+                "B": span([s.micro for s in shapes]), "G": span([s.generated for s in shapes]),
+                "C": _widened(span([s.completion for s in shapes]), by=LONGER),
+                "r": _widened(span([s.rank for s in shapes]), by=2),
+            },
+            "hold_out": hold,
+        }  # fmt: skip
+
+    def _model(self, request: Mapping[str, object]) -> tuple[MassModel, int, float] | None:
+        """The model, the architecture's layers, and by what share the hold-out missed; None where a trace failed."""
+        name = _key(request, self.worst_case)
+        kept = self.kept / name
+        found = _read(kept)
+        if found is None:
+            folder = self.scratch / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "request.json", {**request, "answer": str(folder / "model.json")})
+            try:
+                self.server.call(
+                    {
+                        "entry": "autofit.forecast.worker:run", "argument": str(folder / "request.json"),
+                        "cwd": str(Path.cwd()), "log": str(folder / "forecast.log"), "env": {},
+                        "deadline_s": _DEADLINE_S, "cancel": str(self._cancel),
+                    }
+                )  # fmt: skip
+            except EnvironmentFault:
+                return None
+            found = _read(folder)
+            if found is not None:
+                _keep(folder, kept)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What was predicted of a space, and the models it came from: they answer for what lies beside it as well."""
+
+    space: Space
+    context_bytes: int
+    predictions: Predictions
+    models: Mapping[str, tuple[MassModel, int, float] | None]
+
+    def of(
+        self, space: Space, candidate: Candidate, *, completion_tokens: int | None = None
+    ) -> tuple[float, float] | None:
+        """(device-used bytes, step seconds) of a candidate of `space`, which may have more knobs than the forecast's.
+
+        `completion_tokens` is taken in place of the candidate's own. None where its structure was not traced.
+        """
+        own, ours = space.params(space.baseline), {knob.name for knob in self.space.knobs}
+        params = space.params(candidate)
+        if any(v != own[k] for k, v in params.items() if k not in ours and _is_structural(k)):
+            return None
+        shape = _shape(space, candidate)
+        if completion_tokens is not None:
+            shape = replace(shape, completion=completion_tokens)
+        known = {k: v for k, v in params.items() if k in ours}
+        found = self.models.get(_structure(space.recipe, known, shape))
+        if found is None:
+            return None
+        live, seconds, _ = _evaluate(*found, [shape])
+        return self.context_bytes + float(live[0]), float(seconds[0])
+
+
+def _is_structural(knob: str) -> bool:
+    """Whether another value of `knob` is another structure, not another value of a model's variable."""
+    return knob not in _VARIABLES and not knob.startswith("env.")
+
+
+def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
+    """What tells one mass model from another, as text."""
+    fixed = {k: v for k, v in params.items() if _is_structural(k)}
+    return json.dumps([fixed, _is_large(recipe, shape)], sort_keys=True, default=str)
+
+
+def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Shape], list[str]]:
+    """The shape and the structure of each candidate; each is worked out once, as 10^5 candidates have few."""
+    knobs = [knob.name for knob in space.knobs]
+    varying, fixed = ([i for i, n in enumerate(knobs) if test(n)] for test in (_VARIABLES.__contains__, _is_structural))
+    shapes: dict[tuple[Value, ...], _Shape] = {}
+    structures: dict[tuple[tuple[Value, ...], bool], str] = {}
+    shape_of_each: list[_Shape] = []
+    structure_of_each: list[str] = []
+    for candidate in candidates:
+        values = candidate.values
+        variables = tuple([values[i] for i in varying])
+        if (shape := shapes.get(variables)) is None:
+            shape = shapes[variables] = _shape(space, candidate)
+        key = tuple([values[i] for i in fixed]), _is_large(space.recipe, shape)
+        if (structure := structures.get(key)) is None:
+            structure = structures[key] = _structure(space.recipe, space.params(candidate), shape)
+        shape_of_each.append(shape)
+        structure_of_each.append(structure)
+    return shape_of_each, structure_of_each
+
+
+def _is_large(recipe: Recipe, shape: _Shape) -> bool:
+    """Whether a micro-batch has more tokens than one tile of the loss."""
+    tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
+    return shape.micro * tokens > TILE_TOKENS
+
+
+def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
+    """`span` with room on both sides, so that the model holds for what a user could change next."""
+    return span[0] / by, span[1] * by
+
+
+def _read(folder: Path) -> tuple[MassModel, int, float] | None:
+    answer = read_json(folder / "model.json")
+    if answer is None or "error" in answer or not (folder / "model.npz").exists():
+        return None
+    return MassModel.load(folder / "model.npz"), int(str(answer["layers"])), float(str(answer["mismatch"]))
+
+
+def _keep(folder: Path, kept: Path) -> None:
+    """Put a model where the next search finds it; a full disk or another search's copy is no reason to fail."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(kept)
+    except OSError:
+        pass
+
+
+def _shape(space: Space, candidate: Candidate) -> _Shape:
+    micro, accumulation, chunk, _ = space.split(candidate)
+    params = {**space.recipe.resolved, **space.params(candidate)}
+
+    def number(name: str) -> int:
+        value = cast(Value, params.get(name))
+        return int(value) if isinstance(value, int | float) else 0
+
+    return _Shape(micro, accumulation, chunk, number("max_completion_length"), number("lora_r"))
+
+
+def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
+    """(most live bytes, seconds of an optimizer step, those before its update) of each shape.
+
+    Equal shapes are evaluated once.
+    """
+    unique = list(dict.fromkeys(shapes))
+    columns = np.array([(s.micro, s.generated, s.completion, s.rank, s.accumulation, s.chunk) for s in unique], float)
+    values = dict(zip(("B", "G", "C", "r"), columns.T[:4], strict=True))
+    accumulation, chunk = columns[:, 4], columns[:, 5]
+    live = np.zeros(len(unique))
+    for phase, peak in model.peaks(values, layers).items():
+        later = phase.endswith("+")  # while gradients of an earlier micro-batch are alive
+        happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
+        live = np.maximum(live, np.where(happens, peak, 0.0))
+    once = np.ones(len(unique))
+    often = {"update": accumulation, "optimizer": once, "between": once}
+    seconds, before_update = np.zeros(len(unique)), np.zeros(len(unique))
+    for segment, each in model.seconds(values, layers, values["C"]).items():
+        each_micro = segment.endswith(REPEATED)
+        spent = (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
+        seconds += spent
+        before_update += 0.0 if segment.removesuffix(REPEATED) in often else spent
+    order = {shape: place for place, shape in enumerate(unique)}
+    places = [order[shape] for shape in shapes]
+    return live[places], seconds[places], before_update[places]
+
+
+def _key(request: Mapping[str, object], worst_case: Path) -> str:
+    """A hash of all that a model depends on: what is traced, and the code that traces it."""
+    unread = (
+        "output_dir",
+        "run_name",
+        "logging_dir",
+        "seed",
+        "learning_rate",
+        "max_steps",
+        "num_train_epochs",
+        *_VARIABLES,
+    )
+    values = {k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread}
+    model = offline.overrides(values, worst_case.parent).get("model_name_or_path", values.get("model_name_or_path"))
+    architecture = Path(str(model)) / "config.json"
+    content = architecture.read_bytes() if architecture.is_file() else b""
+    rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
+    parts = [values, rest, _code(), read_json(worst_case), calibration.fingerprint(str(request["device"]))]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode() + content).hexdigest()[:24]
+
+
+@cache
+def _code() -> str:
+    """A hash of the simulation's own code and the versions of what it runs."""
+    import trainers
+
+    digest = hashlib.sha256(json.dumps([version(p) for p in _PACKAGES]).encode())
+    package = Path(__file__).parent.parent
+    folders = (*(package / name for name in ("fakegpu", "forecast", "probing")), Path(str(trainers.__file__)).parent)
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The machine: its devices, and what its host costs the simulated clock."""

@@ -1,0 +1,220 @@
+"""What stands in, on a simulated card, for what cannot be reached: a model's files, and a dataset's longest prompt.
+
+A simulated card keeps no values, so a model is its config.json, and a prompt is its length. Imports transformers.
+"""
+
+import difflib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autofit.errors import ConfigError
+from autofit.recipe import catalogue
+
+_MODEL = "stand_in_model"  # the folders below the one that an inspection leaves to its probes
+_SAMPLES = "made_up_samples"
+_WORDS = 260  # of the tokenizer; bytes and times follow the model's vocabulary, and a small tokenizer loads in 2 ms
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tokenizer.tiktoken",
+)  # fmt: skip
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+# Columns of a made-up sample, and the share of its tokens that each has; DPO's answers follow its prompt.
+_COLUMNS = {
+    "grpo": {"prompt": 1.0},
+    "sft": {"text": 1.0},
+    "dpo": {"prompt": 0.5, "chosen": 0.5, "rejected": 0.5},
+    "reward": {"chosen": 1.0, "rejected": 1.0},
+}
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
+    """{key: value} that a probe lays over a recipe for what `folder` (an inspection's) has stand-ins for."""
+    model = folder / _MODEL
+    changes: dict[str, object] = {}
+    if model.is_dir():
+        changes["model_name_or_path"] = str(model.resolve())
+    rewards = values.get("reward_funcs")
+    if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # they may want columns that nobody has
+        changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
+    return changes
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier inspection left in `folder`."""
+    for name in (_MODEL, _SAMPLES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def keep(source: Path, target: Path) -> None:
+    """Move the stand-ins of the inspection in `source` to `target`."""
+    clear(target)
+    for name in (_MODEL, _SAMPLES):
+        if (source / name).is_dir():
+            shutil.move(source / name, target / name)
+
+
+def no_reward(completions: list[object], **_: object) -> list[float]:
+    """0 for each completion. What the recipe's own rewards cost is not simulated, as they are anyone's code."""
+    return [0.0] * len(completions)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
+    """`name` when its config and tokenizer can be loaded, else a folder below `folder` that has both.
+
+    Looked for in this order: a local folder (its config.json is enough), the hub's cache and the hub, the catalogue.
+    Raises ConfigError for a name that none of them knows.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    home = folder / _MODEL
+    if Path(name).is_dir():
+        config: Mapping[str, object] = read_config(Path(name))
+    else:
+        known = catalogue.architecture(name)
+        try:
+            config = AutoConfig.from_pretrained(name, **loading).to_dict()
+        except (OSError, ValueError, KeyError) as error:
+            if known is None:
+                raise ConfigError(unknown_model(name)) from error
+            config = known.config
+            return _write(home, config, copied=None)
+    try:
+        AutoTokenizer.from_pretrained(name, **loading)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    else:
+        if _has_vocabulary(name, loading.get("revision")):  # without a file some classes load, and know no word
+            return name
+    return _write(home, config, copied=Path(name) if Path(name).is_dir() else None)
+
+
+def _has_vocabulary(name: str, revision: str | None) -> bool:
+    """Whether there is a file with the tokens of `name`, in its folder or (fetched by now) the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return any((Path(name) / file).exists() for file in _VOCABULARIES)
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _VOCABULARIES)
+
+
+def unknown_model(name: str, *, simulated: bool = True) -> str:
+    """The error for a model that no folder, hub or (for a simulated card) catalogue has; names its nearest there."""
+    if not simulated and catalogue.architecture(name) is not None:
+        return (
+            f"model_name_or_path must be a folder with a config.json or a name that the model hub has; got {name!r}, "
+            f"and the hub does not answer; a simulated card can do without it: --gpu NAME"
+        )
+    names = {n.lower(): n for n in catalogue.names()} | {n.lower().split("/")[1]: n for n in catalogue.names()}
+    close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
+    near = f"; near: {', '.join(close)}" if close else ""
+    return (
+        f"model_name_or_path must be a folder with a config.json, a name that the model hub has (where it can be "
+        f"reached) or one of autofit's catalogue; got {name!r}{near}"
+    )
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """The config.json in `folder`. Raises ConfigError when it is missing, broken, or says no size."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"model_name_or_path must be a folder with a config.json; {folder} has none") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a JSON object; got {str(content)[:80]}")
+    missing = _missing(content)
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; without it the model's size is not known")
+    return content
+
+
+def _missing(content: Mapping[str, object]) -> list[str]:
+    """The keys that decide a model's size and are left out, for which transformers would take a default's.
+
+    Of a config that nests others (`text_config`) nothing is asked but its type: published ones leave much out.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = content.get("model_type")
+    if kind is None:
+        return ["model_type", *(key for key in _SHAPE[:4] if key not in content)]
+    if kind not in CONFIG_MAPPING or getattr(CONFIG_MAPPING[kind], "sub_configs", None):
+        return []
+    default = CONFIG_MAPPING[kind]()
+    names = {key: default.attribute_map.get(key, key) for key in _SHAPE}
+    asked = {key: own for key, own in names.items() if getattr(default, own, None) is not None}
+    return [own for key, own in asked.items() if content.get(key) is None and content.get(own) is None]
+
+
+def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> str:
+    """A folder with `config`, a small tokenizer, and the code that lies beside a `copied` config."""
+    home.mkdir(parents=True)
+    (home / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    for path in copied.glob("*.py") if copied is not None else ():
+        shutil.copy(path, home)
+    vocabulary = config.get("vocab_size")
+    _tokenizer(min(vocabulary, _WORDS) if isinstance(vocabulary, int) else _WORDS).save_pretrained(home)
+    return str(home)
+
+
+def _tokenizer(words: int) -> Any:
+    """A tokenizer of at most `words` tokens and a chat template: bytes, and " a", of which made-up prompts consist.
+
+    It is of bytes, as transformers loads some models' tokenizers (Qwen2's) by a class that understands no other kind.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<eos>", "<pad>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda byte: (byte not in "aĠ", byte))
+    names = [*special, *alphabet[:2], "Ġa", *alphabet[2:]][:words]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(name, special=True) for name in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", padding_side="left"
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None) -> str:
+    """A dataset below `folder`, as TRL loads it, of one sample (for GRPO a prompt) of `tokens` tokens."""
+    home = folder / _SAMPLES
+    home.mkdir(parents=True, exist_ok=True)
+    row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}
+    if trainer == "sft" and text_column:
+        row = {text_column: row["text"]}
+    (home / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return str(home)
+
+
+def _text(tokens: int, tokenizer: Any) -> str:
+    """A text of `tokens` tokens: one word over and over, of which every tokenizer makes a token each time."""
+    words = found = 0
+    for _ in range(8):
+        words = max(1, words + tokens - found)
+        text = " ".join(["a"] * words)
+        found = len(tokenizer(text)["input_ids"])
+        if found == tokens:
+            return text
+    raise ConfigError(
+        f"the model's tokenizer makes {found} tokens of a text that should have {tokens}; ask for {found}"
+    )

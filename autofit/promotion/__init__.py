@@ -1,0 +1,1 @@
+"""A trial becomes a full training run."""

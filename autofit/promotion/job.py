@@ -1,0 +1,39 @@
+"""What submitit runs for a promoted trial: the training in a child process, on a slot of its own. Never raises."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import psutil
+
+from autofit.files import read_json, write_json
+from autofit.probing.slots import slot
+from autofit.probing.supervise import computing_env, keep
+
+
+def run_promoted(request_path: str) -> None:
+    """Train as the request says; afterwards final.json, failed.json or a resumable checkpoint tells how it went."""
+    request = read_json(Path(request_path))
+    assert request is not None
+    folder = Path(str(request["folder"]))
+    process = psutil.Process()
+    write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: (folder / "stop").exists()) as name:
+        if name is None:
+            return
+        env = computing_env()
+        if name.startswith("cuda-"):
+            env["CUDA_VISIBLE_DEVICES"] = name.removeprefix("cuda-")
+        keep(lambda: _start(request_path, folder, str(request["cwd"]), env), deadline_s=math.inf)
+
+
+def _start(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
+    with (folder / "run.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autofit.promotion.training", request_path], cwd=cwd, env=env,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    process.returncode = 0  # the keeper waits for it, not this object
+    return process.pid

@@ -1,0 +1,192 @@
+"""Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it where it was."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.files import read_json, write_atomically, write_json
+from autofit.hardware.hardware import Device, choose_device, slot_names
+from autofit.probing.launch import is_alive, start_job
+from autofit.promotion.job import run_promoted
+from autofit.proof.proof import Proof, checked
+from autofit.recipe.recipe import merge, tuned_yaml
+from autofit.space.describe import describe_changes
+from autofit.tuning.frontier import Rule, Trial, rule_of, winner
+from autofit.tuning.sentences import confirmation_note
+from autofit.tuning.study import load_study, trials_of
+
+_YEAR_S = 365 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """The full run of one trial. Everything about it lies in `folder`, so that it can be found again."""
+
+    folder: Path
+    study: str
+    trial: Trial
+    device: Device
+    trainer: str
+    values: Mapping[str, object]
+    yaml_path: Path
+    cwd: Path
+    proof: Proof
+    confirmation: str = ""  # whether the trial was probed longer, in words
+
+    @property
+    def output_dir(self) -> Path:
+        path = Path(str(self.values["output_dir"]))
+        return path if path.is_absolute() else self.cwd / path
+
+
+def plan_promotion(
+    folder: Path, *, study_name: str | None, trial: str, say: Callable[[str], None] = lambda _: None
+) -> Promotion:
+    """The promotion of `trial` (a number or "best") of a study in `folder`; proves it, then writes its tuned YAML.
+
+    Raises ConfigError, with nothing written, for a trial that claims to be neutral and is not.
+    """
+    study = load_study(folder, study_name)
+    chosen = choose(trials_of(study), trial, rule_of(study.user_attrs))
+    proof = checked(study, chosen, say=say)
+    say(f"trial {chosen.number}: {proof.sentence}")
+    sure = confirmation_note([chosen], rule_of(study.user_attrs))
+    say(sure)
+    attrs = study.user_attrs
+    home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
+    given = cast(dict[str, object], attrs["values"])
+    searched = device = str(attrs["device"])
+    if device.startswith("sim:"):  # the run itself needs a device that exists
+        device = choose_device("auto")
+    on_cpu: dict[str, object] = {"use_cpu": True}
+    own = given.get("output_dir")
+    extra: dict[str, object] = on_cpu if searched == "cpu" else {}  # what was predicted for a card is written for one
+    extra = {**extra, "output_dir": str(Path(str(own)) / home.name if own else home.resolve() / "output")}
+    changes = cast(dict[str, object], study.get_trials(deepcopy=False)[chosen.number].user_attrs["yaml_changes"])
+    resolved = cast(dict[str, object], attrs["resolved"])
+    comment = (
+        f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
+        f"{describe_changes(chosen.changes, resolved)}\n"
+        f"{proof.sentence}\n{sure}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
+    )
+    if not has_dataset(given):
+        comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
+    path = home / "tuned.yaml"
+    write_atomically(path, tuned_yaml(given, {**changes, **extra}, comment=comment))
+    return Promotion(
+        folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
+        values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
+        cwd=Path(str(attrs["cwd"])), proof=proof, confirmation=sure,
+    )  # fmt: skip
+
+
+def has_dataset(values: Mapping[str, object]) -> bool:
+    """Whether a recipe names data to train on; the built-in baseline, for one, has made-up prompts."""
+    return bool(values.get("dataset_name") or values.get("datasets"))
+
+
+def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True) -> Trial:
+    """The trial that `asked` names (a number or "best"). Raises ConfigError when there is none, or it does not fit."""
+    if asked == "best":
+        best = winner(trials, **rule)
+        if best is None:
+            raise ConfigError("there is no best trial: nothing has fitted yet; run `autofit search` to its end first")
+        return best
+    numbers = [str(t.number) for t in trials]
+    if asked not in numbers:
+        raise ConfigError(
+            f"TRIAL must be `best` or the number of a trial of this study (0 to {len(trials) - 1}); got {asked!r}"
+            f"{nearest(asked, ['best'])}"
+        )
+    chosen = trials[numbers.index(asked)]
+    if fitting and not chosen.fits:
+        state = (
+            "is not finished"
+            if chosen.status is None
+            else f"fell when it was to be confirmed: {chosen.confirmed and chosen.confirmed.reason}"
+            if chosen.fell
+            else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
+        )
+        raise ConfigError(f"only a trial that fits can be promoted, and trial {chosen.number} {state}")
+    return chosen
+
+
+def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -> str:
+    """Start the run, or find it at work or done: "started", "resumed", "running" or "done"."""
+    folder = promotion.folder
+    if restart and not is_alive(folder):
+        shutil.rmtree(promotion.output_dir, ignore_errors=True)
+        for name in ("final.json", "progress.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+    if is_alive(folder):
+        return "running"
+    if read_json(folder / "final.json") is not None:
+        return "done"
+    for name in ("stop", "started.json", "job.json", "failed.json"):
+        (folder / name).unlink(missing_ok=True)
+    request = {
+        "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
+        "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
+        "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
+        "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
+        "confirmation": promotion.confirmation,
+    }  # fmt: skip
+    write_json(folder / "request.json", request)
+    resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))
+    start_job(folder, run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S)
+    return "resumed" if resumed else "started"
+
+
+def follow(promotion: Promotion, show: Callable[[dict[str, object]], None]) -> dict[str, object]:
+    """Call `show` with each logged step until the run ends; its final summary.
+
+    Raises EnvironmentFault when it ends without one: killed, or failed with a reason.
+    """
+    seen = 0
+    while True:
+        alive = is_alive(promotion.folder)
+        for line in read_progress(promotion.folder)[seen:]:
+            seen += 1
+            show(line)
+        final = read_json(promotion.folder / "final.json")
+        if final is not None:
+            return final
+        if not alive:
+            failed = read_json(promotion.folder / "failed.json")
+            if failed is not None:
+                raise EnvironmentFault(f"the run failed: {failed['reason']}; see {promotion.folder / 'run.log'}")
+            raise EnvironmentFault(
+                f"the run ended before it was done (killed?); run the same command to resume it; "
+                f"see {promotion.folder / 'run.log'}"
+            )
+        time.sleep(0.1)
+
+
+def read_progress(folder: Path) -> list[dict[str, object]]:
+    """The logged steps so far. A last line without its end is still being written."""
+    path = folder / "progress.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
+    """Ask the run to save a checkpoint after the step it is in, and wait; True when it has ended."""
+    (promotion.folder / "stop").touch()
+    deadline = time.monotonic() + wait_s
+    while is_alive(promotion.folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not is_alive(promotion.folder)
+
+
+def model_path(final: Mapping[str, object]) -> str:
+    """Where the trained model lies, relative to here when it is below."""
+    path = Path(str(final["output_dir"]))
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,313 @@
+"""The gradient proof of a trial: is its gradient the baseline's, to rounding, as its tier claims? No torch here.
+
+The proof runs in a process of its own (`autofit.probing.proof_worker`) and is kept in the study, so that a trial is
+proven once.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import optuna
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import read_json, write_json
+from autofit.probing.supervise import computing_env
+from autofit.proof.proof_keys import IN_BOTH, Reach, reach, unlike
+from autofit.recipe.recipe import merge
+from autofit.space.describe import describe_changes
+from autofit.space.space import CHUNK, SPLIT, Tier
+from autofit.tuning.frontier import Trial
+
+# Rounding in float32 was 1e-7 to 6e-6 in the neutral cells of experiments/neutrality, and the least difference of any
+# other cell 9e-5: the bound lies between.
+ROUNDING = 1e-5
+# For one parameter by itself, whose own gradient may be a hundredth of the whole.
+PARAMETER_ROUNDING = 1e-3
+_VERSION = 2  # of what a proof compares: one that was kept by another is made anew
+_DEADLINE_S = 900.0
+_ACCUMULATION = "gradient_accumulation_steps"
+_PACKAGES = ("torch", "transformers", "trl", "peft")
+
+
+class Verdict(StrEnum):
+    BASELINE = "baseline"  # nothing is changed, so there is nothing to prove
+    PROVEN = "proven"  # claimed neutral, and the gradient differs by rounding only
+    NOT_COMPARED = "not compared"  # claimed neutral, and only by knobs that no gradient on a CPU can show
+    REFUSED = "refused"  # claimed neutral, and the gradient differs by more than rounding
+    APPROXIMATE = "approximate"  # claimed approximate: the difference is shown
+    RECIPE = "recipe"  # another recipe is trained; what is compared has its changes in both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was compared, by how much it differs, and what follows. None is "nothing was compared"."""
+
+    trial: int
+    claimed_tier: Tier
+    verdict: Verdict
+    relative_difference: float | None = None
+    steps: tuple[float, ...] = ()
+    largest_parameter: str | None = None
+    largest_parameter_difference: float | None = None
+    compared: Mapping[str, object]
+    in_both: Mapping[str, object]  # changes of the recipe, applied to the baseline as well
+    not_compared: Mapping[str, str]  # knob: why
+    because_of: Mapping[str, float | None]  # where it is more than rounding: knob, and its difference alone
+    simplified: tuple[str, ...] = ()
+    model: str = ""
+    samples_per_step: int | None = None
+    shrunken: int = 1
+    versions: Mapping[str, str]
+    seconds: float | None = None
+    key: str = ""
+
+    @property
+    def rounding(self) -> bool | None:
+        """Whether the difference is rounding only."""
+        if self.relative_difference is None or self.largest_parameter_difference is None:
+            return None
+        return self.relative_difference <= ROUNDING and self.largest_parameter_difference <= PARAMETER_ROUNDING
+
+    @property
+    def sentence(self) -> str:
+        """One line: the verdict, the number and what was compared."""
+        number = "" if self.relative_difference is None else f"{self.relative_difference:.1e}"
+        against = f"rounding is below {ROUNDING:.0e}"
+        blame = ", ".join(k if d is None else f"{k} ({d:.1e} alone)" for k, d in self.because_of.items())
+        unseen = "; ".join(f"{key}: {self.not_compared.get(key)}" for key in self.because_of)
+        known = "only rounding here" if self.rounding else f"more than rounding, because of {blame}"
+        return {
+            Verdict.BASELINE: "the recipe as it is: nothing to prove",
+            Verdict.PROVEN: f"gradient proven neutral: relative difference {number} ({against})",
+            Verdict.NOT_COMPARED: f"no gradient to compare: {', '.join(self.not_compared)}",
+            Verdict.REFUSED: "claimed neutral, and " + (
+                f"is not: relative difference {number} ({against}), because of {blame}" if number
+                else f"no gradient can show it: {unseen}"),
+            Verdict.APPROXIMATE: "approximate: " + (f"relative gradient difference {number} ({known})" if number
+                                                    else "no gradient was compared"),
+            Verdict.RECIPE: "the recipe is changed" + (f"; the rest of the changes differs by {number} ({known})"
+                                                       if number else ", so no gradient is compared"),
+        }[self.verdict]  # fmt: skip
+
+    def to_json(self) -> dict[str, object]:
+        derived = {"bound": ROUNDING, "rounding": self.rounding, "sentence": self.sentence}
+        return {**asdict(self), **derived}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Proof":
+        found = {k: v for k, v in content.items() if k in cls.__slots__}
+        found["verdict"] = Verdict(str(found["verdict"]))
+        for name in ("steps", "simplified"):
+            found[name] = tuple(cast(list[object], found[name]))
+        return cls(**found)  # type: ignore[arg-type]
+
+
+def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lambda _: None) -> Proof:
+    """The proof of `trial`, kept in the study: made once for the same changes and versions.
+
+    Raises EnvironmentFault when the comparison itself fails.
+    """
+    question = _Question.of(study, trial)
+    kept = study.user_attrs.get(f"proof {trial.number}")
+    if isinstance(kept, dict) and kept.get("key") == question.key:
+        return Proof.from_json(kept)
+    proof = _answered(question, say)
+    study.set_user_attr(f"proof {trial.number}", proof.to_json())
+    return proof
+
+
+def checked(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lambda _: None) -> Proof:
+    """The proof of `trial` before its run. Raises ConfigError when it claims to be neutral and is not."""
+    proof = prove(study, trial, say=say)
+    if proof.verdict is Verdict.REFUSED:
+        raise ConfigError(
+            f"trial {trial.number} {proof.sentence}; it is not promoted: choose another trial, or search with "
+            f"--allow approximate and a space that declares it so"
+        )
+    return proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What to compare: two recipes as TRL's YAML values, and what of the changes lies outside the comparison."""
+
+    trial: Trial
+    trainer: str
+    cwd: Path
+    resolved: Mapping[str, object]
+    baseline: Mapping[str, object]
+    candidate: Mapping[str, object]
+    compared: Mapping[str, object]
+    in_both: Mapping[str, object]
+    outside: Mapping[str, tuple[Reach, str]]
+
+    @classmethod
+    def of(cls, study: optuna.Study, trial: Trial) -> "_Question":
+        attrs = study.user_attrs
+        trainer, values = str(attrs["trainer"]), cast(dict[str, object], attrs["values"])
+        frozen = study.get_trials(deepcopy=False)[trial.number]
+        yaml_changes = cast(dict[str, object], frozen.user_attrs["yaml_changes"])
+        resolved = cast(dict[str, object], attrs["resolved"])
+        reaches = {k: reach(trainer, k, v, resolved.get(k)) for k, v in trial.changes.items()}
+        outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
+        in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
+        outside = {k: found for k, found in outside.items() if k not in in_both}
+        compared = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
+        return cls(
+            trial=trial, trainer=trainer, cwd=Path(str(attrs["cwd"])),
+            resolved=resolved, baseline=merge(values, in_both),
+            candidate=merge(values, {k: v for k, v in yaml_changes.items() if k not in outside}),
+            compared=compared, in_both=in_both, outside=outside,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """Of everything that the proof depends on."""
+        parts = [
+            _VERSION, list(Proof.__slots__), self.trainer, self.baseline, self.candidate, list(self.outside),
+            self.trial.tier, [version(name) for name in _PACKAGES],
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def parts(self) -> dict[str, Mapping[str, object]]:
+        """{what: the baseline with that change alone}, for those that can stand alone."""
+        found: dict[str, Mapping[str, object]] = {}
+        batch = {SPLIT, _ACCUMULATION, CHUNK, "generation_batch_size"}
+        for key, value in self.compared.items():
+            if key not in batch:
+                found[key] = merge(self.baseline, {key: value})
+        if not batch & set(self.compared):
+            return found
+        return found | self._batch_parts()
+
+    def _batch_parts(self) -> dict[str, Mapping[str, object]]:
+        now, then = (self._sizes({}), self._sizes(self.compared))
+        parts: dict[str, Mapping[str, object]] = {}
+        split = {SPLIT: then[0], _ACCUMULATION: then[1]}
+        if self.trainer != "grpo":
+            return {"micro-batch x accumulation": merge(self.baseline, split)}
+        own, new = now[0] * now[2], then[0] * then[2]  # completions generated at once
+        if then[0] != now[0] and own % then[0] == 0:
+            change = {**split, CHUNK: own // then[0], "generation_batch_size": None}
+            parts["micro-batch x accumulation"] = merge(self.baseline, change)
+        if own != new and new % now[0] == 0:
+            change = {CHUNK: new // now[0], "generation_batch_size": None}
+            parts[CHUNK] = merge(self.baseline, change)
+        return parts or {"micro-batch x accumulation and steps_per_generation": self.candidate}
+
+    def _sizes(self, changes: Mapping[str, object]) -> tuple[int, int, int]:
+        found = {**self.resolved, **changes}
+        micro, accumulation, chunk = (found.get(k) for k in (SPLIT, _ACCUMULATION, CHUNK))
+        return cast(int, micro), cast(int, accumulation), cast(int, chunk)
+
+
+def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
+    trial = question.trial
+    if not trial.changes:
+        return _proof(question, Verdict.BASELINE, {})
+    others = [k for k, (kind, _) in question.outside.items() if kind is Reach.OTHER]
+    if trial.tier == "neutral" and others:
+        return _proof(question, Verdict.REFUSED, {}, because_of=dict.fromkeys(others))
+    verdict = {"neutral": Verdict.NOT_COMPARED, "approximate": Verdict.APPROXIMATE, "recipe": Verdict.RECIPE}
+    if not question.compared:
+        return _proof(question, verdict[trial.tier], {})
+    say(f"comparing the gradients of trial {trial.number} and the baseline on a small model")
+    answer = _ask(question)
+    if "error" in answer:
+        if trial.tier == "recipe":  # the rest of the changes cannot stand without the recipe's
+            return _proof(question, Verdict.RECIPE, {})
+        raise EnvironmentFault(f"the gradients of trial {trial.number} could not be compared: {answer['error']}")
+    proof = _proof(question, verdict[trial.tier], answer)
+    because_of = {} if proof.rounding else _because_of(question, answer)
+    if trial.tier == "neutral":
+        proof = replace(proof, verdict=Verdict.PROVEN if proof.rounding else Verdict.REFUSED)
+    return replace(proof, because_of=because_of)
+
+
+def _because_of(question: _Question, answer: Mapping[str, object]) -> dict[str, float | None]:
+    """The parts that differ by more than rounding on their own, or all that was compared where none does."""
+    parts = cast(dict[str, dict[str, float]], answer["parts"])
+    found: dict[str, float | None] = {k: d["relative"] for k, d in parts.items() if not d["relative"] <= ROUNDING}
+    return found or dict.fromkeys(question.compared)
+
+
+def _ask(question: _Question) -> dict[str, object]:
+    """The worker's answer. Raises EnvironmentFault when it dies without one."""
+    with tempfile.TemporaryDirectory(prefix="autofit-proof-") as temporary:
+        folder = Path(temporary)
+        request = {
+            "trainer": question.trainer, "baseline": dict(question.baseline), "candidate": dict(question.candidate),
+            "parts": question.parts(), "bound": ROUNDING, "parameter_bound": PARAMETER_ROUNDING,
+            "answer": str(folder / "answer.json"),
+        }  # fmt: skip
+        write_json(folder / "request.json", request)
+        command = [sys.executable, "-m", "autofit.proof.worker", str(folder / "request.json")]
+        cwd = question.cwd if question.cwd.is_dir() else Path.cwd()
+        try:
+            done = subprocess.run(
+                command, cwd=cwd, env=computing_env(CUDA_VISIBLE_DEVICES=""), stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, timeout=_DEADLINE_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise EnvironmentFault(f"the gradient proof took longer than {_DEADLINE_S:.0f} s") from error
+        answer = read_json(folder / "answer.json")
+    if answer is None:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EnvironmentFault(f"the gradient proof ended with exit code {done.returncode}: {last[:300]}")
+    return answer
+
+
+def _proof(
+    question: _Question, verdict: Verdict, answer: Mapping[str, object], *,
+    because_of: Mapping[str, float | None] | None = None,
+) -> Proof:  # fmt: skip
+    difference = cast(dict[str, object], answer.get("difference", {}))
+    stand_in = answer.get("stand_in")
+    model = str(answer.get("model", ""))
+    return Proof(
+        trial=question.trial.number, claimed_tier=question.trial.tier, verdict=verdict,
+        relative_difference=cast("float | None", difference.get("relative")),
+        steps=tuple(cast(list[float], difference.get("steps", []))),
+        largest_parameter=cast("str | None", difference.get("parameter")),
+        largest_parameter_difference=cast("float | None", difference.get("parameter_relative")),
+        compared=question.compared, in_both=question.in_both,
+        not_compared={key: reason for key, (_, reason) in question.outside.items()},
+        because_of=because_of or {}, simplified=unlike(question.resolved) if answer else (),
+        model=f"{model} in the place of the recipe's, which cannot be made small: {stand_in}" if stand_in else model,
+        samples_per_step=cast("int | None", answer.get("samples_per_step")),
+        shrunken=cast(int, answer.get("shrunken", 1)),
+        versions=cast(dict[str, str], answer.get("versions", {})),
+        seconds=cast("float | None", answer.get("seconds")), key=question.key,
+    )  # fmt: skip
+
+
+def lines(proof: Proof, resolved: Mapping[str, object]) -> list[str]:
+    """The proof as text, a fact a line."""
+    found = [f"trial {proof.trial}, claimed {proof.claimed_tier}: {proof.verdict}", f"  {proof.sentence}"]
+    if proof.relative_difference is not None:
+        found += [
+            f"  largest difference of one parameter: {proof.largest_parameter_difference:.1e} in "
+            f"{proof.largest_parameter}",
+            f"  compared: {describe_changes(proof.compared, resolved)}",
+        ]
+    if proof.in_both:
+        found.append(f"  the recipe's changes, in both: {describe_changes(proof.in_both, resolved)}")
+    found += [f"  not compared: {key}: {reason}" for key, reason in proof.not_compared.items()]
+    if proof.relative_difference is not None:
+        found.append(
+            f"  on {proof.model}; float32, CPU, identical samples; {len(proof.steps)} optimizer step(s) of "
+            f"{proof.samples_per_step} samples"
+            + (f" (accumulation divided by {proof.shrunken} in both)" if proof.shrunken > 1 else "")
+            + (f"; {proof.seconds:.1f} s" if proof.seconds is not None else "")
+        )
+        found += [f"  not as the recipe has it, in both: {text}" for text in proof.simplified]
+    return found

@@ -1,0 +1,1 @@
+"""A recipe: the YAML that TRL takes, and what follows from it."""

@@ -1,0 +1,66 @@
+"""What is known of TRL's trainers without asking them: the keys each takes, the tiles of their losses. No torch here.
+
+A test holds the table of keys against TRL's own parsers.
+"""
+
+from collections.abc import Mapping
+
+from autofit.errors import ConfigError, nearest
+from autofit.recipe.recipe import TRAINERS, TrainerName
+
+# Tokens of a micro-batch that TRL 1.16's losses take at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
+TILE_TOKENS = 4096
+
+# Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are left out, and so are most of
+# GRPO's own: they only have to tell a GRPO recipe with a wrong key from a recipe of another trainer.
+TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
+    **dict.fromkeys(
+        ("reward_funcs", "reward_model_name_or_path", "num_generations", "max_completion_length", "generation_kwargs",
+         "steps_per_generation", "generation_batch_size", "num_iterations", "scale_rewards", "use_vllm", "vllm_mode"),
+        ("grpo",),
+    ),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eval_packing",
+         "packing", "packing_strategy"),
+        ("sft",),
+    ),
+    **dict.fromkeys(
+        ("discopop_tau", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing", "ld_alpha", "loss_weights",
+         "precompute_ref_batch_size", "precompute_ref_log_probs", "use_weighting"),
+        ("dpo",),
+    ),
+    "center_rewards_coefficient": ("reward",),
+    **dict.fromkeys(("activation_offloading", "dataset_num_proc", "max_length", "pad_token"), ("sft", "dpo", "reward")),
+    **dict.fromkeys(("beta", "ref_model_mixup_alpha", "ref_model_sync_steps", "sync_ref_model"), ("grpo", "dpo")),
+    **dict.fromkeys(("chat_template_path", "eos_token"), ("sft", "reward")),
+    **dict.fromkeys(("padding_free", "truncation_mode"), ("sft", "dpo")),
+    **dict.fromkeys(("loss_type", "router_aux_loss_coef"), ("grpo", "sft", "dpo")),
+    "disable_dropout": ("grpo", "dpo", "reward"),
+    "shuffle_dataset": ("grpo", "sft"),
+}  # fmt: skip
+
+
+def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
+    """`asked` (--trainer), or the one trainer that takes every key of a recipe, GRPO where it may be that.
+
+    Raises ConfigError for a trainer that is none, that cannot take the recipe, or that only the user can choose.
+    """
+    if asked is not None and asked not in TRAINERS:
+        raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {asked!r}{nearest(asked, TRAINERS)}")
+    telling = {key: TAKEN_BY[key] for key in values if key in TAKEN_BY}
+    possible = [t for t in TRAINERS if all(t in takers for takers in telling.values())]
+    if asked is not None:
+        foreign = [key for key, takers in telling.items() if asked not in takers]
+        if foreign and len(possible) == 1:
+            raise ConfigError(
+                f"--trainer {asked} takes no {', '.join(foreign)}; these keys are `trl {possible[0]}`'s, so give "
+                f"--trainer {possible[0]} or leave it out"
+            )
+        return asked
+    if "grpo" in possible or not possible:
+        return "grpo"
+    if len(possible) > 1:
+        raise ConfigError(
+            f"{', '.join(telling)} may stand in a recipe of {' or '.join(possible)}: say which with --trainer"
+        )
+    return possible[0]

@@ -1,0 +1,158 @@
+"""TRL's own parser over a recipe's values: unknown keys, wrong types and TRL's rules, each in one line."""
+
+import argparse
+import copy
+import importlib
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from autofit.errors import ConfigError, nearest
+from autofit.recipe.recipe import merge
+
+_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+@dataclass(frozen=True, slots=True)
+class TrlConfig:
+    """What TRL's script gets: its own arguments, the trainer's, the model's and the datasets'."""
+
+    script: Any
+    training: Any
+    model: Any
+    datasets: Any
+
+    @property
+    def resolved(self) -> dict[str, object]:
+        """{key: value} over all four, as far as plain values go (what a recipe can hold)."""
+        merged: dict[str, object] = {}
+        for part in (self.datasets, self.model, self.training, self.script):
+            for item in fields(part):
+                merged[item.name] = plain(getattr(part, item.name))
+        return merged
+
+
+def plain(value: object) -> object:
+    """`value` as JSON can hold it; what it cannot becomes text."""
+    if isinstance(value, str) and not isinstance(value, bool | int | float):
+        return str(value.value) if hasattr(value, "value") else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    return str(value)
+
+
+def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
+    """`values` with `overrides` laid over them, through `trl.scripts.<trainer>`'s parser; sets their `env` block."""
+    parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
+    merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
+    env = merged.pop("env", {})
+    if not isinstance(env, dict):
+        raise ConfigError(f"env must be a mapping of environment variables; got {env!r}")
+    os.environ.update({str(key): str(value) for key, value in env.items()})
+    hints = _hints(parser.dataclass_types)
+    _check_keys(trainer, merged, hints)
+    _check_types(merged, hints, {a.dest: a for a in parser._actions})
+    with _quiet_parser(parser):
+        parser.set_defaults_with_config(**merged)
+        parts = _parse(trainer, parser)
+    return TrlConfig(*parts)
+
+
+def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for kind in dataclass_types:
+        known = typing.get_type_hints(kind)
+        hints |= {f.name: known[f.name] for f in fields(kind) if f.init}
+    return hints
+
+
+def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        each = "; ".join(f"unknown key {key!r}{nearest(key, hints)}" for key in unknown)
+        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes: {each}")
+
+
+def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions: Mapping[str, Any]) -> None:
+    wrong = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            convert = actions[key].type if key in actions else None
+            try:
+                if convert is not None and not _accepts(value, hints[key]):
+                    convert(value)
+            except (ValueError, TypeError, argparse.ArgumentTypeError):
+                wrong.append(f"{key} must be {_readable(hints[key])}; got the text {value!r}")
+        elif key == "scale_rewards" and isinstance(value, bool):
+            continue  # TRL reads "group" and "none" from it, though it is annotated as text
+        elif not _accepts(value, hints[key]):
+            wrong.append(f"{key} must be {_readable(hints[key])}; got {value!r}")
+        choices = getattr(actions.get(key), "choices", None)
+        if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
+            wrong.append(f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}")
+    if values.get("loss_type", "grpo") not in _LOSS_TYPES and "num_generations" in hints:
+        given = str(values["loss_type"])
+        wrong.append(f"loss_type must be one of {', '.join(_LOSS_TYPES)}; got {given!r}{nearest(given, _LOSS_TYPES)}")
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
+                "max_completion_length", "steps_per_generation", "lora_r", "num_iterations"):  # fmt: skip
+        value = values.get(key)
+        if key in hints and isinstance(value, int) and value < 1:
+            wrong.append(f"{key} must be 1 or more; got {value!r}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _accepts(value: object, hint: Any) -> bool:
+    """Whether a YAML value can stand for a field annotated `hint` (int passes for float, not bool for int)."""
+    origin = typing.get_origin(hint)
+    if hint is Any or isinstance(hint, str) or hint is object:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_accepts(value, arm) for arm in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if origin in (list, tuple):
+        return isinstance(value, list)
+    if origin is dict or hint is dict:
+        return isinstance(value, dict)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is type(None):
+        return value is None
+    return isinstance(value, hint) if isinstance(hint, type) and hint in (str, bool, list) else True
+
+
+def _readable(hint: Any) -> str:
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", str(hint)).replace("typing.", "")
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}.get(text, text)
+
+
+def _parse(trainer: str, parser: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(parser.parse_args_into_dataclasses(args=[]))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, ImportError, NotImplementedError, OSError) as error:
+        raise ConfigError(f"TRL's {trainer} config: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _quiet_parser(parser: Any) -> Iterator[None]:
+    """argparse prints its usage and exits on an error; here it raises instead."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    parser.error = refuse
+    yield

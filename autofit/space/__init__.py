@@ -1,0 +1,1 @@
+"""The candidates of a recipe that keep its effective batch."""

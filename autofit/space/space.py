@@ -1,0 +1,385 @@
+"""The search space: knobs with tiers, and the candidates that hold the effective batch exactly. No torch here.
+
+A candidate is never rounded into shape. Micro-batch, accumulation and steps_per_generation are solved from the recipe's
+effective batch, so a candidate that cannot hold it does not exist.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Literal, cast, get_args
+
+from autofit.errors import ConfigError, nearest
+from autofit.recipe.recipe import Recipe
+
+Tier = Literal["neutral", "approximate", "recipe"]
+Value = bool | int | float | str | None
+TIERS: tuple[Tier, ...] = get_args(Tier)
+SPLIT, CHUNK, GROUP = "per_device_train_batch_size", "steps_per_generation", "num_generations"
+QUANTIZATION = "quantization"
+_ENV = "env."
+
+# Measured in experiments/neutrality (TRL 1.16): rounding for the rest, 0.1 % to more than the whole for these.
+_SPLIT_CHANGES_LOSS = ("bnpo",)
+_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
+_CHUNK_CHANGES_LOSS = ("dapo", "cispo", "vespo", "bnpo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One key of the recipe that may vary. `values` is empty for the solved knobs, else what the file lists."""
+
+    name: str
+    tier: Tier
+    values: tuple[Value, ...] = ()
+    cpu_values: tuple[Value, ...] = ()  # tried as well where probes run on the CPU
+    solved: bool = False
+    memory_ascending: bool = False
+    needs: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration: a value for every knob of its space, in the space's order."""
+
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every candidate for one recipe. Build it with `Space.of`, which checks and narrows the knobs.
+
+    The constraints speak of three knobs only (micro-batch, steps_per_generation, num_generations): their combinations
+    are solved first and the other knobs multiply what is left, so 10^5 candidates are listed in a fraction of a second.
+    """
+
+    recipe: Recipe
+    knobs: tuple[Knob, ...]
+    choices: tuple[tuple[Value, ...], ...]
+    allow: Tier
+
+    @classmethod
+    def of(cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu") -> "Space":
+        """The space of `recipe`, with the knobs that `allow` (lowest tier to touch) and `device` leave free."""
+        recipe.check()
+        unknown = [k.name for k in knobs if not _known(k.name, recipe)]
+        if unknown:
+            raise ConfigError(
+                f"every knob of a search space must be a key of TRL's {recipe.trainer} config; unknown: "
+                f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
+            )
+        free = tuple(k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow) and _usable(k, recipe, device))
+        if device == "cpu":
+            free = tuple(replace(k, values=k.values + k.cpu_values) for k in free)
+        space = cls(recipe, free, tuple(_choices(k, recipe) for k in free), allow)
+        if not space._solved:
+            raise ConfigError(space.why_empty())
+        return space
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def baseline(self) -> Candidate:
+        return Candidate(tuple(_own_value(k.name, self.recipe) for k in self.knobs))
+
+    def params(self, candidate: Candidate) -> dict[str, Value]:
+        """{knob: value} of `candidate`."""
+        return {knob.name: value for knob, value in zip(self.knobs, candidate.values, strict=True)}
+
+    def candidate(self, params: Mapping[str, Value]) -> Candidate:
+        """The candidate with these {knob: value}."""
+        return Candidate(tuple(params[knob.name] for knob in self.knobs))
+
+    def _get(self, candidate: Candidate, name: str) -> Value:
+        for knob, value in zip(self.knobs, candidate.values, strict=True):
+            if knob.name == name:
+                return value
+        return _own_value(name, self.recipe)
+
+    def split(self, candidate: Candidate) -> tuple[int, int, int, int]:
+        """(micro-batch, accumulation, steps_per_generation, num_generations) of `candidate`; accumulation exact."""
+        micro = cast(int, self._get(candidate, SPLIT))
+        accumulation = self.recipe.effective_batch_size // (micro * self.recipe.world_size)
+        if not any(k.name == CHUNK for k in self.knobs) and self.recipe.trainer == "grpo":
+            chunk = self.recipe.generation_batch_size // (micro * self.recipe.world_size)
+        else:
+            chunk = cast(int, self._get(candidate, CHUNK)) if self.recipe.trainer == "grpo" else accumulation
+        groups = cast(int, self._get(candidate, GROUP)) if self.recipe.trainer == "grpo" else 1
+        return micro, accumulation, chunk, groups
+
+    # -- enumeration ----------------------------------------------------------------------------------------------
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every valid candidate, the baseline among them, each once."""
+        return (candidate for candidate, _ in self._tiered(TIERS[-1]))
+
+    def _tiered(self, limit: Tier) -> Iterator[tuple[Candidate, int]]:
+        """(candidate, index of its tier) of every valid candidate whose tier is `limit` or above it."""
+        most = TIERS.index(limit)
+        free = [i for i in range(len(self.knobs)) if i not in self._solved_places]
+        where = [*self._solved_places, *free]
+        order = [where.index(i) for i in range(len(where))]
+        others = [(values, tier) for values, tier in self._other_values(free) if tier <= most]
+        for solved, tier in self._solved:
+            if tier <= most:
+                for values, other in others:
+                    row = solved + values
+                    yield Candidate(tuple([row[i] for i in order])), max(tier, other)
+
+    @property
+    def _solved_places(self) -> list[int]:
+        """Where the knobs are that the constraints speak of."""
+        return [i for i, knob in enumerate(self.knobs) if knob.name in (SPLIT, CHUNK, GROUP)]
+
+    @cached_property
+    def _solved(self) -> tuple[tuple[tuple[Value, ...], int], ...]:
+        """Every valid combination of the knobs that the constraints speak of, with the index of its tier."""
+        combinations = itertools.product(*(self.choices[i] for i in self._solved_places))
+        valid = [(values, c) for values in combinations if self.violated(c := self._with(values)) is None]
+        return tuple((values, TIERS.index(self.tier(candidate))) for values, candidate in valid)
+
+    def _with(self, solved: tuple[Value, ...]) -> Candidate:
+        """The baseline with these values of the knobs that the constraints speak of."""
+        row = list(self.baseline.values)
+        for place, value in zip(self._solved_places, solved, strict=True):
+            row[place] = value
+        return Candidate(tuple(row))
+
+    def _other_values(self, places: list[int]) -> Iterator[tuple[tuple[Value, ...], int]]:
+        """Every combination of the knobs in `places`, which no constraint binds, with the index of its tier."""
+        own = self.baseline.values
+        pairs = [[(v, TIERS.index(self.knobs[i].tier) if v != own[i] else 0) for v in self.choices[i]] for i in places]
+        for row in itertools.product(*pairs):
+            yield tuple([value for value, _ in row]), max((tier for _, tier in row), default=0)
+
+    def violated(self, candidate: Candidate) -> str | None:
+        """The first constraint that `candidate` breaks, in words, or None when it is valid."""
+        micro, _, chunk, groups = self.split(candidate)
+        recipe, ranks = self.recipe, self.recipe.world_size
+        if recipe.effective_batch_size % (micro * ranks):
+            return f"micro-batch x accumulation x world size = effective batch {recipe.effective_batch_size}"
+        if recipe.trainer != "grpo":
+            return None
+        generated = micro * ranks * chunk
+        if self._generation_fixed and generated != recipe.generation_batch_size:
+            return f"generation batch = {recipe.generation_batch_size} completions, as the recipe has it"
+        if not self._generation_fixed and recipe.effective_batch_size % generated:
+            return (
+                "a generation batch is a whole part of the optimizer step (steps_per_generation divides accumulation)"
+            )
+        if generated % groups:
+            return "a generation batch holds whole groups (num_generations divides it)"
+        if recipe.effective_batch_size % groups:
+            return "an optimizer step holds whole groups (num_generations divides the effective batch)"
+        if groups < 2:
+            return "a group has at least 2 completions (num_generations >= 2)"
+        if recipe.num_prompts is not None and generated // groups > recipe.num_prompts:
+            return f"a generation batch needs no more prompts than the dataset has ({recipe.num_prompts})"
+        return None
+
+    @property
+    def _generation_fixed(self) -> bool:
+        """Rollouts that serve several optimizer steps cannot be resized: that would change how stale they get."""
+        recipe = self.recipe
+        reused = recipe.generation_batch_size > recipe.effective_batch_size
+        return reused or recipe.resolved.get("num_iterations", 1) != 1 or all(k.name != CHUNK for k in self.knobs)
+
+    def why_empty(self) -> str:
+        """One sentence: which constraint excludes how many of the combinations."""
+        others = math.prod(len(c) for i, c in enumerate(self.choices) if i not in self._solved_places)
+        excluded: Counter[str | None] = Counter()
+        for values in itertools.product(*(self.choices[i] for i in self._solved_places)):
+            excluded[self.violated(self._with(values))] += others
+        reasons = "; ".join(f"{count} by '{reason}'" for reason, count in excluded.most_common() if reason)
+        return f"the search space has no valid candidate: of {sum(excluded.values())} combinations, {reasons}"
+
+    # -- what a candidate changes ---------------------------------------------------------------------------------
+
+    def changes(self, candidate: Candidate) -> dict[str, object]:
+        """{TRL key: value} that differs from the recipe, derived keys included; {} for the baseline.
+
+        A value of None means the key is taken out of the YAML.
+        """
+        recipe = self.recipe
+        params = self.params(candidate)
+        wanted: dict[str, object] = {}
+        if recipe.trainer == "grpo" or SPLIT in params:
+            micro, accumulation, chunk, _ = self.split(candidate)
+            wanted |= {SPLIT: micro, "gradient_accumulation_steps": accumulation}
+            if recipe.trainer == "grpo":
+                wanted[CHUNK] = chunk
+        for knob in self.knobs:
+            value = params[knob.name]
+            if knob.name in (SPLIT, CHUNK) or value == _own_value(knob.name, recipe):
+                continue
+            if knob.name == QUANTIZATION:
+                wanted |= {"load_in_4bit": value == "4bit", "load_in_8bit": value == "8bit"}
+            elif knob.name.startswith(_ENV):
+                wanted["env"] = {**cast(dict[str, object], wanted.get("env", {})), knob.name.removeprefix(_ENV): value}
+            else:
+                wanted[knob.name] = value
+            for key in knob.scales:
+                wanted[key] = _scaled(recipe.resolved[key], value, recipe.resolved[knob.name])
+        return {k: v for k, v in wanted.items() if k == "env" or v != recipe.resolved.get(k)}
+
+    def yaml_changes(self, candidate: Candidate) -> dict[str, object]:
+        """`changes`, plus what the YAML needs so that no other way of saying the same thing contradicts them."""
+        changes = self.changes(candidate)
+        if CHUNK in changes or SPLIT in changes or "gradient_accumulation_steps" in changes:
+            if self.recipe.trainer == "grpo":
+                changes[CHUNK] = self.split(candidate)[2]
+            if self.recipe.values.get("generation_batch_size") is not None:
+                changes["generation_batch_size"] = None
+        return changes
+
+    def tier(self, candidate: Candidate) -> Tier:
+        """The lowest tier that `candidate` touches, judged by the recipe's own loss."""
+        tiers: list[Tier] = ["neutral"]
+        baseline = self.baseline
+        micro, _, chunk, _ = self.split(candidate)
+        base_micro, _, base_chunk, _ = self.split(baseline)
+        for knob, value, own in zip(self.knobs, candidate.values, baseline.values, strict=True):
+            if value != own and knob.name not in (SPLIT, CHUNK):
+                tiers.append(knob.tier)
+        if micro != base_micro:
+            tiers.append(self._declared(SPLIT, self._split_tier))
+        if self.recipe.trainer == "grpo" and micro * chunk != base_micro * base_chunk:
+            tiers.append(self._declared(CHUNK, self._chunk_tier))
+        return max(tiers, key=TIERS.index)
+
+    def _declared(self, name: str, derived: Tier) -> Tier:
+        declared = [k.tier for k in self.knobs if k.name == name]
+        return max([derived, *declared], key=TIERS.index)
+
+    @property
+    def _split_tier(self) -> Tier:
+        recipe = self.recipe
+        if recipe.trainer == "grpo":
+            changed = _weighs_micro_batches(recipe)
+        else:
+            losses = _listed(recipe.resolved.get("loss_type"))
+            changed = recipe.trainer == "dpo" and any(name in _SPLIT_CHANGES_DPO for name in losses)
+        return "approximate" if changed or recipe.balances_experts else "neutral"
+
+    @property
+    def _chunk_tier(self) -> Tier:
+        """A loss that weighs micro-batches changes too: another rollout puts other completions together in one,
+        and pads them to another length, which positions may count."""
+        resolved = self.recipe.resolved
+        over_rollouts = (
+            self.recipe.loss_type in _CHUNK_CHANGES_LOSS
+            or resolved.get("scale_rewards") == "batch"
+            or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
+            or self.recipe.counts_padding
+        )
+        return "approximate" if over_rollouts else self._split_tier
+
+    def allowed(self) -> list[Candidate]:
+        """The candidates whose tier the user allows, baseline first."""
+        return list(self.tiers)
+
+    @cached_property
+    def tiers(self) -> dict[Candidate, Tier]:
+        """{allowed candidate: its tier}, baseline first; made once. The baseline is there even if nothing else is."""
+        allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
+        return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
+
+    # -- memory order ---------------------------------------------------------------------------------------------
+
+    def needs_no_less(self, candidate: Candidate, other: Candidate) -> bool:
+        """True when `candidate` can only need as much memory as `other` or more, by the knobs' declared order."""
+        micro, _, chunk, _ = self.split(candidate)
+        other_micro, _, other_chunk, _ = self.split(other)
+        if micro < other_micro or micro * chunk < other_micro * other_chunk:
+            return False
+        for knob, choices, value, against in zip(self.knobs, self.choices, candidate.values, other.values, strict=True):
+            if knob.name in (SPLIT, CHUNK) or value == against:
+                continue
+            if not knob.memory_ascending or choices.index(value) < choices.index(against):
+                return False
+        return True
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _weighs_micro_batches(recipe: Recipe) -> bool:
+    """Whether GRPO's loss takes a mean, a quantile or an entropy over each micro-batch by itself."""
+    resolved = recipe.resolved
+    bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
+    return recipe.loss_type in _SPLIT_CHANGES_LOSS or resolved.get("top_entropy_quantile", 1.0) != 1.0 or bonus
+
+
+def _known(name: str, recipe: Recipe) -> bool:
+    return name == QUANTIZATION or name.startswith(_ENV) or name in recipe.resolved
+
+
+def _usable(knob: Knob, recipe: Recipe, device: str) -> bool:
+    fixed = not recipe.resolved.get("sync_ref_model")  # TRL refuses scores of a reference that moves
+    met = {"lora": recipe.uses_lora, "cuda": device != "cpu", "fixed-reference": fixed}
+    return all(met[need] if need in met else find_spec(need) is not None for need in knob.needs)
+
+
+def _own_value(name: str, recipe: Recipe) -> Value:
+    resolved = recipe.resolved
+    if name == QUANTIZATION:
+        return "4bit" if resolved.get("load_in_4bit") else "8bit" if resolved.get("load_in_8bit") else "none"
+    if name.startswith(_ENV):
+        env = recipe.values.get("env")
+        return str(env[name.removeprefix(_ENV)]) if isinstance(env, dict) and name.removeprefix(_ENV) in env else None
+    if name == "attn_implementation" and resolved.get(name) is None:
+        return "sdpa"  # what transformers takes when nothing is asked for
+    return cast(Value, resolved.get(name))
+
+
+def _choices(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
+    """What `knob` may be: the solved divisors or the listed values, the recipe's own among them, in memory order."""
+    own = _own_value(knob.name, recipe)
+    if knob.solved:
+        per_rank = recipe.effective_batch_size // recipe.world_size
+        top = max(per_rank, recipe.generation_batch_size // recipe.world_size)
+        solved = {n for n in range(1, top + 1) if top % n == 0 or per_rank % n == 0}
+        return tuple(sorted(solved | {cast(int, own)}))
+    values: list[Value] = [v for v in (_value(v, own) for v in knob.values) if v is not _SKIP]
+    if own not in values:
+        values.append(own)
+        if knob.memory_ascending and all(isinstance(v, int | float) for v in values):
+            values.sort(key=lambda v: cast(float, v))
+    return tuple(dict.fromkeys(values))
+
+
+_SKIP = "\0skip"
+
+
+def _value(listed: Value, own: Value) -> Value:
+    """A listed value; "x0.5" is half the recipe's own, and is left out where that is no whole number above zero."""
+    if not (isinstance(listed, str) and listed[:1] == "x" and _is_number(listed[1:])):
+        return listed
+    if isinstance(own, bool) or not isinstance(own, int | float):
+        return _SKIP
+    scaled = float(listed[1:]) * own
+    if isinstance(own, int):
+        return round(scaled) if math.isclose(scaled, round(scaled)) and round(scaled) > 0 else _SKIP
+    return scaled
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _scaled(value: object, new: Value, old: object) -> object:
+    """`value` in the ratio new/old; an integer stays one where the ratio allows it."""
+    assert isinstance(value, int | float)
+    assert isinstance(new, int | float)
+    assert isinstance(old, int | float)
+    scaled = value * new / old
+    return round(scaled) if isinstance(value, int) and math.isclose(scaled, round(scaled)) else scaled

@@ -1,0 +1,78 @@
+"""Search spaces as people write them: YAML files of knobs, checked before anything is searched."""
+
+from importlib import resources
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, nearest
+from autofit.recipe.recipe import read_yaml_mapping
+from autofit.space.space import CHUNK, SPLIT, TIERS, Knob, Value
+
+
+def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
+    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's default."""
+    path = _space_path(name or trainer)
+    content = read_yaml_mapping(path, what="search space")
+    wrong = sorted(set(content) - {"trainer", "knobs"})
+    if wrong:
+        raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
+    if content.get("trainer") != trainer:
+        raise ConfigError(
+            f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
+        )
+    knobs = content.get("knobs")
+    if not isinstance(knobs, dict) or not knobs:
+        raise ConfigError(f"the search space {path} must have a mapping `knobs` with at least one knob")
+    return tuple(_knob(path, str(name), entry) for name, entry in knobs.items())
+
+
+def _space_path(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return Path(name)
+    folder = resources.files("search_spaces")
+    known = sorted(Path(str(entry)).stem for entry in folder.iterdir() if str(entry).endswith(".yaml"))
+    if name not in known:
+        raise ConfigError(f"there is no search space {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return Path(str(folder / f"{name}.yaml"))
+
+
+def _knob(path: Path, name: str, entry: object) -> Knob:
+    where = f"the search space {path}, knob {name}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}
+    wrong = sorted(set(entry) - known)
+    if wrong:
+        raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
+    if entry.get("tier") not in TIERS:
+        raise ConfigError(f"{where}: tier must be one of {', '.join(TIERS)}; got {entry.get('tier')!r}")
+    values, memory = entry.get("values"), entry.get("memory", "any")
+    if memory not in ("ascending", "any"):
+        raise ConfigError(f"{where}: memory must be ascending or any; got {memory!r}")
+    if values == "solved" and name not in (SPLIT, CHUNK):
+        raise ConfigError(f"{where}: only {SPLIT} and {CHUNK} can be solved; list the values")
+    if values != "solved" and (not isinstance(values, list) or not values):
+        raise ConfigError(f"{where}: values must be a list with at least one value; got {values!r}")
+    listed = () if values == "solved" else tuple(cast(list[Value], values))
+    on_cpu = entry.get("cpu_values", [])
+    if not isinstance(on_cpu, list) or (on_cpu and values == "solved"):
+        raise ConfigError(f"{where}: cpu_values must be a list of further values; got {on_cpu!r}")
+    if any(isinstance(v, list | dict) for v in (*listed, *on_cpu)):
+        raise ConfigError(f"{where}: values must be plain (numbers, text, true, false); got {values!r}")
+    return Knob(
+        name=name,
+        tier=entry["tier"],
+        values=listed,
+        cpu_values=tuple(on_cpu),
+        solved=values == "solved",
+        memory_ascending=memory == "ascending",
+        needs=_texts(where, "needs", entry.get("needs", [])),
+        scales=_texts(where, "scales", entry.get("scales", [])),
+    )
+
+
+def _texts(where: str, key: str, value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{where}: {key} must be a name or a list of names; got {value!r}")
+    return tuple(items)

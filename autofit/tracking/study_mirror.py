@@ -1,0 +1,305 @@
+"""MLflow's mirror of a study: one top-level run a trial, made from Optuna at any time and any number of times.
+
+Optuna is the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own, so
+that MLflow being slow or down touches nothing else.
+"""
+
+import contextlib
+import json
+import os
+import select
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down is said to be within seconds
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+
+import alembic.util
+import mlflow
+import sqlalchemy.exc
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from autofit.errors import AutofitError, EnvironmentFault
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space.describe import describe_changes
+from autofit.tuning.frontier import Trial, baseline, pareto_front, rule_of, winner
+from autofit.tuning.sentences import confirmation_json, confirmation_note, why
+from autofit.tuning.study import database_errors, database_path, exclusive, load_study, with_confirmations
+from autofit.units import format_bytes
+
+STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
+ENDED, CONFIRMED = "autofit.ended", "autofit.confirmation"
+_FOLLOW_S = 2.0
+_LOCK_S = 15.0  # the longest that one mirror waits for another
+_FEW = 50  # so many runs are looked up one by one, which takes 10 ms each in an experiment of 1,000
+_RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
+               ProbeStatus.LOST: "KILLED"}  # fmt: skip
+
+
+def tracking_uri(folder: Path) -> str:
+    """MLFLOW_TRACKING_URI, or the SQLite file beside the studies (never Optuna's own: both use alembic)."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+
+
+def client(folder: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri(folder))
+
+
+def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
+    """The study's experiment, made if need be; its artifacts lie beside the studies unless a server keeps them."""
+    found = api.get_experiment_by_name(study_name)
+    if found is not None:
+        if found.lifecycle_stage == "deleted":
+            api.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+    local = tracking_uri(folder).startswith("sqlite:")
+    location = (folder / "mlartifacts" / study_name).resolve().as_uri() if local else None
+    try:
+        return str(api.create_experiment(study_name, artifact_location=location, tags={STUDY: study_name}))
+    except MlflowException:
+        found = api.get_experiment_by_name(study_name)  # made by another process a moment ago
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+@contextlib.contextmanager
+def tracking_errors(folder: Path) -> Iterator[None]:
+    """Turn what MLflow and its database raise into one EnvironmentFault."""
+    try:
+        yield
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
+        reason = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
+        raise EnvironmentFault(
+            f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move it, "
+            f"then `autofit sync` makes it anew"
+        ) from error
+
+
+def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) -> int:
+    """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored.
+
+    Raises EnvironmentFault when MLflow or its database cannot be used.
+    """
+    study = load_study(folder, study_name)
+    with tracking_errors(folder):
+        return _sync(folder, study, set(), rebuild=rebuild)
+
+
+def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuild: bool = False) -> int:
+    """As `sync`, looking only at what is not in `mirrored`, to which it adds what it mirrored."""
+    api = client(folder)
+    with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
+        experiment = experiment_id(api, folder, study.study_name)
+        if rebuild:
+            for run in _runs(api, experiment).values():
+                api.delete_run(run.info.run_id)
+        frozen = study.get_trials(deepcopy=False)
+        trials = with_confirmations(study, frozen)
+        finished = {
+            (t.number, frozen[t.number].datetime_complete, t.confirmed is not None): t
+            for t in trials
+            if t.result is not None
+        }
+        new = {key: trial for key, trial in finished.items() if key not in mirrored}
+        if not new and mirrored:
+            return len(finished)
+        runs = _runs(api, experiment, None if len(new) > _FEW else [t.number for t in new.values()])
+        for (number, ended, _), trial in new.items():
+            known = runs.get(str(number))
+            if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):
+                api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
+                known = None
+            if known is None or known.info.status == "RUNNING":
+                known = _mirror(api, experiment, study, trial, known, ended)
+            if trial.confirmed is not None and CONFIRMED not in known.data.tags:
+                _mirror_confirmation(api, known.info.run_id, trial.confirmed, ended)
+        _summary(api, experiment, study, trials, runs.get("summary"))
+        mirrored.update(new)
+    return len(finished)
+
+
+def trial_run_ids(api: MlflowClient, folder: Path, study_name: str, numbers: Sequence[int]) -> list[str]:
+    """The runs that mirror the trials `numbers`, as far as there are any."""
+    runs = _runs(api, experiment_id(api, folder, study_name), numbers)
+    return [str(runs[str(number)].info.run_id) for number in numbers if str(number) in runs]
+
+
+def _runs(api: MlflowClient, experiment: str, numbers: Sequence[int] | None = None) -> dict[str, Run]:
+    """{trial number: its run} of all trials, or of `numbers`, and the study's own under "summary"."""
+    if numbers is None:
+        return _search(api, experiment, f"tags.`{KIND}` != 'promoted'")
+    found = _search(api, experiment, f"tags.`{KIND}` = 'study'")
+    for number in numbers:
+        found |= _search(api, experiment, f"tags.`{KIND}` != 'promoted' AND tags.`{TRIAL}` = '{number}'")
+    return found
+
+
+def _search(api: MlflowClient, experiment: str, where: str) -> dict[str, Run]:
+    found: dict[str, Run] = {}
+    token = None
+    while True:
+        page = api.search_runs(
+            [experiment], filter_string=where, run_view_type=ViewType.ACTIVE_ONLY, max_results=1000, page_token=token
+        )
+        for run in page:
+            tags = run.data.tags
+            found[tags.get(TRIAL, "summary")] = run
+        token = page.token
+        if not token:
+            return found
+
+
+def _mirror_confirmation(api: Any, run_id: str, result: ProbeResult, ended: datetime | None) -> None:
+    """The longer probe of a finalist, as `confirmed_` metrics and a tag of its trial's run."""
+    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
+    metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in _metrics(result).items() if "." not in key]
+    tag = RunTag(CONFIRMED, "confirmed" if result.status is ProbeStatus.FIT else f"{result.status}: {result.reason}")
+    api.log_batch(run_id, metrics=metrics, tags=[tag])
+
+
+def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None, ended: datetime | None) -> Run:
+    result = trial.result
+    assert result is not None
+    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
+    resolved = cast(dict[str, object], study.user_attrs.get("resolved", {}))
+    tags = {
+        STUDY: study.study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", ENDED: str(ended),
+        "autofit.tier": trial.tier, "autofit.device": result.device,
+        "autofit.changes": describe_changes(trial.changes, resolved),
+        "autofit.shown_as": "pruned" if result.status is ProbeStatus.OOM else str(result.status),
+        "mlflow.note.content": result.reason or describe_changes(trial.changes, resolved),
+    }  # fmt: skip
+    if run is None:
+        start_ms = at_ms - int(1000 * (result.wall_s or 0))
+        run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=f"trial-{trial.number:04d}")
+    params = [Param(key, str(value)[:6000]) for key, value in _params(trial, resolved).items()]
+    metrics = [Metric(key, value, at_ms, 0) for key, value in _metrics(result).items()]
+    for start in range(0, max(1, len(params)), 90):
+        api.log_batch(run.info.run_id, params=params[start : start + 90])
+    api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in tags.items()])
+    api.set_terminated(run.info.run_id, status=_RUN_STATUS[result.status], end_time=at_ms)
+    return run
+
+
+def _params(trial: Trial, resolved: dict[str, object]) -> dict[str, object]:
+    """Every knob's value, the derived ones included, so that parallel coordinates show what differs."""
+    names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
+    always = ("gradient_accumulation_steps", "steps_per_generation", "per_device_train_batch_size")
+    base = {key: resolved.get(key) for key in always if key in resolved}
+    return {**base, **names, "tier": trial.tier}
+
+
+def _metrics(result: ProbeResult) -> dict[str, float]:
+    found: dict[str, float | int | None] = {
+        "step_s": result.median_step_s, "completions_per_s": result.completions_per_s,
+        "tokens_per_s": result.tokens_per_s, "device_used_bytes": result.device_used_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes, "peak_allocated_bytes": result.peak_allocated_bytes,
+        "process_s": result.process_s, "wall_s": result.wall_s,
+        "rollout_s": _mean(result.rollout_s), "update_s": _mean(result.update_s),
+    }  # fmt: skip
+    found |= {f"peak_allocated_bytes.{p.name}": p.peak_allocated_bytes for p in result.phases}
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# -- the study's own run ----------------------------------------------------------------------------------------------
+
+
+def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Run | None) -> None:
+    """The study's run: its summary as text and JSON, and the plot of its front, as artifacts."""
+    attrs = study.user_attrs
+    finished = [t for t in trials if t.result is not None]
+    if not finished:
+        return
+    if run is None:
+        run = api.create_run(experiment, tags={STUDY: study.study_name, KIND: "study"}, run_name="summary")
+    run_id = run.info.run_id
+    confirmed = sum(t.confirmed is not None for t in finished)
+    known = (run.data.tags.get("autofit.trials"), run.data.tags.get("autofit.confirmations", "0"))
+    if known == (str(len(finished)), str(confirmed)) and run.info.status == "FINISHED":
+        return
+    target = cast(int | None, attrs.get("target_bytes"))
+    sentence = why(trials, attrs.get("resolved", {}), target, rule_of(attrs))
+    best, sure = winner(trials, **rule_of(attrs)), confirmation_note(trials, rule_of(attrs))
+    note = f"**{sentence}**\n\n{len(finished)} trials on {attrs.get('device')}"
+    note += f", target {format_bytes(target)}" if target else ""
+    note += f"\n\n{sure}" if sure else ""
+    api.set_tag(run_id, "mlflow.note.content", note)
+    api.set_tag(run_id, "autofit.winner", "" if best is None else str(best.number))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "summary.md").write_text(note + "\n")
+        content = {"study": study.study_name, "why": sentence, "winner": None if best is None else best.number,
+                   "front": [t.number for t in pareto_front(trials)],
+                   "confirmation": confirmation_json(trials, rule_of(attrs))}  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+        plot_front(trials, target, folder / "front.png")
+        for path in sorted(folder.iterdir()):
+            api.log_artifact(run_id, str(path))
+    api.set_tag(run_id, "autofit.trials", str(len(finished)))
+    api.set_tag(run_id, "autofit.confirmations", str(confirmed))
+    api.set_terminated(run_id)
+
+
+def plot_front(trials: Sequence[Trial], target_bytes: int | None, path: Path) -> None:
+    """A PNG of device-used against step time: fits, OOMs at their lower bound, the front, the target."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    fits = [t for t in trials if t.fits and t.step_s is not None]
+    ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
+    axes.scatter([t.step_s or 0 for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
+    right = max([t.step_s or 0 for t in fits], default=1.0)
+    axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
+    front = pareto_front(trials)
+    axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
+    base = baseline(trials)
+    for trial in [*front, *(t for t in fits if t is base)]:
+        name = "baseline" if trial is base else str(trial.number)
+        axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))
+    if target_bytes:
+        axes.axhline(target_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="target")
+    axes.set(xlabel="step time (s)", ylabel="device-used (GB)")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _gb(trial: Trial) -> float:
+    return (trial.device_used_bytes or 0) / 1e9
+
+
+# -- the follower -----------------------------------------------------------------------------------------------------
+
+
+def follow(folder: Path, study_name: str) -> None:
+    """Mirror the study every 2 s until standard input closes, then once more."""
+    os.nice(19)  # the probe that is being timed comes first
+    mlflow.set_tracking_uri(tracking_uri(folder))
+    study, ended = None, False
+    mirrored: set[tuple[object, ...]] = set()
+    while not ended:
+        ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
+        try:
+            study = study or load_study(folder, study_name)
+            if ended:  # all of it, whatever became of MLflow's runs meanwhile
+                mirrored.clear()
+            with database_errors(database_path(folder)), tracking_errors(folder):
+                _sync(folder, study, mirrored)
+        except (AutofitError, OSError) as error:
+            print(f"MLflow: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,141 @@
+"""Why a trial won, what to relax when nothing fits, and how sure that is: sentences for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from autofit.probing.result import ProbeStatus
+from autofit.space.describe import describe_changes, samples_word
+from autofit.space.space import TIERS
+from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, rule_of, winner
+from autofit.units import format_bytes, format_seconds
+
+_RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --target-vram"
+
+_WINS = {
+    "speed": "the fastest",
+    "memory": f"the least memory, at most {SLOWER_FRAC:.0%} slower than the fastest,",
+    "utilisation": f"the fastest that fills {BAND[0]:.0%} to {BAND[1]:.0%} of the target, or the nearest to it,",
+}
+
+
+def why(
+    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None
+) -> str:
+    """One sentence: why the winner won, or what to relax when nothing fits."""
+    rule = rule or Rule(goal="speed", target_bytes=target_bytes)
+    best = winner(trials, **rule)
+    if best is None:
+        return _what_to_relax(trials, target_bytes)
+    fitting = measured(trials)
+    rivals = [t for t in fitting if t.tier == best.tier]
+    used = format_bytes(best.device_used_bytes or 0)
+    of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    speed = best.speedup(baseline(trials))
+    against = f", {speed:.2f}x the baseline's {samples_word(original)}/s" if speed is not None and best.number else ""
+    lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
+    faster = [t for t in lower if cost(t) < cost(best)]
+    note = f"; {len(faster)} faster ones change more than the {best.tier} tier" if faster else ""
+    change = describe_changes(best.changes, original)
+    return (
+        f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit and keep the {best.tier} tier"
+        f"{against}, at {used}{of}, with {change}{note}"
+    )
+
+
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
+    ooms = [t for t in trials if t.status is ProbeStatus.OOM]
+    broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
+    if not ooms and broken:
+        assert broken[0].result is not None
+        return f"no probe ran to its end; trial {broken[0].number}: {broken[0].result.reason}"
+    fell = [t for t in trials if t.fell]
+    if not ooms and fell:
+        return f"nothing fits: each of the {len(fell)} trials that fitted fell when it was to be confirmed"
+    if not ooms:
+        return "no trial was probed"
+    used = [t for t in ooms if t.device_used_bytes is not None]
+    if not used:
+        return f"nothing fits: all {len(ooms)} probes ran out of memory; raise --target-vram"
+    least = min(used, key=lambda t: t.device_used_bytes or 0)
+    phase = least.result.oom_phase if least.result else None
+    target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    held = format_bytes(least.device_used_bytes or 0)
+    held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
+    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX}"
+
+
+def predicted_note(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
+    """What is said of candidates that were not probed because they are predicted not to fit, or an empty string."""
+    predicted, limit = attrs.get("baseline_predicted"), rule_of(attrs)["target_bytes"]
+    if not trials:
+        least = cast("float | None", attrs.get("least_floor_bytes"))
+        if least is None or limit is None or least <= limit:
+            return "; run the same command again to go on"
+        return (
+            f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
+            f"{format_bytes(int(least))} or more; {_RELAX}"
+        )
+    if not isinstance(predicted, Mapping) or limit is None or baseline(trials) is not None:
+        return ""
+    used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
+    return f"; the recipe as it is was not probed: predicted {format_bytes(int(used))}, which does not fit"
+
+
+def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
+    """Whether the winner was confirmed, with what figures, and which finalists fell before it; "" without a winner."""
+    best = winner(trials, **rule)
+    parts = [_how_it_fell(t) for t in trials if t.confirmed is not None and t is not best]
+    if best is not None:
+        parts.append(_how_sure(best))
+    return "; ".join(parts)
+
+
+def _how_it_fell(trial: Trial) -> str:
+    long, short = trial.confirmed, trial.result
+    assert long is not None
+    if long.status is ProbeStatus.OOM:
+        held = "" if long.device_used_bytes is None else f" at {format_bytes(long.device_used_bytes)}"
+        return f"trial {trial.number} fell in its confirmation: out of memory{held} during {long.oom_phase}"
+    if long.status is not ProbeStatus.FIT:
+        return f"trial {trial.number} fell in its confirmation: {long.status}: {long.reason}"
+    before = short.median_step_s if short is not None else None
+    times = f"{format_seconds(trial.step_s or 0)} a step" + (
+        f", {format_seconds(before)} in the search" if before else ""
+    )
+    return f"trial {trial.number} was probed longer as well and is not the winner ({times})"
+
+
+def _how_sure(best: Trial) -> str:
+    long = best.confirmed
+    if long is not None:
+        return (
+            f"trial {best.number} is confirmed: {len(long.step_s)} steps, saved and resumed, under the target as a "
+            f"hard cap: {format_bytes(best.device_used_bytes or 0)}, {format_seconds(best.step_s or 0)} a step"
+        )
+    if best.result is not None and best.result.fidelity == "predicted":
+        return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
+    if not best.changes:
+        return "the recipe as it is needs no confirmation"
+    steps = len(best.result.step_s) if best.result is not None else 0
+    return f"trial {best.number} is not confirmed: it was probed over {steps} steps only"
+
+
+def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] | None:
+    """What `--json` says of the winner's confirmation; None without a winner."""
+    best = winner(trials, **rule)
+    if best is None:
+        return None
+    predicted = best.result is not None and best.result.fidelity == "predicted"
+    open_status = "predicted" if predicted else "not confirmed" if best.changes else "baseline"
+    long = best.confirmed
+    return {
+        "trial": best.number, "status": open_status if long is None else "confirmed",
+        "measured_steps": None if long is None else len(long.step_s),
+        "device_used_bytes": None if long is None else long.device_used_bytes,
+        "step_s": None if long is None else long.median_step_s,
+        "fallen": [
+            {"trial": t.number, "status": str(t.confirmed.status), "reason": t.confirmed.reason,
+             "device_used_bytes": t.confirmed.device_used_bytes, "step_s": t.confirmed.median_step_s}
+            for t in trials if t.confirmed is not None and t is not best
+        ],
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What gradient proofs of the trainers train on."""

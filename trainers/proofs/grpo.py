@@ -1,0 +1,112 @@
+"""What a gradient proof of GRPO trains on: fixed completions and rewards in the place of generation and scoring."""
+
+from collections import Counter
+from math import gcd
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer, get_peft_config
+
+from autofit.recipe.trl_config import TrlConfig
+from trainers.proofs.samples import LONGEST, name_of, number_of, sample
+from trainers.proofs.small_model import tokenizer
+
+# The prompts in order, so that whole optimizer steps hold the same ones; vLLM and TRL's logs do not enter the gradient.
+SAME: dict[str, object] = {
+    "shuffle_dataset": False, "disable_dropout": True, "use_vllm": False, "log_completions": False,
+    "use_transformers_continuous_batching": False, "use_transformers_paged": False, "generation_kwargs": None,
+    "log_completions_hub_repo": None,
+    "entropy_target": 1e3,  # above any model's entropy, so that an adaptive bonus is there to be seen
+}  # fmt: skip
+
+
+def samples_per_step(config: TrlConfig) -> int:
+    """Completions of one optimizer step."""
+    training = config.training
+    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps)
+
+
+def steps_of_a_round(config: TrlConfig) -> int:
+    """Optimizer steps until every kind of step has been taken: those that reuse a rollout, and one after the first
+    where the entropy bonus follows the step before."""
+    training = config.training
+    reused = -(-training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
+    return max(int(reused), 2 if training.use_adaptive_entropy else 1)
+
+
+def common_factor(configs: list[TrlConfig], most_samples: int) -> int:
+    """By how much accumulation and steps_per_generation can be divided in all recipes, to hold `most_samples` or less.
+
+    The least that suffices, or the most that there is; whole groups, and two of them, are kept.
+    """
+    steps = [(c.training.gradient_accumulation_steps, c.training.steps_per_generation) for c in configs]
+    common = gcd(*(n for pair in steps for n in pair))
+    valid = [f for f in range(1, common + 1) if common % f == 0 and all(_holds(c, f) for c in configs)]
+    wanted = [f for f in valid if samples_per_step(configs[0]) // f <= most_samples]
+    return min(wanted, default=max(valid))
+
+
+def _holds(config: TrlConfig, factor: int) -> bool:
+    training = config.training
+    groups, rest = divmod(training.generation_batch_size // factor, training.num_generations)
+    return factor == 1 or (
+        rest == 0 and groups >= 1 and samples_per_step(config) // factor >= 2 * training.num_generations
+    )
+
+
+def shrunken(config: TrlConfig, factor: int) -> dict[str, object]:
+    """The keys that make the recipe's step `factor` times smaller."""
+    training = config.training
+    return {
+        "gradient_accumulation_steps": training.gradient_accumulation_steps // factor,
+        "steps_per_generation": training.steps_per_generation // factor,
+        "generation_batch_size": None,
+    }
+
+
+def build(config: TrlConfig, steps: int) -> GRPOTrainer:
+    """TRL's trainer over `steps` optimizer steps of fixed rollouts."""
+    training, script = config.training, config.script
+    per_generation = training.generation_batch_size // training.num_generations
+    micro_steps = steps * training.gradient_accumulation_steps
+    rounds = -(-micro_steps // (training.steps_per_generation * training.num_iterations))
+    rewards = len(script.reward_funcs or []) + bool(script.reward_model_name_or_path)
+    longest = min(LONGEST, int(training.max_completion_length))
+    calls = Counter[str]()
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """The fixed completions of `prompts`; also the seed of the shuffle that follows, so that it is the same."""
+        calls["rollouts"] += 1
+        torch.manual_seed(calls["rollouts"])
+        seen = Counter[str]()
+        samples = []
+        for name in prompts:
+            samples.append(sample(number_of(name), seen[name], longest=longest))
+            seen[name] += 1
+        return {
+            "prompt_ids": [list(s.prompt) for s in samples],
+            "completion_ids": [list(s.completion) for s in samples],
+            "logprobs": None,
+            "fixed_reward": [s.reward for s in samples],
+        }
+
+    return GRPOTrainer(
+        model=config.model.model_name_or_path,
+        reward_funcs=[_reward(i) for i in range(max(1, rewards))],
+        args=training,
+        train_dataset=Dataset.from_dict({"prompt": [name_of(i) for i in range(rounds * per_generation)]}),
+        processing_class=tokenizer(),
+        peft_config=get_peft_config(config.model),
+        rollout_func=rollout,
+    )
+
+
+def _reward(number: int) -> Any:
+    """Reward function `number`: the fixed reward, each function with a scale and a share of the length of its own."""
+
+    def reward(completion_ids: list[list[int]], fixed_reward: list[float], **_: object) -> list[float]:
+        return [(1 + number) * r + 0.3 * number * len(ids) for r, ids in zip(fixed_reward, completion_ids, strict=True)]
+
+    reward.__name__ = f"fixed_reward_{number}"
+    return reward

@@ -1,0 +1,178 @@
+"""A model of the same architecture, small enough for a step in milliseconds: few layers, narrow, a small vocabulary."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from autofit.recipe import catalogue
+from trainers.proofs.samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
+
+_MOST_PARAMETERS = 20_000_000
+_MOST_KINDS = 4  # layers of different kinds that are kept
+_HEAD_DIM, _WINDOW, _EXPERTS = 16, 8, 4
+# Configs name these sizes alike (transformers 5.23); what a config does not have is left alone.
+_SMALL: dict[str, object] = {
+    "vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": None,
+    "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "n_shared_experts": 1,
+    "n_group": 1, "initializer_range": 0.2, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "mlp_only_layers": [],
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16,
+    "v_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": _HEAD_DIM,
+    "linear_value_head_dim": _HEAD_DIM, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+
+
+def small_model(config: Any, folder: Path) -> tuple[str, str | None]:
+    """Save a small model of `config`'s architecture in `folder`; (what it is, why it is another architecture or None).
+
+    Where the architecture cannot be made small, a plain Llama stands in for it, or a plain mixture of experts where the
+    routing has a loss: beyond that, how a loss divides does not depend on the architecture.
+    """
+    text = config.get_text_config()
+    why = ""
+    for narrow in (True, False):
+        try:
+            model = _built(_small(text, narrow=narrow))
+        except Exception as error:  # 200 architectures, each with its own ways to refuse
+            why = why or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        else:
+            model.save_pretrained(folder)
+            return _description(model), None
+    model = _built(_stand_in(text))
+    model.save_pretrained(folder)
+    return _description(model), why
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of the small vocabulary: one word a token."""
+    names = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(FIRST_WORD, VOCABULARY))]
+    raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert names[UNKNOWN] == "<unk>"
+    return cast(
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast(
+            tokenizer_object=raw, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", padding_side="left"
+        ),
+    )
+
+
+def _built(config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError(f"it has {parameters} parameters when shrunken")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ids = torch.arange(FIRST_WORD, FIRST_WORD + 12).reshape(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    return cast(PreTrainedModel, model)
+
+
+def _description(model: PreTrainedModel) -> str:
+    config = model.config
+    parts = [f"{type(model).__name__}", f"{config.num_hidden_layers} layers", f"hidden {config.hidden_size}"]
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads:
+        parts.append(f"{heads} heads" + (f" over {groups} key-value heads" if groups and groups != heads else ""))
+    if getattr(config, "tie_word_embeddings", False):
+        parts.append("tied embeddings")
+    return ", ".join(parts)
+
+
+def _small(config: Any, *, narrow: bool) -> Any:
+    """A config of the same class with few layers and a small vocabulary, and with narrow widths if asked."""
+    names = getattr(config, "attribute_map", {})
+    content = {**config.to_dict(), "dtype": "float32"}
+    content.pop("quantization_config", None)
+    _keep_layers(content, names)
+    for name, value in {**_SMALL, **(_widths(content, names) if narrow else {})}.items():
+        real = names.get(name, name)
+        if content.get(real) is not None:
+            content[real] = value
+    content |= {key: 0.0 for key, value in content.items() if "drop" in key and isinstance(value, float)}
+    if content.get("sliding_window"):
+        content["sliding_window"] = _WINDOW
+    return type(config).from_dict(_plain_positions(content))
+
+
+def _keep_layers(content: dict[str, Any], names: Mapping[str, str]) -> None:
+    """One layer of each kind, in order, and two at least."""
+    real = names.get("num_hidden_layers", "num_hidden_layers")
+    layers = int(content[real])
+    lists = [k for k, v in content.items() if isinstance(v, list) and len(v) == layers and layers > 1]
+    kinds = [tuple(str(content[key][i]) for key in lists) for i in range(layers)]
+    kept = [i for i in range(layers) if kinds[i] not in kinds[:i]][:_MOST_KINDS]
+    kept += [i for i in range(layers) if i not in kept][: max(0, 2 - len(kept))]
+    for key in lists:
+        content[key] = [content[key][i] for i in sorted(kept)]
+    content[real] = len(kept)
+
+
+def _widths(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Narrow widths with the same number of query heads to a key-value head, where that is no more than 16."""
+    heads = int(content.get(names.get("num_attention_heads", "num_attention_heads")) or 2)
+    groups = int(content.get(names.get("num_key_value_heads", "num_key_value_heads")) or heads)
+    ratio = max(1, min(16, heads // groups))
+    groups = 2 if ratio <= 4 and groups > 1 else 1
+    hidden = ratio * groups * _HEAD_DIM
+    return {
+        "num_attention_heads": ratio * groups, "num_key_value_heads": groups,
+        "head_dim": _SMALL["qk_rope_head_dim"] if content.get("qk_rope_head_dim") else _HEAD_DIM,
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
+        "shared_expert_intermediate_size": hidden, "global_head_dim": _HEAD_DIM, "query_pre_attn_scalar": _HEAD_DIM,
+        "num_experts_per_tok": min(2, int(content.get("num_experts_per_tok") or 2)),
+    }  # fmt: skip
+
+
+def _plain_positions(content: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions without the scaling for long texts, whose factors are as long as a head is wide."""
+    content.pop("rope_scaling", None)
+    found = content.get("rope_parameters")
+    if isinstance(found, dict):
+        nested = {k: _plain_rope(v) for k, v in found.items() if isinstance(v, dict)}
+        content["rope_parameters"] = nested or _plain_rope(found)
+    return content
+
+
+def _plain_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("rope_theta", "partial_rotary_factor")
+    return {"rope_type": "default"} | {k: parameters[k] for k in kept if parameters.get(k) is not None}
+
+
+def _stand_in(config: Any) -> PreTrainedConfig:
+    plain: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD, "eos_token_id": END,
+        "bos_token_id": None, "initializer_range": _SMALL["initializer_range"],
+    }  # fmt: skip
+    if not hasattr(config, "output_router_logits"):
+        return LlamaConfig(**plain)
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    return MixtralConfig(**plain, num_local_experts=_EXPERTS, router_aux_loss_coef=coefficient)
+
+
+def model_config(name: str, *, revision: str, trust_remote_code: bool) -> Any:
+    """The config of the model that a recipe names: from its folder, the hub or, where that is away, the catalogue."""
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        known = catalogue.architecture(name)
+        if known is None:
+            raise
+    content = dict(known.config)
+    return AutoConfig.for_model(str(content.pop("model_type")), **content)
