@@ -25,7 +25,7 @@ from autofit.space.space_file import load_space
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
 ROWS: list[dict[str, Any]] = TABLE["rows"]
-SPACES = sorted(path.stem for path in Path(str(resources.files("search_spaces"))).glob("*.yaml"))
+SPACES = sorted(path.stem for path in Path(str(resources.files("autofit.search_spaces"))).glob("*.yaml"))
 KNOBS = {trainer: load_space(None, trainer=trainer) for trainer in SPACES}
 CELLS = [pytest.param(row, knob, id=f"{row['name']}: {knob}") for row in ROWS for knob in row["cells"]]
 

@@ -148,7 +148,7 @@ def test_the_longest_sample_is_trls_own_under_each_candidates_length(
     recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server, own)
     assert (recipe.longest_sample_tokens, recipe.effective_batch_size) == (longest, 8)
     values = merge(recipe.values, {**changes, "use_cpu": True})
-    plug_in = importlib.import_module(f"trainers.{trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
     config = parse(trainer, values, overrides={})
     assert plug_in.tokens_per_step(config, read_worst_case(worst_case_path(tmp_path))) == tokens
     if changes and "max_length" not in changes:
@@ -163,14 +163,13 @@ def test_the_longest_sample_is_trls_own_under_each_candidates_length(
 def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     tmp_path: Path, tiny_model: Path, trainer: str, max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import trainers.common
     from autofit.recipe.trl_config import parse
 
     values = yaml.safe_load(tiny.write_offline_recipe(trainer, tmp_path, tiny_model).read_text())
-    plug_in = importlib.import_module(f"trainers.{trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
     found = []
     for largest in (1000, 5):
-        monkeypatch.setattr(trainers.common, "_LARGEST", largest)
+        monkeypatch.setattr("autofit.trainers.common._LARGEST", largest)
         rows, facts = plug_in.worst_case(parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length}))
         found.append((facts, plug_in.tokens_per_step(parse(trainer, values, overrides={"use_cpu": True}),
                                                      {**facts, "rows": rows})))  # fmt: skip
@@ -293,7 +292,7 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     if trainer != "grpo":
         recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server)
     monkeypatch.chdir(recipe.folder)
-    plug_in = importlib.import_module(f"trainers.{trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
     model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)
     worst_case = read_worst_case(worst_case_path(recipe.folder))
     memory = CpuMemory(None)

@@ -10,6 +10,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
+from autofit.trainers.proofs.samples import END, LONGEST, sample
 
 import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
@@ -19,7 +20,6 @@ from autofit.proof.proof_keys import Reach, reach
 from autofit.proof.worker import run as run_worker
 from autofit.recipe.trl_config import parse
 from autofit.tuning.study import load_study, open_storage, tell, trials_of
-from trainers.proofs.samples import END, LONGEST, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPLIT: dict[str, object] = {
@@ -264,8 +264,7 @@ def test_two_rollouts_never_hold_as_many_tokens_so_a_loss_that_divides_by_them_s
 )  # fmt: skip
 def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None:
     import transformers
-
-    from trainers.proofs.small_model import small_model
+    from autofit.trainers.proofs.small_model import small_model
 
     config = getattr(transformers, name)()
     given = config.get_text_config()
@@ -284,9 +283,8 @@ def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None
 
 
 def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp_path: Path) -> None:
+    from autofit.trainers.proofs.small_model import small_model
     from transformers import MambaConfig, Qwen2VLConfig
-
-    from trainers.proofs.small_model import small_model
 
     assert small_model(MambaConfig(), tmp_path / "mamba")[1] is None
     text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
@@ -295,9 +293,8 @@ def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp
 
 
 def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path: Path) -> None:
+    from autofit.trainers.proofs.small_model import small_model
     from transformers import AutoConfig, JambaConfig
-
-    from trainers.proofs.small_model import small_model
 
     text, why = small_model(JambaConfig(router_aux_loss_coef=0.3), tmp_path)
     assert text.startswith("Mixtral")
@@ -365,7 +362,7 @@ def test_an_adaptive_entropy_bonus_is_seen_whatever_entropy_it_aims_at(tiny_mode
      ({"steps_per_generation": 2, "num_iterations": 3}, 2), ({"steps_per_generation": 2, "num_iterations": 2}, 1)],
 )  # fmt: skip
 def test_every_kind_of_optimizer_step_is_taken(tmp_path: Path, changes: dict[str, object], steps: int) -> None:
-    from trainers.proofs.grpo import steps_of_a_round
+    from autofit.trainers.proofs.grpo import steps_of_a_round
 
     values = {**SMALLEST, "model_name_or_path": "m", "output_dir": str(tmp_path), "use_cpu": True}
     assert steps_of_a_round(parse("grpo", values | changes, overrides={})) == steps

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+
+from .common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 
 # The reference is scored within the update, or with `precompute_ref_log_probs` for the whole dataset before training.
 PHASES = {"score_reference": "scoring", "_save_checkpoint": "save"}

@@ -14,7 +14,8 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.trl_config import TrlConfig
-from trainers.common import dataset_name, made, random_weights, real, samples_per_step, short, split
+
+from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
 
 # Method of the trainer -> the phase that runs while it does; everything else in a step is `update`.
 PHASES = {

@@ -10,7 +10,8 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+
+from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 
 PHASES = {"_save_checkpoint": "save"}
 QUIET: dict[str, object] = {}

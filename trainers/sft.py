@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+
+from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 
 PHASES = {"_save_checkpoint": "save"}
 QUIET: dict[str, object] = {}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -305,11 +306,12 @@ def _key(request: Mapping[str, object], worst_case: Path) -> str:
 @cache
 def _code() -> str:
     """A hash of the simulation's own code and the versions of what it runs."""
-    import trainers
-
     digest = hashlib.sha256(json.dumps([version(p) for p in _PACKAGES]).encode())
     package = Path(__file__).parent.parent
-    folders = (*(package / name for name in ("fakegpu", "forecast", "probing")), Path(str(trainers.__file__)).parent)
+    folders = (
+        *(package / name for name in ("fakegpu", "forecast", "probing")),
+        Path(str(resources.files("autofit.trainers"))),
+    )
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())

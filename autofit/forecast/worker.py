@@ -50,7 +50,7 @@ class Point:
 
 def trace(point: Point, *, trainer: str, values: Mapping[str, object], device: str, worst_case: Path) -> Trace:
     """Two optimizer steps of the recipe `values` at `point`, on the simulated `device`."""
-    plug_in = importlib.import_module(f"trainers.{trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
     changed = dict(values) | {
         "per_device_train_batch_size": point.micro_batch, "gradient_accumulation_steps": point.accumulation,
     }  # fmt: skip

@@ -31,8 +31,8 @@ from autofit.probing.supervise import Ending, computing_env, die_with_parent, ke
 _PRELOAD = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "trl", "trl.scripts.grpo",
     "trl.trainer.grpo_trainer", "trl.trainer.grpo_config", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "trainers.grpo", "trainers.sft", "trainers.dpo",
-    "trainers.reward", "trl.scripts.sft", "trl.scripts.dpo", "trl.scripts.reward",
+    "transformers.trainer", "autofit.trainers.grpo", "autofit.trainers.sft", "autofit.trainers.dpo",
+    "autofit.trainers.reward", "trl.scripts.sft", "trl.scripts.dpo", "trl.scripts.reward",
     "autofit.probing.worker", "autofit.probing.inspection",
 )  # fmt: skip
 

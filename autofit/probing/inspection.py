@@ -54,7 +54,7 @@ def inspect(
     answer: dict[str, object] = {"values": plain(values), "resolved": config.resolved}
     if device.startswith("sim:"):
         config = _with_stand_ins(trainer, values, config, worst_case.parent, prompt_tokens)
-    plug_in = importlib.import_module(f"trainers.{trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
     answer |= _model_size(config, plug_in.MODEL)
     if trainer != "grpo":
         with _or_stated(device, prompt_tokens):
@@ -186,7 +186,7 @@ def _model_size(config: TrlConfig, kind: Any) -> dict[str, object]:
         raise ConfigError(f"{name!r} is no model for {kind.__name__} of transformers: {str(error)[:300]}") from error
     check_model(model, config)
     parameters = sum(p.numel() for p in model.parameters())
-    dtype = importlib.import_module("trainers.common").dtype_of(config.model.dtype, found)
+    dtype = importlib.import_module("autofit.trainers.common").dtype_of(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
     weights_bytes = int(parameters * quantised)
     balances = _balances_experts(found.get_text_config(), config)

@@ -77,7 +77,7 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
 
 def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
     worst_case = read_worst_case(request.worst_case)
-    plug_in = importlib.import_module(f"trainers.{request.trainer}")
+    plug_in = importlib.import_module(f"autofit.trainers.{request.trainer}")
     memory.start()
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
     config, steps = train(request, memory, recorder, plug_in, worst_case)

@@ -55,7 +55,7 @@ def _train(request: dict[str, Any], folder: Path) -> int:
         "save_total_limit": values.get("save_total_limit", 2),
     }
     config = parse(request["trainer"], values, overrides=overrides)
-    trainer = importlib.import_module(f"trainers.{request['trainer']}").build(config)
+    trainer = importlib.import_module(f"autofit.trainers.{request['trainer']}").build(config)
     output = Path(config.training.output_dir)
     checkpoint = last_checkpoint(output)
     step = 0 if checkpoint is None else _step_of(checkpoint)

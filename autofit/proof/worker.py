@@ -28,8 +28,8 @@ from autofit.probing.inspection import go_offline_without_a_hub
 from autofit.probing.supervise import die_with_parent
 from autofit.proof.proof_keys import compared_attention
 from autofit.recipe.trl_config import TrlConfig, parse
-from trainers.proofs.samples import SAME
-from trainers.proofs.small_model import model_config, small_model
+from autofit.trainers.proofs.samples import SAME
+from autofit.trainers.proofs.small_model import model_config, small_model
 
 Gradient = dict[str, torch.Tensor]
 
@@ -91,7 +91,7 @@ class Proof:
 
     def __init__(self, trainer: str, recipes: Mapping[str, Mapping[str, object]], folder: Path) -> None:
         go_offline_without_a_hub()
-        self._samples = importlib.import_module(f"trainers.proofs.{trainer}")
+        self._samples = importlib.import_module(f"autofit.trainers.proofs.{trainer}")
         self._trainer = trainer
         parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
         known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}

@@ -29,7 +29,7 @@ def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
 def _space_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return Path(name)
-    folder = resources.files("search_spaces")
+    folder = resources.files("autofit.search_spaces")
     known = sorted(Path(str(entry)).stem for entry in folder.iterdir() if str(entry).endswith(".yaml"))
     if name not in known:
         raise ConfigError(f"there is no search space {name!r}{nearest(name, known)}; known: {', '.join(known)}")

@@ -3,7 +3,8 @@
 from trl import DPOTrainer
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.proofs.pairs import arguments, common_factor, rows, samples_per_step, shrunken, steps_of_a_round
+
+from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, steps_of_a_round
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 

@@ -9,8 +9,9 @@ from datasets import Dataset
 from trl import GRPOTrainer, get_peft_config
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.proofs.samples import LONGEST, name_of, number_of, sample
-from trainers.proofs.small_model import tokenizer
+
+from .samples import LONGEST, name_of, number_of, sample
+from .small_model import tokenizer
 
 # The prompts in order, so that whole optimizer steps hold the same ones; vLLM and TRL's logs do not enter the gradient.
 SAME: dict[str, object] = {

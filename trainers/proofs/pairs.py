@@ -7,8 +7,9 @@ from datasets import Dataset
 from trl import get_peft_config
 
 from autofit.recipe.trl_config import TrlConfig
-from trainers.proofs.samples import sample
-from trainers.proofs.small_model import tokenizer
+
+from .samples import sample
+from .small_model import tokenizer
 
 
 def samples_per_step(config: TrlConfig) -> int:

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from autofit.recipe import catalogue
-from trainers.proofs.samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
+
+from .samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
 
 _MOST_PARAMETERS = 20_000_000
 _MOST_KINDS = 4  # layers of different kinds that are kept
