@@ -12,8 +12,8 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
-from autofit.recipe.recipe import TRAINERS, TrainerName
-from autofit.recipe.trainer_keys import TAKEN_BY, trainer_of
+from autofit.recipe.recipe import TrainerName
+from autofit.recipe.trainer_keys import TAKEN_BY, TRAINERS, trainer_of
 
 
 def change(path: Path, **changes: object) -> Path:

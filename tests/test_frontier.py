@@ -4,7 +4,7 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import Tier
+from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Goal, Trial, baseline, rule_of, winner
 from autofit.tuning.search import since_improvement
 from autofit.tuning.sentences import predicted_note, why

@@ -10,7 +10,6 @@ from typing import Any
 import optuna
 import pytest
 import yaml
-from autofit.trainers.proofs.samples import END, LONGEST, sample
 
 import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
@@ -18,7 +17,10 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
 from autofit.proof.proof_keys import Reach, reach
 from autofit.proof.worker import run as run_worker
-from autofit.recipe.trl_config import parse
+from autofit.trainers.grpo import TRAINER
+from autofit.trainers.keys import ROLLOUTS
+from autofit.trainers.proofs.samples import END, LONGEST, sample
+from autofit.trainers.trl_config import parse
 from autofit.tuning.study import load_study, open_storage, tell, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,7 +38,8 @@ def make_study(folder: Path, values: Mapping[str, object], trials: list[tuple[st
     )
     resolved = parse("grpo", values, overrides={"use_cpu": True}).resolved
     attributes = {"trainer": "grpo", "values": dict(values), "resolved": resolved, "device": "cpu",
-                  "target_bytes": 10**9, "cwd": str(Path.cwd())}  # fmt: skip
+                  "target_bytes": 10**9, "cwd": str(Path.cwd()), "keys": ROLLOUTS.to_json(),
+                  "compared": list(TRAINER.compared)}  # fmt: skip
     for key, value in attributes.items():
         study.set_user_attr(key, value)
     for tier, changes in [("neutral", {}), *trials]:
@@ -185,8 +188,8 @@ def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
 
 
 def test_a_kernel_of_the_recipe_itself_that_no_cpu_runs_is_not_compared_either() -> None:
-    assert reach("grpo", "attn_implementation", "sdpa", "flash_attention_2")[0] is Reach.KERNEL
-    assert reach("grpo", "attn_implementation", "eager", None)[0] is Reach.COMPARED
+    assert reach(TRAINER.compared, "attn_implementation", "sdpa", "flash_attention_2")[0] is Reach.KERNEL
+    assert reach(TRAINER.compared, "attn_implementation", "eager", None)[0] is Reach.COMPARED
 
 
 def test_a_trial_is_proven_once_and_anew_when_the_versions_change(
@@ -264,6 +267,7 @@ def test_two_rollouts_never_hold_as_many_tokens_so_a_loss_that_divides_by_them_s
 )  # fmt: skip
 def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None:
     import transformers
+
     from autofit.trainers.proofs.small_model import small_model
 
     config = getattr(transformers, name)()
@@ -283,8 +287,9 @@ def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None
 
 
 def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp_path: Path) -> None:
-    from autofit.trainers.proofs.small_model import small_model
     from transformers import MambaConfig, Qwen2VLConfig
+
+    from autofit.trainers.proofs.small_model import small_model
 
     assert small_model(MambaConfig(), tmp_path / "mamba")[1] is None
     text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
@@ -293,8 +298,9 @@ def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp
 
 
 def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path: Path) -> None:
-    from autofit.trainers.proofs.small_model import small_model
     from transformers import AutoConfig, JambaConfig
+
+    from autofit.trainers.proofs.small_model import small_model
 
     text, why = small_model(JambaConfig(router_aux_loss_coef=0.3), tmp_path)
     assert text.startswith("Mixtral")
@@ -376,7 +382,7 @@ def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: 
             "num_generations": 8, "loss_type": "grpo"}  # fmt: skip
     other = {**base, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 32, "steps_per_generation": 16}
     worker = Worker("grpo", {"baseline": base, "candidate": other}, tmp_path)
-    assert (worker.shrunken, worker.samples) == (4, 256)
+    assert (worker.small.divided_by, worker.small.samples_per_step) == (4, 256)
     assert worker.difference("candidate").relative < ROUNDING
 
 

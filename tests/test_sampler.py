@@ -10,7 +10,8 @@ from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
 from autofit.forecast.predictions import Predictions
-from autofit.space.space import TIERS, Knob, Space, Tier
+from autofit.recipe.keys import TIERS, Tier
+from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler

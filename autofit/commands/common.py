@@ -113,11 +113,11 @@ def remove(folder: Path) -> None:
 
 def trainer(options: argparse.Namespace, path: Path) -> "TrainerName":
     """The trainer that was asked for, or the one whose keys the recipe has."""
+    from autofit.plugin.registry import trainer_for
     from autofit.recipe.recipe import read_yaml_mapping
-    from autofit.recipe.trainer_keys import trainer_of
 
     values = read_yaml_mapping(path, what="recipe") | settings(getattr(options, "set", ()))
-    return trainer_of(values, options.trainer)
+    return trainer_for(values, options.trainer)
 
 
 def terminate_like_interrupt() -> None:

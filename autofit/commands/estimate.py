@@ -30,7 +30,7 @@ def estimate(options: argparse.Namespace) -> int:
         try:
             recipe = prepared(options.recipe or baseline_path(), options, device, folder / "inspection", server)
             recipe.check()
-            say(f"{recipe.resolved['model_name_or_path']} on {describe(device, capacity)}")
+            say(f"{recipe.model} on {describe(device, capacity)}")
             estimator = Estimator(
                 recipe=recipe, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

@@ -5,7 +5,6 @@ import contextlib
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from autofit.commands.common import (
     remove,
     say,
     terminate_like_interrupt,
-    trainer,
 )
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
 
 
 def search(options: argparse.Namespace) -> int:
+    from autofit.probing.prepare import keep_worst_case
     from autofit.tuning.confirmation import confirm
     from autofit.tuning.search import Search, open_study
     from autofit.tuning.study import exclusive
@@ -56,7 +55,8 @@ def search(options: argparse.Namespace) -> int:
         forecast = _forecast(plan, scratch, server)
         plan = replace(plan, predictions=None if forecast is None else forecast.predictions)
         with exclusive(folder / "locks", plan.name), _mirror(options, (study := open_study(plan)).study_name):
-            _keep_worst_case(scratch, plan.probes_folder)
+            keep_worst_case(scratch, plan.probes_folder)
+            remove(scratch)
             say(f"{'study':>16}: {plan.name} (in {folder}), {len(plan.space.allowed())} candidates of tier "
                  f"{plan.space.allow} or above")  # fmt: skip
             search = Search(plan, study, server_socket=server.socket_path)
@@ -96,7 +96,7 @@ def _check_search(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace, server: "ForkServer") -> "tuple[Plan, Path]":
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.space.space import Space
-    from autofit.space.space_file import load_space
+    from autofit.space.space_file import space_knobs
     from autofit.tuning.search import Plan
 
     budget = given("--time-budget", options.time_budget, parse_seconds)
@@ -116,12 +116,11 @@ def _plan(options: argparse.Namespace, server: "ForkServer") -> "tuple[Plan, Pat
             f"--headroom must be below the target of {format_bytes(target)}; got {format_bytes(headroom)}"
         )
     path = _demo_recipe() if options.demo else options.recipe or baseline_path()
-    knobs = load_space(options.space, trainer=trainer(options, path))
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
     recipe = prepared(path, options, device, scratch, server)
     for name, text in (*recipe.describe(), ("device", describe(device, target))):
         say(f"{name:>16}: {text}")
-    space = Space.of(recipe, knobs, allow=options.allow, device=device)
+    space = Space.of(recipe, space_knobs(recipe, options.space), allow=options.allow, device=device)
     _check_target(recipe, target - headroom, options.allow)
     open_ended = budget is not None or options.plateau is not None
     plan = Plan(
@@ -179,7 +178,7 @@ def _keep_sensitivity(
 ) -> None:
     """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
     from autofit.space.space import Space
-    from autofit.space.space_file import load_space
+    from autofit.space.space_file import space_knobs
     from autofit.tuning.frontier import rule_of, winner
     from autofit.tuning.sensitivity import sensitivity
     from autofit.tuning.study import trials_of
@@ -188,7 +187,7 @@ def _keep_sensitivity(
     best = winner(trials, **rule_of(study.user_attrs))
     if best is None:
         return
-    knobs = load_space(options.space, trainer=plan.recipe.trainer)
+    knobs = space_knobs(plan.recipe, options.space)
     space = Space.of(plan.recipe, knobs, allow="recipe", device=plan.device)
     kept = sensitivity(
         space, trials, best, limit_bytes=plan.limit_bytes,
@@ -219,20 +218,6 @@ def _correct_clock(plan: "Plan", study: "optuna.Study", server: "ForkServer") ->
     predicted = estimator.probe(merge(plan.recipe.values, best.changes))
     if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
         say(f"{'calibrated':>16}: the clock of {device} by this search's winner")
-
-
-def _keep_worst_case(scratch: Path, folder: Path) -> None:
-    """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
-    from autofit.probing import offline
-    from autofit.probing.prepare import worst_case_path
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if not worst_case_path(folder).exists():  # the same study has the same one
-        offline.keep(scratch, folder)
-        shutil.rmtree(folder / "worst_row", ignore_errors=True)
-        os.replace(scratch / "worst_row", folder / "worst_row")
-        os.replace(worst_case_path(scratch), worst_case_path(folder))
-    remove(scratch)
 
 
 def _check_target(recipe: "Recipe", limit_bytes: int, allow: str) -> None:

@@ -25,15 +25,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import AutofitError, EnvironmentFault
+from autofit.plugin import registry
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
 
 _PRELOAD = (
-    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "trl", "trl.scripts.grpo",
-    "trl.trainer.grpo_trainer", "trl.trainer.grpo_config", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "autofit.trainers.grpo", "autofit.trainers.sft", "autofit.trainers.dpo",
-    "autofit.trainers.reward", "trl.scripts.sft", "trl.scripts.dpo", "trl.scripts.reward",
-    "autofit.probing.worker", "autofit.probing.inspection",
+    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
+    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
 )  # fmt: skip
 
 
@@ -100,6 +98,7 @@ def serve(socket_path: str) -> None:
     gc.disable()  # going through all that is imported, again and again, would be a quarter of the time
     for name in _PRELOAD:
         importlib.import_module(name)
+    _preload_trainers()
     gc.enable()
     gc.freeze()  # so that the children's collections do not copy what they share
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -117,6 +116,15 @@ def serve(socket_path: str) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
+
+
+def _preload_trainers() -> None:
+    """Import the installed trainers; one that cannot be imported is only an error where it is asked for."""
+    for name in registry.names():
+        try:
+            registry.load(name)
+        except AutofitError as error:
+            print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
 
 
 def _keep_call(connection: socket.socket) -> None:

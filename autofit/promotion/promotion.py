@@ -37,6 +37,7 @@ class Promotion:
     yaml_path: Path
     cwd: Path
     proof: Proof
+    generates: bool
     confirmation: str = ""  # whether the trial was probed longer, in words
 
     @property
@@ -83,6 +84,7 @@ def plan_promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
         values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
         cwd=Path(str(attrs["cwd"])), proof=proof, confirmation=sure,
+        generates=cast(dict[str, object], attrs["keys"])["rollout"] is not None,
     )  # fmt: skip
 
 
@@ -133,7 +135,8 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
-        "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
+        "values": dict(promotion.values), "output_dir": str(promotion.output_dir.resolve()),
+        "generates": promotion.generates, "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
         "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
         "confirmation": promotion.confirmation,
     }  # fmt: skip

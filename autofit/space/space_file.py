@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, nearest
-from autofit.recipe.recipe import read_yaml_mapping
-from autofit.space.space import CHUNK, SPLIT, TIERS, Knob, Value
+from autofit.recipe.keys import TIERS
+from autofit.recipe.recipe import Recipe, read_yaml_mapping
+from autofit.space.space import Knob, Value
 
 
 def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
-    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's default."""
+    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the installed trainer's."""
     path = _space_path(name or trainer)
     content = read_yaml_mapping(path, what="search space")
     wrong = sorted(set(content) - {"trainer", "knobs"})
@@ -24,6 +25,11 @@ def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
     if not isinstance(knobs, dict) or not knobs:
         raise ConfigError(f"the search space {path} must have a mapping `knobs` with at least one knob")
     return tuple(_knob(path, str(name), entry) for name, entry in knobs.items())
+
+
+def space_knobs(recipe: Recipe, name: str | None = None) -> tuple[Knob, ...]:
+    """The knobs of the space `name`, or of the default space of the recipe's trainer."""
+    return load_space(name or str(recipe.space or recipe.trainer), trainer=recipe.trainer_name or recipe.trainer)
 
 
 def _space_path(name: str) -> Path:
@@ -49,8 +55,6 @@ def _knob(path: Path, name: str, entry: object) -> Knob:
     values, memory = entry.get("values"), entry.get("memory", "any")
     if memory not in ("ascending", "any"):
         raise ConfigError(f"{where}: memory must be ascending or any; got {memory!r}")
-    if values == "solved" and name not in (SPLIT, CHUNK):
-        raise ConfigError(f"{where}: only {SPLIT} and {CHUNK} can be solved; list the values")
     if values != "solved" and (not isinstance(values, list) or not values):
         raise ConfigError(f"{where}: values must be a list with at least one value; got {values!r}")
     listed = () if values == "solved" else tuple(cast(list[Value], values))

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Literal, TypedDict, cast, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import TIERS, Tier
+from autofit.recipe.keys import TIERS, Tier
 
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)

@@ -126,7 +126,9 @@ def open_study(plan: Plan) -> optuna.Study:
             "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(),
             "recipe_name": plan.recipe.name,
             "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
-            "allow": plan.space.allow, "goal": plan.goal, "sampler": plan.sampler,
+            "allow": plan.space.allow, "keys": plan.recipe.keys.to_json(), "compared": list(plan.recipe.compared),
+            "command": plan.recipe.command, "trains_on_data": plan.recipe.trains_on_data, "goal": plan.goal,
+            "sampler": plan.sampler,
             "baseline_predicted": _baseline_predicted(plan),
             "least_floor_bytes": None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
         }  # fmt: skip

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.keys import TIERS
 from autofit.space.describe import describe_changes, samples_word
-from autofit.space.space import TIERS
 from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, rule_of, winner
 from autofit.units import format_bytes, format_seconds
 

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import Tier
+from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Trial
 
 _CONFIRMATION = "confirmation"  # of the study's attribute for trial N: "confirmation N"
