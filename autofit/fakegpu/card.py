@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
@@ -16,7 +18,7 @@ from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import GpuSpec, HostCosts
-from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline
+from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
 from autofit.fakegpu.tracer import Tracer, in_backward
 
 Mode = Literal["cuda", "cpu"]
@@ -117,6 +119,11 @@ class FakeGpu:
             phase_marks=self.memory.phase_marks,
         )
 
+    def category_numbers(self) -> npt.NDArray[np.int64]:
+        """Each allocation's category as an index of `timeline.CATEGORIES`."""
+        self._mark_gradients()
+        return category_numbers(self.memory.allocations, self._backward_starts)
+
     def why_peak(self, limit: int = 20) -> PeakReport:
         """What is alive at the peak and which code allocated it, largest first."""
         self._mark_gradients()
@@ -144,10 +151,6 @@ class FakeGpu:
         """torch.cuda.reset_peak_memory_stats; this object's own peaks are kept."""
         self._peaks = (self.peak_allocated_bytes, self.peak_reserved_bytes, self.peak_requested_bytes)
         self.memory.allocator.reset_peaks()
-
-    def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""
-        return self.memory.knows(storage)
 
     # ------------------------------------------------------------------ categories
     def _classify(self, tensor: torch.Tensor) -> str:

@@ -10,16 +10,13 @@ The efficiencies and host costs are round guesses for eager PyTorch, not measure
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.specs import GpuSpec, HostCosts
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.formula.kernel_log import KernelLog
 
 aten = torch.ops.aten
 
@@ -36,6 +33,20 @@ _TENSOR_CORE_OPS = {
 }  # fmt: skip
 
 
+class OperationLog(Protocol):
+    """A listener of the clock: every operation on the GPU, and the decode steps of a rollout."""
+
+    def view(self) -> None: ...
+
+    def kernel(
+        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
+    ) -> None: ...
+
+    def decode_step(self, number: int) -> None: ...
+
+    def decode_end(self) -> None: ...
+
+
 class Clock:
     """Two times that only go forward: `host_s`, and `gpu_s` when the last kernel launched so far ends."""
 
@@ -47,7 +58,7 @@ class Clock:
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
-        self.log: KernelLog | None = None
+        self.log: OperationLog | None = None
 
     @property
     def now_s(self) -> float:

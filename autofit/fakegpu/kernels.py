@@ -8,13 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
-
-if TYPE_CHECKING:
-    pass
 
 aten = torch.ops.aten
 KIB = 1 << 10

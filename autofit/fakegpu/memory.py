@@ -105,6 +105,7 @@ class SimulatedMemory:
                 self._watch(storage)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""
         return storage._cdata in self._guards
 
     def _watch(self, storage: torch.UntypedStorage) -> None:

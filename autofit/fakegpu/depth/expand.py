@@ -13,19 +13,29 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import EventLog
-from autofit.fakegpu.timeline import category_numbers
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
 
 Ints = npt.NDArray[np.int64]
+
+
+class FollowedCard(Protocol):
+    """The parts of a simulated card that an expansion reads (`FakeGpu`, made with `follow_layers`)."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def memory(self) -> SimulatedMemory: ...
+    @property
+    def layers(self) -> LayerRecorder | None: ...
+    def category_numbers(self) -> Ints: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +78,12 @@ class Run:
         return found
 
 
-def run_of(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
+def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     """What a card whose layers were followed has recorded."""
-    gpu._mark_gradients()
+    category = gpu.category_numbers()
     clock, log, allocations = gpu.clock, gpu.memory.log, gpu.memory.allocations
     assert isinstance(clock, LayerClock)
     clock.cut()
-    category = category_numbers(allocations, gpu._backward_starts)
     end = marks[-1].event if marks else len(log)
     ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
     owner = np.asarray([_data_code(a.layer) for a in allocations], np.int64)
@@ -94,7 +103,7 @@ def run_of(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
     )
 
 
-def expanded(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
+def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     """The run as it would have been with all layers; as it was if no model was shrunk."""
     layers, run = gpu.layers, run_of(gpu, marks)
     assert layers is not None

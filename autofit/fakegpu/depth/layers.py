@@ -12,17 +12,15 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.specs import GpuSpec, HostCosts
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.memory import SimulatedMemory
 
 TRACED_UNITS = 2  # two middle units show that a unit repeats
 _PLAN = "autofit_depth"  # attribute of a shrunken config

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,21 @@ from autofit.fakegpu.formula.polynomials import Basis, Exponents, Kind, Polynomi
 from autofit.fakegpu.formula.seconds import KernelRows
 
 if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
     from autofit.fakegpu.formula.kernel_log import KernelKinds
+    from autofit.fakegpu.memory import SimulatedMemory
     from autofit.fakegpu.specs import HostCosts
 
 Floats = npt.NDArray[np.float64]
 _POSITION = "T"  # the variable of a decode step: how many tokens were generated before it
 _PRUNING_POINTS = 1500
 _WORST_POINTS = 12  # configurations for which the highest moment of each kind is looked up
+
+
+class TracedCard(Protocol):
+    """The part of a simulated card that a trace reads."""
+
+    @property
+    def memory(self) -> SimulatedMemory: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +51,7 @@ class Trace:
     kernels: KernelKinds
 
     @classmethod
-    def of(cls, gpu: FakeGpu, layers: int, kernels: KernelKinds) -> Trace:
+    def of(cls, gpu: TracedCard, layers: int, kernels: KernelKinds) -> Trace:
         kinds, units, phases = [], [], []
         for a in gpu.memory.allocations:
             unit = _itemsize(a.dtype)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.kernels import GEMMS, add_scratch_rule
+from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import BitsAndBytesConfig
-
-    from autofit.fakegpu.card import FakeGpu
 
 Target = tuple[object, str, object, str]
 OUTLIER_COLUMNS = 16  # of an 8-bit matmul; depends on the data, a few on real models (LLM.int8() paper, section 4)
@@ -44,7 +45,7 @@ def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         return made
 
     yield torch.Tensor, "_make_subclass", staticmethod(make_subclass), "torch refuses to subclass a fake tensor"
-    _register_kernels(gpu)
+    _register_kernels(gpu.tracer)
 
 
 def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -94,13 +95,13 @@ def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
     return cast("type[torch.Tensor]", type(f"Fake{parameter_class.__name__}", (FakeTensor, parameter_class), body))
 
 
-def _register_kernels(gpu: FakeGpu) -> None:
+def _register_kernels(tracer: Tracer) -> None:
     ops = torch.ops.bitsandbytes
     if hasattr(ops, "gemm_4bit"):
         add_scratch_rule(ops.gemm_4bit.default, _gemm_4bit)
         GEMMS.add(ops.gemm_4bit.default)
-    gpu.tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
-    gpu.tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(gpu)
+    tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
+    tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(tracer.memory)
 
 
 def _gemm_4bit(
@@ -127,7 +128,7 @@ def _int8_quant(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     )
 
 
-def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+def _int8_mixed(memory: SimulatedMemory) -> Callable[[Sequence[object], Mapping[str, object]], object]:
     """int8_mixed_scaled_mm: the int32 product, its fp16 rescaling, and the outlier columns in full precision."""
 
     def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -137,9 +138,9 @@ def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object
         count = outliers.numel() if isinstance(outliers, torch.Tensor) else 0
         sub_a = a.new_empty((a.numel() // a.shape[-1], count) if count else (0,))
         product = torch.empty(shape, dtype=torch.int32, device=a.device)
-        gpu.memory.track(product, "int8_linear_matmul")
+        memory.track(product, "int8_linear_matmul")
         out = torch.empty(shape, dtype=torch.float16, device=a.device)
-        gpu.memory.track(out, "int8_mm_dequant")
+        memory.track(out, "int8_mm_dequant")
         del product
         return (out if a.dtype is torch.float16 else out.to(a.dtype)), sub_a
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
 
 
 @dataclass(frozen=True, kw_only=True)

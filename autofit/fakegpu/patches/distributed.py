@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.tracer import Tracer
 
 Target = tuple[object, str, object, str]
 
@@ -81,12 +80,12 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     yield module, "_sync_module_states", lambda *args, **kwargs: None, reason
 
 
-def note_collectives(gpu: FakeGpu) -> None:
+def note_collectives(note: Callable[[str], None]) -> None:
     """The clock knows one card: what crosses between cards is not in its time, nor NCCL's own buffers in its bytes."""
     import torch.distributed as distributed
 
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        gpu.note("the time of collectives between cards and NCCL's own buffers are not counted")
+        note("the time of collectives between cards and NCCL's own buffers are not counted")
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -94,15 +93,15 @@ def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):
-            yield owner, name, _untracked(gpu, vars(owner)[name]), "its fakes are no memory of the card"
+            yield owner, name, _untracked(gpu.tracer, vars(owner)[name]), "its fakes are no memory of the card"
 
 
-def _untracked(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
     def propagate(*args: object, **kwargs: object) -> object:
-        before, gpu.tracer.paused = gpu.tracer.paused, True
+        before, tracer.paused = tracer.paused, True
         try:
             return original(*args, **kwargs)
         finally:
-            gpu.tracer.paused = before
+            tracer.paused = before
 
     return propagate

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autofit.fakegpu.tracer import in_backward
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.tracer import Tracer, in_backward
 
 aten = torch.ops.aten
 # References to a tensor, and to its storage, when the engine alone holds it and calls us; seen with torch 2.13, where a
@@ -25,22 +22,22 @@ aten = torch.ops.aten
 _TENSOR_REFERENCES, _STORAGE_REFERENCES = 4, 2
 
 
-def accumulation_in_place(gpu: FakeGpu) -> None:
+def accumulation_in_place(tracer: Tracer) -> None:
     """Let the sum of two gradients live where the first one did, where autograd would have it so."""
 
     def add(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        shortcut = gpu.tracer.shortcut
+        shortcut = tracer.shortcut
         first = args[0]
         taken = isinstance(first, FakeTensor) and _by_engine() and _held_by_engine(first)
         out = shortcut.run(aten.add.Tensor, args, kwargs) if shortcut else aten.add.Tensor(*args, **kwargs)
         if taken:
             sum_, held = cast("torch.Tensor", out), cast("torch.Tensor", first)
             if (sum_.shape, sum_.dtype) == (held.shape, held.dtype):
-                gpu.memory.take_over(sum_, held)
+                tracer.memory.take_over(sum_, held)
         return out
 
     if hasattr(torch.Tensor, "_use_count"):
-        gpu.tracer.handlers[aten.add.Tensor] = add
+        tracer.handlers[aten.add.Tensor] = add
 
 
 def _by_engine() -> bool:

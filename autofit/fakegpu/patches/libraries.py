@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.memory import SimulatedMemory
 
 Target = tuple[object, str, object, str]
 
@@ -43,11 +43,11 @@ class FakeGenerator(metaclass=_GeneratorType):
         return _RealGenerator()
 
 
-def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
+def not_compiled(note: Callable[[str], None]) -> Callable[..., object]:
     """`torch.compile` that returns what it got, and says so in `gpu.notes`."""
 
     def compile_(model: object = None, *args: object, **kwargs: object) -> object:
-        gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
+        note("torch.compile was asked for and not simulated: the model ran eagerly")
         return model if model is not None else (lambda function: function)
 
     return compile_
@@ -118,16 +118,16 @@ def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Whatever a cache layer allocates while it takes in keys and values is KV cache."""
     for layer in vars(module).values():
         if isinstance(layer, type) and "update" in vars(layer) and layer.__name__.endswith("Layer"):
-            yield layer, "update", _as_cache(gpu, vars(layer)["update"]), "names the KV cache in the timeline"
+            yield layer, "update", _as_cache(gpu.memory, vars(layer)["update"]), "names the KV cache in the timeline"
 
 
-def _as_cache(gpu: FakeGpu, update: Callable[..., object]) -> Callable[..., object]:
+def _as_cache(memory: SimulatedMemory, update: Callable[..., object]) -> Callable[..., object]:
     def labelled(*args: object, **kwargs: object) -> object:
-        before, gpu.memory.category = gpu.memory.category, "KV cache"
+        before, memory.category = memory.category, "KV cache"
         try:
             return update(*args, **kwargs)
         finally:
-            gpu.memory.category = before
+            memory.category = before
 
     return labelled
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
 
 aten = torch.ops.aten
 Target = tuple[object, str, object, str]
@@ -130,7 +129,7 @@ def _layer(gpu: FakeGpu, kind: str, original: Callable[..., object]) -> Callable
     return run
 
 
-def _pack(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _pack(original: Callable[..., object]) -> Callable[..., object]:
     """`_pack_padded_sequence`: rows of all steps, longest sequences first; torch's own reads the lengths' memory."""
 
     def pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> object:
@@ -147,7 +146,7 @@ def _pack(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object
     return pack
 
 
-def _pad(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _pad(original: Callable[..., object]) -> Callable[..., object]:
     """`_pad_packed_sequence`: the rows back in a padded batch, and the lengths."""
 
     def pad(
@@ -171,8 +170,8 @@ def recurrent_layers(gpu: FakeGpu) -> Iterable[Target]:
     reason = "a CUDA build runs cuDNN, which fakes do not reach"
     for kind in _GATES:
         yield torch._VF, kind, _layer(gpu, kind, getattr(torch._VF, kind)), reason
-    yield torch._VF, "_pack_padded_sequence", _pack(gpu, torch._VF._pack_padded_sequence), reason
-    yield torch._VF, "_pad_packed_sequence", _pad(gpu, torch._VF._pad_packed_sequence), reason
+    yield torch._VF, "_pack_padded_sequence", _pack(torch._VF._pack_padded_sequence), reason
+    yield torch._VF, "_pad_packed_sequence", _pad(torch._VF._pad_packed_sequence), reason
     if gpu.mode == "cuda":
         yield torch.backends.cudnn, "is_acceptable", lambda tensor: True, "a card has cuDNN"
     gpu.tracer.handlers[aten._thnn_fused_gru_cell.default] = _gru_cell

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.allocator import SMALL_BYTES
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import Delay, LayerClock
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
 
 FIRST_TRY = 4  # steps traced before looking for a steady state; the first ones contain the prefill
 LAST_TRY = 40

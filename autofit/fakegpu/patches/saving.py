@@ -7,15 +7,13 @@ accepts them, and what a loop saves it can load again. Files saved outside are r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.errors import FakeGpuError
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.known_values import Shadows
 
 Target = tuple[object, str, object, str]
 _KEY = "autofit fake tensor"
@@ -23,31 +21,31 @@ _MODULE = "autofit fake module"
 KNOWN_LIMIT = 4096  # elements whose known values are saved too (step counters, token counts)
 
 
-def torch_checkpoints(gpu: FakeGpu) -> Iterable[Target]:
+def torch_checkpoints(shadows: Shadows) -> Iterable[Target]:
     reason = "fakes have no bytes to save"
-    yield torch, "save", _save(gpu, torch.save), reason
-    yield torch, "load", _load(gpu, torch.load), reason
+    yield torch, "save", _save(shadows, torch.save), reason
+    yield torch, "load", _load(torch.load), reason
 
 
-def _save(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., None]:
+def _save(shadows: Shadows, original: Callable[..., object]) -> Callable[..., None]:
     def save(obj: object, *args: object, **kwargs: object) -> None:
         with unset_fake_temporarily():
-            original(_described(gpu, obj), *args, **kwargs)
+            original(_described(shadows, obj), *args, **kwargs)
 
     return save
 
 
-def _load(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _load(original: Callable[..., object]) -> Callable[..., object]:
     def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
-        return _restored(gpu, original(f, "cpu", *args, **kwargs), map_location)
+        return _restored(original(f, "cpu", *args, **kwargs), map_location)
 
     return load
 
 
-def _described(gpu: FakeGpu, value: object) -> object:
+def _described(shadows: Shadows, value: object) -> object:
     """The same containers with each fake as its description."""
     if isinstance(value, FakeTensor):
-        known = gpu.tracer.shadows.of(value)
+        known = shadows.of(value)
         return {
             _KEY: list(value.shape), "dtype": value.dtype, "device": str(value.device),
             "parameter": isinstance(value, torch.nn.Parameter), "requires_grad": value.requires_grad,
@@ -55,10 +53,10 @@ def _described(gpu: FakeGpu, value: object) -> object:
         }  # fmt: skip
     if isinstance(value, torch.nn.Module):
         return {_MODULE: type(value).__name__}
-    return _rebuilt(value, lambda item: _described(gpu, item))
+    return _rebuilt(value, lambda item: _described(shadows, item))
 
 
-def _restored(gpu: FakeGpu, value: object, map_location: object) -> object:
+def _restored(value: object, map_location: object) -> object:
     if isinstance(value, dict) and _MODULE in value:
         raise FakeGpuError(f"a whole {value[_MODULE]} saved inside the block cannot be loaded; save its state_dict()")
     if isinstance(value, dict) and _KEY in value:
@@ -72,7 +70,7 @@ def _restored(gpu: FakeGpu, value: object, map_location: object) -> object:
         return made.requires_grad_(value["requires_grad"])
     if isinstance(value, torch.Tensor):
         return value.to(_device("cpu", map_location))
-    return _rebuilt(value, lambda item: _restored(gpu, item, map_location))
+    return _rebuilt(value, lambda item: _restored(item, map_location))
 
 
 def _rebuilt(value: object, change: Callable[[object], object]) -> object:

@@ -16,16 +16,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from unittest import mock
 
 import torch
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock, Stack, full_config, stack_of
 from autofit.fakegpu.errors import FakeGpuError
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
 
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
