@@ -1,7 +1,8 @@
-"""Several cards: this process is one rank of a fake process group, and holds that rank's memory.
+"""Several cards: this process is one rank of a fake process group, and the simulated memory is that rank's.
 
 Use `torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)` before the block. FSDP2's
-Python code runs as it is. DDP's C++ reducer reads gradients' memory, so a stand-in holds its buckets.
+Python code runs unchanged. DDP's C++ reducer reads the memory of gradients, so a Python class with the same buckets
+replaces it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Target = tuple[object, str, object, str]
 
 
 class BucketReducer:
-    """The memory of DDP's Reducer: flat buckets as large as the gradients; as views, they are the gradients.
+    """The memory of DDP's Reducer: flat buckets of the gradients' total size; with bucket views, gradients are views.
 
-    A gradient that is not a bucket view lives beside its bucket (torch/csrc/distributed/c10d/reducer.cpp).
+    Without bucket views, gradients need memory in addition to the buckets (torch/csrc/distributed/c10d/reducer.cpp).
     """
 
     def __init__(
@@ -62,7 +63,7 @@ def _into(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 class SilentLogger:
-    """DDP's C++ logger reads its reducer; nothing is logged here."""
+    """Replaces DDP's C++ logger, which reads the C++ reducer; logs nothing."""
 
     def __init__(self, *args: object) -> None: ...
 
@@ -81,7 +82,7 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def note_collectives(note: Callable[[str], None]) -> None:
-    """The clock knows one card: what crosses between cards is not in its time, nor NCCL's own buffers in its bytes."""
+    """Note that communication between cards is not in the time, and NCCL's buffers are not in the bytes."""
     import torch.distributed as distributed
 
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -89,7 +90,7 @@ def note_collectives(note: Callable[[str], None]) -> None:
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """DTensor finds output shapes by running operations on fakes of the whole, unsharded size: not memory."""
+    """Do not track DTensor's shape propagation, which runs operations on fakes of the full, unsharded size."""
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):

@@ -1,4 +1,4 @@
-"""Operations that fakes cannot run, or whose cost is not simulated and is said in `gpu.notes`."""
+"""Operations that fake tensors cannot run, and operations with a cost that is noted in `gpu.notes`, not simulated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CONVOLUTION_NOTE = (
 
 
 def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Operations that fakes cannot run or that need a word in `gpu.notes`; there is nothing to patch for them."""
+    """Register handlers for operations that fakes cannot run or that need a note; yields no patches."""
     handlers = gpu.tracer.handlers
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             if "out" not in overload:
-                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, and nothing beside
+                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, without scratch
     accumulation_in_place(gpu.tracer)
     if gpu.mode == "cuda":
         for function in (aten.convolution.default, aten.convolution_backward.default):
@@ -44,7 +44,7 @@ def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[
 
 
 def other_ways(note: Callable[[str], None]) -> Iterable[tuple[object, str, object, str]]:
-    """`nn.TransformerEncoder`'s fast path in inference needs nested tensors, which fakes are not."""
+    """Disable the inference fast path of `nn.TransformerEncoder`, since it needs nested tensors."""
     enabled = torch.backends.mha.get_fastpath_enabled
 
     def fast_path() -> bool:

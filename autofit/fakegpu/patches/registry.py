@@ -1,7 +1,7 @@
-"""Every change made to torch and other packages while a block runs, in one place; all undone when it ends.
+"""All patches of torch and other packages while a block runs; all are undone when it ends.
 
-Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. A patch whose target
-a version lacks is skipped, and `Registry.skipped` names it.
+Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. If a
+version lacks the target of a patch, the patch is skipped and listed in `Registry.skipped`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """`owner.name` becomes `value`; `create` where the attribute need not exist before."""
+    """Set `owner.name` to `value`; with `create`, even if the attribute does not exist yet."""
 
     owner: object
     name: str
@@ -95,7 +95,7 @@ class Registry:
         self._undo.append(action)
 
     def _allow_foreach(self) -> None:
-        """Optimizers pick the foreach and fused kernels by exact tensor type; fakes must count as tensors there."""
+        """Add FakeTensor to the exact tensor types for which optimizers choose foreach and fused kernels."""
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             types = cast("list[type]", import_module(name)._foreach_supported_types)
             if FakeTensor not in types:
@@ -216,7 +216,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
             yield Patch(module, "scaled_dot_product_attention", attention, "on fakes torch chooses the math kernel")
 
 
-# Third-party packages: (owner, name, value, reason) for each module, applied if and when it is loaded.
+# Third-party packages: module -> function that yields (owner, name, value, reason); applied when the module is loaded.
 _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str, object, str]]]] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
     "transformers.modeling_utils": libraries.save_pretrained,
@@ -237,10 +237,10 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
 }
 
 
-# What these import only where another package is installed is created.
+# In these modules missing targets are created: they are imported only if another package is installed.
 _COMPLETED = ("trl.generation.vllm_generation",)
 
-# These bind CUDA libraries while they are imported, so they must not see the simulated card then.
+# These load CUDA libraries at import, so the simulated card is hidden from them while they are imported.
 _LOADED_WITHOUT_CUDA = ("bitsandbytes",)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints inside the block: `torch.save` writes shapes in place of values, and `torch.load` makes fakes of them.
+"""Checkpoints inside the block: `torch.save` writes shapes instead of values, and `torch.load` makes fakes from them.
 
-A saved fake becomes a small dictionary (and its known values, if it has any), so files stay small, `weights_only=True`
-accepts them, and what a loop saves it can load again. Files saved outside are read for their shapes.
+A fake is saved as a small dictionary with its known values, if any. So files stay small, `weights_only=True` accepts
+them, and a loop can load its own checkpoints. Files saved outside the block are loaded too, as their shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autofit.fakegpu.known_values import Shadows
 Target = tuple[object, str, object, str]
 _KEY = "autofit fake tensor"
 _MODULE = "autofit fake module"
-KNOWN_LIMIT = 4096  # elements whose known values are saved too (step counters, token counts)
+KNOWN_LIMIT = 4096  # most elements of saved known values (step counters, token counts)
 
 
 def torch_checkpoints(shadows: Shadows) -> Iterable[Target]:
@@ -43,7 +43,7 @@ def _load(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _described(shadows: Shadows, value: object) -> object:
-    """The same containers with each fake as its description."""
+    """`value` with each fake in its containers replaced by a description."""
     if isinstance(value, FakeTensor):
         known = shadows.of(value)
         return {

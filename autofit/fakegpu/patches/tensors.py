@@ -1,4 +1,4 @@
-"""Tensor and module methods that need another way round with fake tensors; put in place by `patches.py`."""
+"""Replacements for tensor and module methods that do not work on fake tensors. `registry.py` installs them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def apply_to_module(memory: SimulatedMemory, shadows: Shadows) -> Callable[..., torch.nn.Module]:
-    """`nn.Module._apply` that keeps Parameter objects: torch's own swaps fakes, which fails while a weakref is held.
+    """`nn.Module._apply` that keeps Parameter objects: torch's version swaps fakes, which fails if a weakref is held.
 
-    A real parameter (built before the block) cannot become fake in place, so it is replaced, once for all its owners.
+    A real parameter (built before the block) cannot become fake in place, so a new one replaces it, the same one in all
+    modules that share it.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
 
@@ -78,14 +79,14 @@ def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _become(parameter: FakeTensor, value: FakeTensor, shadows: Shadows) -> None:
-    """Give a fake parameter another one's storage, device and value, keeping its identity (for optimizers, ties)."""
+    """Give a fake parameter the storage, device and values of another, but keep its identity (optimizers, ties)."""
     parameter.data = value
     parameter.fake_device = value.fake_device
     shadows.give(parameter, shadows.of(value))
 
 
 def set_data(shadows: Shadows, original: property) -> property:
-    """`tensor.data = other` for two fakes also moves the device, which torch keeps in a Python attribute."""
+    """`tensor.data = other` for two fakes that also copies the device, which is a Python attribute of a fake."""
 
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(tensor, value)
@@ -110,7 +111,7 @@ def to_list(tracer: Tracer, original: Callable[..., object]) -> Callable[..., ob
 
 
 def to_numpy(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.numpy`: the known values, or ones; a GPU tensor is refused as on a card."""
+    """`Tensor.numpy`: the known values, or ones; a GPU tensor raises TypeError, as on a card."""
 
     def values(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if not isinstance(tensor, FakeTensor):
@@ -146,7 +147,7 @@ def formatted(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def deep_copied(memory: SimulatedMemory, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`copy.deepcopy` of a fake: torch would copy its storage, which is not there."""
+    """`copy.deepcopy` of a fake: torch would copy its storage, which does not exist."""
 
     def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, FakeTensor):
