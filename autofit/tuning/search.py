@@ -1,7 +1,6 @@
 """The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -17,13 +16,12 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import is_full
+from autofit.errors import ConfigError
 from autofit.forecast.predictions import Predictions
-from autofit.hardware.hardware import Device, slot_names
-from autofit.probing.launch import Launcher
+from autofit.hardware.hardware import Device
+from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeStatus
+from autofit.probing.result import ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.frontier import Goal, Trial, winner
@@ -34,7 +32,6 @@ from autofit.units import format_bytes
 
 _POLL_S = 0.03
 _SHOW_S = 0.5
-_ATTEMPTS = 2  # a probe that was killed is tried once more
 _BROKEN_TRIALS = 2  # so many failures, and nothing else, end a search
 BROKEN = "no probe ran to its end"
 DEFAULT_MIN_GAIN_FRAC = 0.01  # what a candidate has to promise while one of a higher tier is left
@@ -88,6 +85,15 @@ class Plan:
     @property
     def probes_folder(self) -> Path:
         return self.folder / "probes" / self.name
+
+    def setup(self, *, server_socket: str | None) -> ProbeSetup:
+        """What the probes of the search and of its confirmation have in common."""
+        return ProbeSetup(
+            trainer=self.recipe.trainer, device=self.device, limit_bytes=self.limit_bytes,
+            worst_case=worst_case_path(self.probes_folder), deadline_s=self.deadline_s,
+            measured_steps=self.measured_steps, parallel=self.parallel, server_socket=server_socket,
+            least_of_fits=False,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +165,7 @@ class Search:
     ) -> None:
         self.plan = plan
         self.study = study
-        self._server_socket = server_socket
+        self._setup = plan.setup(server_socket=server_socket)
         self._launcher = launcher or Launcher()
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
@@ -242,17 +248,12 @@ class Search:
         self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
 
     def _submit(self, number: int, values: dict[str, object]) -> None:
-        plan = self.plan
-        folder = _attempt_folder(plan.probes_folder, number, len(_attempts(plan.probes_folder, number)) + 1)
-        request = ProbeRequest(
-            folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
-            limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
-            measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, server_socket=self._server_socket,
-            slots=slot_names(plan.device, plan.parallel), least_of_fits=False,
-        )  # fmt: skip
-        folder.mkdir(parents=True)
-        self._launcher.submit(request)
+        folder = self._attempts(number).new_folder()
+        self._launcher.submit(self._setup.request(folder, values))
         self._live[number] = folder
+
+    def _attempts(self, number: int) -> Attempts:
+        return Attempts(home=self.plan.probes_folder, name=f"trial-{number:04d}")
 
     # -- telling ----------------------------------------------------------------------------------------------------
 
@@ -272,14 +273,13 @@ class Search:
         result = self._launcher.result(folder)
         if result is None:
             return False
-        killed = result.status is ProbeStatus.LOST and "deadline" not in result.reason
-        if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
+        follows = what_next(result, folder, attempts=len(self._attempts(number).folders()))
+        if follows is not Next.KEEP:
             requeue(self.study, self._frozen()[number])
             del self._live[number]
+            if follows is Next.FREE_SPACE:
+                raise no_space_left(folder)
             return True
-        if result.reason.startswith(NO_SPACE) or (result.status is ProbeStatus.LOST and is_full(folder)):
-            requeue(self.study, self._frozen()[number])
-            raise EnvironmentFault(f"{NO_SPACE} in {folder}; free some and run the same command again")
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
         del self._live[number]  # told: from here on Ctrl-C finds nothing to tell
         shutil.rmtree(folder / "job", ignore_errors=True)
@@ -291,7 +291,7 @@ class Search:
         for frozen in self._frozen():
             if frozen.state is not TrialState.RUNNING:
                 continue
-            attempts = _attempts(self.plan.probes_folder, frozen.number)
+            attempts = self._attempts(frozen.number).folders()
             result = self._launcher.result(attempts[-1]) if attempts else None
             if attempts and result is None:
                 self._live[frozen.number] = attempts[-1]
@@ -346,13 +346,3 @@ def _clearly_better(new: Trial, best: Trial, goal: Goal) -> bool:
     if goal == "memory":
         return (new.device_used_bytes or 0) < (1 - _GAIN) * (best.device_used_bytes or 0)
     return (new.step_s or 0) < (1 - _GAIN) * (best.step_s or 0)
-
-
-def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:
-    return probes / f"trial-{number:04d}-{attempt}"
-
-
-def _attempts(probes: Path, number: int) -> list[Path]:
-    """The folders of the attempts at trial `number`, oldest first."""
-    folders = (_attempt_folder(probes, number, attempt) for attempt in itertools.count(1))
-    return list(itertools.takewhile(Path.exists, folders))
