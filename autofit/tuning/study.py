@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,25 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
     with database_errors(path):
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        return RDBStorage(f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}})
+        storage = RDBStorage(
+            f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
+            skip_compatibility_check=True,  # which would raise a plain RuntimeError
+        )  # fmt: skip
+        _check_version(path, storage)
+        return storage
+
+
+def _check_version(path: Path, storage: RDBStorage) -> None:
+    """Raise EnvironmentFault for tables that this Optuna does not read."""
+    version = storage.get_current_version()
+    if version == storage.get_head_version():
+        return
+    older = version in storage.get_all_versions()
+    fix = f"run `optuna storage upgrade --storage {storage.url}`" if older else "update it: pip install -U optuna"
+    raise EnvironmentFault(
+        f"{path} was written by another version of Optuna: its tables are {version}, and Optuna {optuna.__version__} "
+        f"has {storage.get_head_version()}; {fix}, or choose another folder with --dir"
+    )
 
 
 @contextlib.contextmanager
@@ -46,25 +65,19 @@ def database_errors(path: Path) -> Iterator[None]:
     """Turn what the database raises into one clear EnvironmentFault."""
     try:
         yield
-    except sqlalchemy.exc.DBAPIError as error:
-        reason = str(error.orig)
-        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
-    except optuna.exceptions.StorageInternalError as error:
-        cause = error.__cause__
-        reason = str(cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause or error)
-        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
+    except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        cause = error if isinstance(error, sqlalchemy.exc.DBAPIError) else error.__cause__ or error
+        at_fault = cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause
+        raise EnvironmentFault(f"{path} cannot be used as a database: {at_fault}; {_advice(at_fault)}") from error
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
-    except RuntimeError as error:
-        if "version" not in str(error):
-            raise
-        raise EnvironmentFault(f"{path} was written by another version of Optuna: {error}") from error
 
 
-def _advice(reason: str) -> str:
-    if "full" in reason:
+def _advice(error: BaseException | None) -> str:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
+    if code == sqlite3.SQLITE_FULL:
         return "free some space and run the same command again: nothing told so far is lost"
-    if "readonly" in reason or "unable to open" in reason:
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
     return "move it away, or choose another folder with --dir"
 
