@@ -21,13 +21,14 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
 from autofit.tracking.study_mirror import client, experiment_id, sync
 from autofit.tuning.confirmation import confirm
-from autofit.tuning.frontier import Trial, pareto_front, rule_of, winner
+from autofit.tuning.frontier import Rule, Trial, pareto_front, winner
+from autofit.tuning.record import keep_confirmation
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import keep_confirmation, load_study, trials_of
+from autofit.tuning.study import load_study, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-RULE = rule_of({"target_bytes": 150 * lawful.MB})
+RULE: Rule = {"goal": "speed", "target_bytes": 150 * lawful.MB}
 
 
 class AtOnce(Launcher):

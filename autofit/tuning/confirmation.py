@@ -13,10 +13,11 @@ import optuna
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import merge
-from autofit.tuning.frontier import Rule, Trial, finalist, rule_of
+from autofit.tuning.frontier import Rule, Trial, finalist
+from autofit.tuning.record import keep_confirmation
 from autofit.tuning.search import Plan
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import database_errors, database_path, keep_confirmation, trials_of
+from autofit.tuning.study import database_errors, database_path, trials_of
 
 MEASURED_STEPS = 5
 _POLL_S = 0.03
@@ -37,13 +38,12 @@ def confirm(
     with database_errors(database_path(plan.folder)):
         while (trial := finalist(trials_of(study), rule)) is not None:
             say(f"confirming trial {trial.number}: {prober.measured_steps} steps, saved and resumed, under a hard cap")
-            yaml_changes = study.get_trials(deepcopy=False)[trial.number].user_attrs["yaml_changes"]
-            result = prober.probe(trial, merge(plan.recipe.values, yaml_changes))
+            result = prober.probe(trial, merge(plan.recipe.values, trial.yaml_changes))
             if result is None:
                 say(f"the confirmation of trial {trial.number} was killed; run the same command again to repeat it")
                 return
             keep_confirmation(study, trial.number, result)
-            say(confirmation_note([replace(trial, confirmed=result)], rule_of(study.user_attrs)))
+            say(confirmation_note([replace(trial, confirmed=result)], rule))
 
 
 class _Prober:

@@ -182,8 +182,6 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
     return max(lengths, default=None)
 
 
-def of_winner(kept: object, best: Trial | None) -> Mapping[str, object] | None:
+def of_winner(kept: Mapping[str, object] | None, best: Trial | None) -> Mapping[str, object] | None:
     """What a study keeps of `sensitivity`, or None when it is of another trial than the winner."""
-    if not isinstance(kept, Mapping) or best is None or kept.get("trial") != best.number:
-        return None
-    return kept
+    return kept if kept is not None and best is not None and kept.get("trial") == best.number else None

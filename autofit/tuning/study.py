@@ -5,7 +5,7 @@ import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
@@ -20,8 +20,7 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space.space import Tier
 from autofit.tuning.frontier import Trial
-
-_CONFIRMATION = "confirmation"  # of the study's attribute for trial N: "confirmation N"
+from autofit.tuning.record import confirmations, record_of
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -117,7 +116,7 @@ def study_names(storage: RDBStorage) -> list[str]:
     """All studies, the one used last at the end. Optuna's own summaries read every trial of every study."""
     with database_errors(Path(storage.engine.url.database or "")):
         studies = storage.get_all_studies()
-    return [s.study_name for s in sorted(studies, key=lambda s: str(s.user_attrs.get("used", "")))]
+    return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
@@ -142,6 +141,7 @@ def to_trial(frozen: FrozenTrial) -> Trial:
         tier=cast(Tier, attrs.get("tier", "neutral")),
         changes=attrs.get("changes", {}),
         params=frozen.params,
+        yaml_changes=attrs.get("yaml_changes", {}),
         result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
     )
 
@@ -153,17 +153,16 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 
 def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
     """`frozen`, which are trials of `study`, as `trials_of` has them."""
-    attrs = study.user_attrs
-    trials = []
-    for trial in map(to_trial, frozen):
-        long = attrs.get(f"{_CONFIRMATION} {trial.number}")
-        trials.append(trial if long is None else replace(trial, confirmed=ProbeResult.from_json(long)))
-    return trials
+    confirmed = confirmations(study, (t.number for t in frozen))
+    return [replace(to_trial(t), confirmed=confirmed.get(t.number)) for t in frozen]
 
 
-def keep_confirmation(study: optuna.Study, number: int, result: ProbeResult) -> None:
-    """Keep what the longer probe of trial `number` said: with the study, as a finished trial takes no attributes."""
-    study.set_user_attr(f"{_CONFIRMATION} {number}", result.to_json())
+def note_candidate(
+    trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object]
+) -> None:
+    """Keep with a new trial which candidate it is."""
+    for name, value in (("tier", tier), ("changes", dict(changes)), ("yaml_changes", dict(yaml_changes))):
+        trial.set_user_attr(name, value)
 
 
 def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:

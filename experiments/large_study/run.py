@@ -31,7 +31,7 @@ from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
-from autofit.tuning.frontier import rule_of
+from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of
@@ -149,7 +149,7 @@ def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
 
     def chosen() -> None:
         study = load_study(folder, "large")
-        choose(trials_of(study), "best", rule_of(study.user_attrs))
+        choose(trials_of(study), "best", record_of(study).rule)
 
     def reported() -> None:
         command = [sys.executable, "-m", "autofit", "report", "--dir", str(folder), "--json"]
