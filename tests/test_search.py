@@ -25,7 +25,7 @@ from autofit.forecast.predictions import Predictions
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import TrainerName
 from autofit.space.space import Space
 from autofit.space.space_file import load_space
@@ -157,6 +157,47 @@ def _kill_trial_1(request_path: str) -> None:
     if "trial-0001" in request_path:
         os.kill(os.getpid(), signal.SIGKILL)
     lawful.run(request_path)
+
+
+class Lost(Launcher):
+    """Every probe after the baseline's is lost of `cause`, which its reason says in any words."""
+
+    def __init__(self, cause: Cause, words: str) -> None:
+        super().__init__(lawful.at_once)
+        self._cause, self._words = cause, words
+
+    def submit(self, request: ProbeRequest) -> None:
+        write_json(request.request_path, request.to_json())
+        answer = lawful.result_of(request)
+        if not request.folder.name.startswith("trial-0000"):
+            answer = ProbeResult(
+                status=ProbeStatus.LOST, device="cpu", reason=self._words, cause=self._cause, wall_s=0.1
+            )
+        write_json(request.answer_path, answer.to_json())
+
+
+@pytest.mark.parametrize("words", ["", "the deadline of 9 s passed", "no space left", "the probe was killed"])
+@pytest.mark.parametrize(("cause", "attempts"), [(Cause.KILLED, 2), (Cause.HOST_OOM, 2), (Cause.DEADLINE, 1)])
+def test_a_lost_probe_is_repeated_for_its_cause_and_whatever_its_reason_says(
+    tmp_path: Path, cause: Cause, attempts: int, words: str
+) -> None:
+    wanted = plan(tmp_path, 2)
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Lost(cause, words))
+    assert search.run().kind is StopKind.TRIALS
+    lost = trials_of(search.study)[1].result
+    assert lost is not None
+    assert (lost.status, lost.cause, lost.reason) == (ProbeStatus.LOST, cause, words)
+    assert len(list(wanted.probes_folder.glob("trial-0001-*"))) == attempts
+
+
+def test_a_full_disk_ends_the_search_and_its_trial_waits_for_the_next_run(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, 2)
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Lost(Cause.NO_SPACE, "as it is"))
+    with pytest.raises(EnvironmentFault, match=r"no space left in .*trial-0001-1; free some"):
+        search.run()
+    assert [t.state for t in search.study.trials] == [TrialState.COMPLETE, TrialState.WAITING]
+    assert search_in(tmp_path, 2)[1].kind is StopKind.TRIALS
+    assert all(t.state is TrialState.COMPLETE for t in search.study.trials)
 
 
 def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and_none_running(tmp_path: Path) -> None:
