@@ -30,6 +30,11 @@ class Cause(StrEnum):
     RAISED = "raised"  # an exception
 
 
+class Fidelity(StrEnum):
+    MEASURED = "measured"  # on the device itself
+    PREDICTED = "predicted"  # on a simulated one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """One probe: `values` is the complete recipe YAML of the candidate."""
@@ -139,7 +144,7 @@ class ProbeResult:
     least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
-    fidelity: str = "measured"
+    fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: where the clock's costs are from
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -181,6 +186,7 @@ class ProbeResult:
         fields = {k: v for k, v in content.items() if k in cls.__slots__}
         fields["status"] = ProbeStatus(str(fields["status"]))
         fields["cause"] = None if fields.get("cause") is None else Cause(str(fields["cause"]))
+        fields["fidelity"] = Fidelity(str(fields.get("fidelity", Fidelity.MEASURED)))
         fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
         for name in ("step_s", "rollout_s", "update_s"):
             fields[name] = tuple(cast(list[float], fields.get(name, [])))

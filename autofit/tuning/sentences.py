@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from autofit.probing.result import ProbeStatus
+from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.space.describe import describe_changes, samples_word
 from autofit.space.space import TIERS
 from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
@@ -112,7 +112,7 @@ def _how_sure(best: Trial) -> str:
             f"trial {best.number} is confirmed: {len(long.step_s)} steps, saved and resumed, under the target as a "
             f"hard cap: {format_bytes(best.device_used_bytes or 0)}, {format_seconds(best.step_s or 0)} a step"
         )
-    if best.result is not None and best.result.fidelity == "predicted":
+    if best.result is not None and best.result.fidelity is Fidelity.PREDICTED:
         return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
     if not best.changes:
         return "the recipe as it is needs no confirmation"
@@ -125,7 +125,7 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
     best = winner(trials, **rule)
     if best is None:
         return None
-    predicted = best.result is not None and best.result.fidelity == "predicted"
+    predicted = best.result is not None and best.result.fidelity is Fidelity.PREDICTED
     open_status = "predicted" if predicted else "not confirmed" if best.changes else "baseline"
     long = best.confirmed
     return {
