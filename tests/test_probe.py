@@ -19,7 +19,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 
 PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
@@ -180,18 +180,25 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
 
 
 @pytest.mark.parametrize(
-    ("reward", "status", "words"),
-    [("reward_that_exits", ProbeStatus.FAILED, "sys.exit(5) was called during scoring"),
-     ("reward_that_crashes", ProbeStatus.FAILED, "crashed (SIGSEGV) during scoring"),
-     ("reward_that_raises", ProbeStatus.FAILED, "KeyError: 'answer' (during scoring; see "),
-     ("reward_that_hangs", ProbeStatus.LOST, "the deadline of 8 s passed during scoring")],
+    ("reward", "status", "cause", "words"),
+    [("reward_that_exits", ProbeStatus.FAILED, Cause.EXITED, "sys.exit(5) was called during scoring"),
+     ("reward_that_crashes", ProbeStatus.FAILED, Cause.CRASHED, "crashed (SIGSEGV) during scoring"),
+     ("reward_that_raises", ProbeStatus.FAILED, Cause.RAISED, "KeyError: 'answer' (during scoring; see "),
+     ("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 8 s passed during scoring")],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
-    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, reward: str, status: ProbeStatus, words: str
+    recipe: Recipe,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    reward: str,
+    status: ProbeStatus,
+    cause: Cause,
+    words: str,
 ) -> None:
     deadline = 8 if reward == "reward_that_hangs" else 120
     result = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
     assert result.status is status
+    assert result.cause is cause
     assert words in result.reason
 
 

@@ -17,13 +17,16 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
 from autofit.proof.proof_keys import Reach, reach
 from autofit.proof.worker import run as run_worker
+from autofit.recipe.keys import Tier
 from autofit.trainers.grpo import TRAINER
 from autofit.trainers.keys import ROLLOUTS
 from autofit.trainers.proofs.samples import END, LONGEST, sample
 from autofit.trainers.trl_config import parse
-from autofit.tuning.study import load_study, open_storage, tell, trials_of
+from autofit.tuning.record import StudyRecord, keep_record, kept_proof, record_of
+from autofit.tuning.study import load_study, note_candidate, open_storage, tell, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+Claim = tuple[Tier, dict[str, object]]
 SPLIT: dict[str, object] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -31,21 +34,21 @@ SPLIT: dict[str, object] = {
 }
 
 
-def make_study(folder: Path, values: Mapping[str, object], trials: list[tuple[str, dict[str, object]]]) -> optuna.Study:
+def make_study(folder: Path, values: Mapping[str, object], trials: list[Claim]) -> optuna.Study:
     """A study with the baseline and a fitting trial for each (tier, changes), as a search would have left it."""
     study = optuna.create_study(
         study_name="told", storage=open_storage(folder, create=True), directions=["minimize", "minimize"]
     )
     resolved = parse("grpo", values, overrides={"use_cpu": True}).resolved
-    attributes = {"trainer": "grpo", "values": dict(values), "resolved": resolved, "device": "cpu",
-                  "target_bytes": 10**9, "cwd": str(Path.cwd()), "keys": ROLLOUTS.to_json(),
-                  "compared": list(TRAINER.compared)}  # fmt: skip
-    for key, value in attributes.items():
-        study.set_user_attr(key, value)
-    for tier, changes in [("neutral", {}), *trials]:
+    record = StudyRecord(
+        trainer="grpo", values=dict(values), resolved=resolved, device="cpu", target_bytes=10**9, cwd=Path.cwd(),
+        keys=ROLLOUTS, compared=TRAINER.compared, command="trl grpo --config",
+    )  # fmt: skip
+    keep_record(study, record)
+    baseline: Claim = ("neutral", {})
+    for tier, changes in [baseline, *trials]:
         trial = study.ask()
-        for key, value in {"tier": tier, "changes": changes, "yaml_changes": changes}.items():
-            trial.set_user_attr(key, value)
+        note_candidate(trial, tier=tier, changes=changes, yaml_changes=changes)
         fit = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1.0,))
         tell(study, trial.number, fit, target_bytes=10**9)
     return study
@@ -78,7 +81,9 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     proven = autofit_("promote", "2", "--write-only", "--out", "tuned.yaml")
     assert proven.returncode == 0, proven.stderr
     assert "# gradient proven neutral: relative difference" in Path("tuned.yaml").read_text()
-    kept = Proof.from_json(load_study(folder, None).user_attrs["proof 2"])
+    content = kept_proof(load_study(folder, None), 2)
+    assert content is not None
+    kept = Proof.from_json(content)
     assert kept.verdict is Verdict.PROVEN
     assert kept.relative_difference is not None
     assert kept.relative_difference < 1e-6
@@ -116,14 +121,19 @@ def answering(monkeypatch: pytest.MonkeyPatch, relative: float, parameter: float
      ("approximate", 0.1, "approximate"), ("approximate", 2e-7, "approximate"), ("recipe", 0.1, "recipe")],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_claim_and_the_number(
-    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, relative: float, verdict: str
+    values: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tier: Tier,
+    relative: float,
+    verdict: str,
 ) -> None:
     answering(monkeypatch, relative)
     study = make_study(tmp_path, values, [(tier, dict(SPLIT))])
     proof = prove(study, trials_of(study)[1])
     assert proof.verdict == verdict
     assert Proof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
-    assert lines(proof, study.user_attrs["resolved"])
+    assert lines(proof, record_of(study).resolved)
 
 
 def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs(

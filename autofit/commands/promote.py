@@ -9,7 +9,7 @@ from autofit.errors import ConfigError
 
 def promote(options: argparse.Namespace) -> int:
     from autofit.files import write_atomically
-    from autofit.promotion.promotion import follow, has_dataset, launch, model_path, plan_promotion, stop
+    from autofit.promotion.promotion import follow, launch, model_path, plan_promotion, stop
     from autofit.tuning.study import exclusive
 
     terminate_like_interrupt()
@@ -19,7 +19,7 @@ def promote(options: argparse.Namespace) -> int:
     say(f"wrote {options.out or promotion.yaml_path}")
     if options.write_only:
         return DONE
-    if not has_dataset(promotion.values):
+    if not promotion.trains_on_data:
         raise ConfigError(
             f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
             f"reward_funcs to {options.out or promotion.yaml_path} and run it with: trl {promotion.trainer} --config"

@@ -28,6 +28,7 @@ from autofit.commands.report import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
 from autofit.recipe.baseline import baseline_path
+from autofit.tuning.stop import Stop, StopKind
 from autofit.units import format_bytes, format_seconds, parse_bytes, parse_frac, parse_seconds
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def search(options: argparse.Namespace) -> int:
             search = Search(plan, study, server_socket=server.socket_path)
             try:
                 with _display(search, plan):
-                    stopped = search.run()
+                    stop = search.run()
                 if not options.no_confirm:
                     confirm(plan, study, server_socket=server.socket_path, say=say)
                 if plan.device == "cuda":
@@ -70,9 +71,9 @@ def search(options: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 ignore_interrupts()
                 search.interrupt()
-                stopped = "interrupted"
+                stop = Stop(StopKind.INTERRUPTED, "interrupted")
             _keep_sensitivity(options, plan, study, forecast)
-        return show_result(options, folder, plan.name, stopped)
+        return show_result(options, folder, plan.name, stop)
     finally:
         server.close()
 
@@ -96,7 +97,7 @@ def _check_search(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace, server: "ForkServer") -> "tuple[Plan, Path]":
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.space.space import Space
-    from autofit.space.space_file import space_knobs
+    from autofit.space.space_file import load_space, space_knobs
     from autofit.tuning.search import Plan
 
     budget = given("--time-budget", options.time_budget, parse_seconds)
@@ -117,6 +118,8 @@ def _plan(options: argparse.Namespace, server: "ForkServer") -> "tuple[Plan, Pat
         )
     path = _demo_recipe() if options.demo else options.recipe or baseline_path()
     scratch = options.dir / "inspections" / f"{path.stem}-{os.getpid()}"
+    if options.space is not None:
+        load_space(options.space, trainer=None)  # a wrong one is said at once
     recipe = prepared(path, options, device, scratch, server)
     for name, text in (*recipe.describe(), ("device", describe(device, target))):
         say(f"{name:>16}: {text}")
@@ -179,12 +182,13 @@ def _keep_sensitivity(
     """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
     from autofit.space.space import Space
     from autofit.space.space_file import space_knobs
-    from autofit.tuning.frontier import rule_of, winner
+    from autofit.tuning.frontier import winner
+    from autofit.tuning.record import keep_record, record_of
     from autofit.tuning.sensitivity import sensitivity
     from autofit.tuning.study import trials_of
 
-    trials = trials_of(study)
-    best = winner(trials, **rule_of(study.user_attrs))
+    trials, record = trials_of(study), record_of(study)
+    best = winner(trials, **record.rule)
     if best is None:
         return
     knobs = space_knobs(plan.recipe, options.space)
@@ -193,8 +197,7 @@ def _keep_sensitivity(
         space, trials, best, limit_bytes=plan.limit_bytes,
         predict=lambda other, tokens: None if forecast is None else forecast.of(space, other, completion_tokens=tokens),
     )  # fmt: skip
-    if study.user_attrs.get("sensitivity") != kept:
-        study.set_user_attr("sensitivity", kept)
+    keep_record(study, replace(record, sensitivity=kept))
 
 
 def _correct_clock(plan: "Plan", study: "optuna.Study", server: "ForkServer") -> None:
@@ -204,10 +207,11 @@ def _correct_clock(plan: "Plan", study: "optuna.Study", server: "ForkServer") ->
     from autofit.hardware.hardware import simulated_twin
     from autofit.probing.prepare import worst_case_path
     from autofit.recipe.recipe import merge
-    from autofit.tuning.frontier import rule_of, winner
+    from autofit.tuning.frontier import winner
+    from autofit.tuning.record import record_of
     from autofit.tuning.study import trials_of
 
-    device, best = simulated_twin(plan.device), winner(trials_of(study), **rule_of(study.user_attrs))
+    device, best = simulated_twin(plan.device), winner(trials_of(study), **record_of(study).rule)
     if device is None or best is None or best.result is None or plan.limit_bytes is None:
         return
     estimator = Estimator(

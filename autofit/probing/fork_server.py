@@ -35,6 +35,10 @@ _PRELOAD = (
 )  # fmt: skip
 
 
+class ServerGone(EnvironmentFault):
+    """No server took the call, so nothing of it has run."""
+
+
 class ForkServer:
     """The server as its starter sees it. Starting returns at once; the first call waits until it is ready."""
 
@@ -63,7 +67,7 @@ class ForkServer:
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
-    """Send one call and wait for the Ending. Raises EnvironmentFault when the server or the child's keeper is gone."""
+    """Send one call and wait for the Ending. Raises ServerGone, or EnvironmentFault when the child's keeper is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -83,9 +87,9 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
             return
         except OSError as error:
             if not callable(alive):
-                raise EnvironmentFault(f"the fork server does not answer: {error.strerror}") from error
+                raise ServerGone(f"the fork server does not answer: {error.strerror}") from error
             if not alive():
-                raise EnvironmentFault("the fork server ended before it was ready; see fork_server.log") from error
+                raise ServerGone("the fork server ended before it was ready; see fork_server.log") from error
             threading.Event().wait(0.05)
 
 

@@ -19,7 +19,7 @@ from autofit.plugin.protocol import LOAD, OPTIMIZER, SCORING, UPDATE, Control, R
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, is_oom, memory_of, merged
 from autofit.probing.phases import BEFORE_UPDATE, Followed, Recorder
-from autofit.probing.result import NO_SPACE, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import die_with_parent
 
 
@@ -40,9 +40,8 @@ def run(request_path: str) -> int:
     except SystemExit as error:
         code = error.code if error.code is not None else 0
         phase = recorder[0].phase if recorder else "load"
-        result = ProbeResult(
-            status=ProbeStatus.FAILED, device=request.device, reason=f"sys.exit({code!r}) was called during {phase}"
-        )
+        reason = f"sys.exit({code!r}) was called during {phase}"
+        result = ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.EXITED)
     content = result.to_json() | {"process_s": time.perf_counter() - started}
     write_json(request.answer_path, content)
     return 0
@@ -54,11 +53,11 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     traceback.print_exception(error)  # into the probe's log
     phase = recorders[0].phase if recorders else "load"
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    if not is_oom(error) and is_full(request.folder):
-        text = f"{NO_SPACE} for {request.folder}: {text}"
     if not is_oom(error):
-        reason = f"{text} (during {phase}; see {request.log_path})"
-        return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason)
+        cause = Cause.NO_SPACE if is_full(request.folder) else Cause.RAISED
+        head = f"no space left for {request.folder}: " if cause is Cause.NO_SPACE else ""
+        reason = f"{head}{text} (during {phase}; see {request.log_path})"
+        return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=cause)
     peaks = recorders[0].peaks if recorders else []
     if recorders:
         error.__traceback__ = None

@@ -26,6 +26,7 @@ from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Trial
+from autofit.tuning.record import keep_proof, kept_proof, record_of
 
 # Rounding in float32 was 1e-7 to 6e-6 in the neutral cells of experiments/neutrality, and the least difference of any
 # other cell 9e-5: the bound lies between.
@@ -116,11 +117,11 @@ def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lam
     Raises EnvironmentFault when the comparison itself fails.
     """
     question = _Question.of(study, trial)
-    kept = study.user_attrs.get(f"proof {trial.number}")
-    if isinstance(kept, dict) and kept.get("key") == question.key:
+    kept = kept_proof(study, trial.number)
+    if kept is not None and kept.get("key") == question.key:
         return Proof.from_json(kept)
     proof = _answered(question, say)
-    study.set_user_attr(f"proof {trial.number}", proof.to_json())
+    keep_proof(study, trial.number, proof.to_json())
     return proof
 
 
@@ -152,22 +153,17 @@ class _Question:
 
     @classmethod
     def of(cls, study: optuna.Study, trial: Trial) -> "_Question":
-        attrs = study.user_attrs
-        trainer, values = str(attrs["trainer"]), cast(dict[str, object], attrs["values"])
-        frozen = study.get_trials(deepcopy=False)[trial.number]
-        yaml_changes = cast(dict[str, object], frozen.user_attrs["yaml_changes"])
-        resolved = cast(dict[str, object], attrs["resolved"])
-        known = cast(list[str], attrs["compared"])
-        reaches = {k: reach(known, k, v, resolved.get(k)) for k, v in trial.changes.items()}
+        record = record_of(study)
+        trainer, values, resolved = record.trainer, record.values, record.resolved
+        reaches = {k: reach(record.compared, k, v, resolved.get(k)) for k, v in trial.changes.items()}
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
         in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
         outside = {k: found for k, found in outside.items() if k not in in_both}
         compared = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
         return cls(
-            trial=trial, trainer=trainer, cwd=Path(str(attrs["cwd"])),
-            keys=BatchKeys.from_json(cast(dict[str, "str | None"], attrs["keys"])),
+            trial=trial, trainer=trainer, cwd=record.cwd, keys=record.batch_keys,
             resolved=resolved, baseline=merge(values, in_both),
-            candidate=merge(values, {k: v for k, v in yaml_changes.items() if k not in outside}),
+            candidate=merge(values, {k: v for k, v in trial.yaml_changes.items() if k not in outside}),
             compared=compared, in_both=in_both, outside=outside,
         )  # fmt: skip
 

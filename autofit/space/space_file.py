@@ -10,14 +10,17 @@ from autofit.recipe.recipe import Recipe, read_yaml_mapping
 from autofit.space.space import Knob, Value
 
 
-def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
-    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the installed trainer's."""
-    path = _space_path(name or trainer)
+def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
+    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's own.
+
+    Without `trainer` it is only checked as a file, whatever it is for. Raises ConfigError.
+    """
+    path = _space_path(name or trainer or "")
     content = read_yaml_mapping(path, what="search space")
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
         raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
-    if content.get("trainer") != trainer:
+    if trainer is not None and content.get("trainer") != trainer:
         raise ConfigError(
             f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from autofit.probing.result import ProbeStatus
+from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.space.space import Candidate, Space, Value
 from autofit.tuning.frontier import Trial
@@ -30,7 +30,7 @@ class Neighbour:
     step_delta_s: float | None
     at_least: bool  # it ran out of memory, and how much more it needs is not known
     fits: bool | None
-    fidelity: str | None  # predicted, or measured where it was probed
+    fidelity: Fidelity | None  # predicted, or measured where it was probed
     trial: int | None  # the trial that probed it
 
 
@@ -42,7 +42,7 @@ class Margin:
     key: str | None  # of the sequence length that could grow
     tokens: int | None  # by how many
     at_least: bool  # no end was found
-    fidelity: str | None
+    fidelity: Fidelity | None
 
 
 def neighbours(space: Space, candidate: Candidate) -> Iterator[tuple[str, Direction, Candidate]]:
@@ -125,14 +125,14 @@ def _neighbour(
 
 def _figures(
     other: Candidate, knob: str, trial: Trial | None, predict: Predict, limit_bytes: int | None
-) -> tuple[int | None, float | None, bool | None, str | None]:
+) -> tuple[int | None, float | None, bool | None, Fidelity | None]:
     """(device-used bytes, step seconds, whether it fits, how that is known)."""
     if trial is not None and trial.result is not None and trial.status in (ProbeStatus.FIT, ProbeStatus.OOM):
         return trial.device_used_bytes, trial.step_s, trial.fits, trial.result.fidelity
     found = None if knob.startswith("env.") else predict(other, None)  # the model knows nothing of the allocator
     if found is None:
         return None, None, None, None
-    return round(found[0]), found[1], limit_bytes is None or found[0] <= limit_bytes, "predicted"
+    return round(found[0]), found[1], limit_bytes is None or found[0] <= limit_bytes, Fidelity.PREDICTED
 
 
 def _margin(
@@ -149,9 +149,9 @@ def _margin(
     longer = _longest_probed(space, candidate, key, probed)
     if key == space.keys.completion and predict(candidate, now) is not None:
         tokens, at_least = _most_tokens(lambda n: predict(candidate, n), now, limit_bytes)
-        return Margin(bytes_left=left, key=key, tokens=tokens - now, at_least=at_least, fidelity="predicted")
+        return Margin(bytes_left=left, key=key, tokens=tokens - now, at_least=at_least, fidelity=Fidelity.PREDICTED)
     if longer is not None and longer > now:
-        return Margin(bytes_left=left, key=key, tokens=longer - now, at_least=True, fidelity="measured")
+        return Margin(bytes_left=left, key=key, tokens=longer - now, at_least=True, fidelity=Fidelity.MEASURED)
     return nothing
 
 
@@ -183,8 +183,6 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
     return max(lengths, default=None)
 
 
-def of_winner(kept: object, best: Trial | None) -> Mapping[str, object] | None:
+def of_winner(kept: Mapping[str, object] | None, best: Trial | None) -> Mapping[str, object] | None:
     """What a study keeps of `sensitivity`, or None when it is of another trial than the winner."""
-    if not isinstance(kept, Mapping) or best is None or kept.get("trial") != best.number:
-        return None
-    return kept
+    return kept if kept is not None and best is not None and kept.get("trial") == best.number else None
