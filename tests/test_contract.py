@@ -1,0 +1,211 @@
+"""The contract that every trainer keeps: TRL's own, RLOO and a loop of one's own. A new trainer is one line here."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from autofit.errors import ConfigError
+from autofit.plugin.protocol import Facts, Report, Task, WorstCase
+from autofit.plugin.registry import load
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Launcher
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.recipe import Recipe, merge
+from autofit.space.space import Space
+from autofit.space.space_file import space_knobs
+
+EXAMPLES = Path(__file__).parents[1] / "trainers" / "examples"
+Write = Callable[[Path, Path], Path]
+
+
+def rloo(folder: Path, model: Path) -> Path:
+    return tiny.write_recipe(folder, model, gradient_accumulation_steps=4)
+
+
+def two_rewards(folder: Path, model: Path) -> Path:
+    """The example as its README says: module and space in the folder of the recipe."""
+    for name in ("two_rewards.py", "two_rewards.yaml"):
+        shutil.copy(EXAMPLES / name, folder)
+    rows = [{"prompt": "t1 t2", "chosen": " " + " ".join(["t3"] * (1 + i % 7)), "rejected": " t4"} for i in range(24)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "policy": str(model), "reward_models": [str(model)] * 2, "pairs": "pairs.jsonl", "batch_size": 2,
+        "accumulation": 4, "max_length": 32, "dtype": "float32", "max_steps": 6, "learning_rate": 1e-3,
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder / "run.yaml"
+
+
+def of_trl(trainer: str) -> Write:
+    return lambda folder, model: tiny.write_offline_recipe(trainer, folder, model)
+
+
+TRAINERS: dict[str, Write] = {
+    "grpo": tiny.write_recipe,
+    "sft": of_trl("sft"),
+    "dpo": of_trl("dpo"),
+    "reward": of_trl("reward"),
+    "rloo": rloo,
+    "two_rewards:TRAINER": two_rewards,
+}
+NEW = ["rloo", "two_rewards:TRAINER"]  # the others have tests of their own for searches, proofs and runs
+
+
+@pytest.fixture(params=TRAINERS)
+def recipe(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path, fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Recipe:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "two_rewards", raising=False)
+    path = TRAINERS[request.param](tmp_path, tiny_model)
+    return prepare(path, trainer=request.param, device="cpu", folder=tmp_path / "i", server=fork_server)
+
+
+def probe(recipe: Recipe, server: ForkServer, device: str, changes: dict[str, object]) -> ProbeResult:
+    request = ProbeRequest(
+        folder=Path.cwd() / f"probe-{device[:3]}", trainer=recipe.trainer, values=merge(recipe.values, changes),
+        device=device, limit_bytes=None if device == "cpu" else 10**9, worst_case=worst_case_path(Path.cwd() / "i"),
+        deadline_s=300, server_socket=server.socket_path,
+    )  # fmt: skip
+    return Launcher().run(request)
+
+
+def test_what_a_trainer_tells_is_whole(recipe: Recipe) -> None:
+    keys = {key for key in recipe.keys.to_json().values() if key is not None}
+    assert keys <= set(recipe.resolved)
+    assert {recipe.keys.micro_batch, recipe.keys.accumulation} <= set(recipe.compared)
+    assert set(recipe.tiers) <= set(recipe.resolved)
+    assert (recipe.longest_prompt_tokens is None) is not recipe.generates
+    assert (recipe.longest_sample_tokens is None) is recipe.generates
+    recipe.check()
+    space = Space.of(recipe, space_knobs(recipe), allow="recipe")
+    batches = {micro * accumulation for micro, accumulation, *_ in map(space.split, space.candidates())}
+    assert batches == {recipe.effective_batch_size}
+    assert len(space.allowed()) > 4
+
+
+def test_what_a_trainer_tells_survives_json(recipe: Recipe) -> None:
+    answer = json.loads((Path.cwd() / "i" / "inspection.json").read_text())
+    assert Facts.from_json(answer).to_json() == answer | {"compared": tuple(answer["compared"])}
+
+
+def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_server: ForkServer) -> None:
+    wrong = f"{recipe.keys.micro_batch}s"
+    path = Path.cwd() / "wrong.yaml"
+    path.write_text(yaml.safe_dump({**recipe.values, wrong: 2}))
+    message = f"unknown key '{wrong}'; the nearest valid one is '{recipe.keys.micro_batch}'"
+    with pytest.raises(ConfigError, match=message):
+        prepare(path, trainer=recipe.trainer, device="cpu", folder=Path.cwd() / "w", server=fork_server)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
+def test_a_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer, device: str) -> None:
+    micro = recipe.micro_batch_size
+    split: dict[str, object] = {
+        recipe.keys.micro_batch: 2 * micro,
+        recipe.keys.accumulation: recipe.grad_accum_steps // 2,
+    }
+    result = probe(recipe, fork_server, device, split)
+    assert result.status is ProbeStatus.FIT, result.reason
+    phases = {p.name for p in result.phases}
+    assert phases >= {"load", "update", "optimizer", *(("save", "resume") if device == "cpu" else ())}
+    assert ("rollout" in phases) is recipe.generates
+    assert result.completions_per_step == recipe.effective_batch_size
+    assert result.tokens_per_step is not None
+    assert result.tokens_per_step >= recipe.effective_batch_size * (recipe.longest_sample_tokens or 1)
+    for step, rollout, update in zip(result.step_s, result.rollout_s, result.update_s, strict=True):
+        assert step == pytest.approx(rollout + update, rel=0.2)
+
+
+def test_a_run_reports_its_steps_in_order(recipe: Recipe) -> None:
+    heard: list[str] = []
+
+    class Listener(Report):
+        def step_begins(self, step: int) -> None:
+            heard.append(f"begin {step}")
+
+        def micro_step_ends(self) -> None:
+            heard.append("micro")
+
+        def gradient_is_whole(self, model: object, optimizer: object) -> None:
+            heard.append("gradient")
+
+        def optimizer_ends(self) -> None:
+            heard.append("optimizer")
+
+    task = Task(device="cpu", output=Path.cwd() / "o", worst_case=WorstCase(path=worst_case_path(Path.cwd() / "i")),
+                steps=2)  # fmt: skip
+    load(recipe.trainer).build(recipe.values, task).train(Listener())
+    one = ["micro"] * (recipe.grad_accum_steps - 1) + ["gradient", "optimizer"]
+    assert heard == ["begin 0", *one, "begin 1", *one]
+
+
+# -- the whole way, of the two that are shipped as examples ------------------------------------------------------------
+
+
+def autofit(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "autofit", *arguments], capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", NEW)
+def test_search_estimate_verify_and_promote_work_on_a_trainer_of_ones_own(
+    trainer: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    TRAINERS[trainer](tmp_path, tiny_model)
+    asked = ("run.yaml", "--trainer", trainer)
+    estimate = autofit("estimate", *asked, "--gpu", "t4", "--json")
+    assert estimate.returncode == 0, estimate.stderr
+    assert json.loads(estimate.stdout)["fits"] is True
+    search = autofit("search", *asked, "--device", "cpu", "--target-vram", "1GB", "--trials", "3", "--json")
+    assert search.returncode == 0, search.stderr
+    found = json.loads(search.stdout)
+    assert found["counts"]["fit"] == 3
+    verify = autofit("verify", "1", "--json")
+    assert verify.returncode == 0, verify.stderr
+    assert json.loads(verify.stdout)["verdict"] == "proven"
+    promote = autofit("promote", "1", "--json")
+    assert promote.returncode == 0, promote.stderr
+    final = json.loads(promote.stdout.splitlines()[-1])
+    assert final["steps"] == yaml.safe_load(Path("run.yaml").read_text())["max_steps"]
+    assert any(Path(final["output_dir"]).glob("*model*.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_loop_stopped_after_a_step_ends_as_if_it_never_was(
+    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_rewards(tmp_path, tiny_model)
+    values = yaml.safe_load(Path("run.yaml").read_text())
+
+    def trained(folder: Path) -> list[dict[str, object]]:
+        folder.mkdir(exist_ok=True)
+        request = {"folder": str(folder), "device": "cpu", "trainer": "two_rewards:TRAINER", "values": values,
+                   "output_dir": str(folder / "out"), "generates": False}  # fmt: skip
+        (folder / "request.json").write_text(json.dumps(request))
+        ending = fork_server.call({"entry": "offline_training:run", "argument": str(folder / "request.json"),
+                                   "cwd": str(tmp_path), "log": str(folder / "log"), "env": {},
+                                   "deadline_s": 300})  # fmt: skip
+        assert ending.exit_code == 0, (folder / "log").read_text()
+        lines = (json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines())
+        return [{key: line[key] for key in ("step", "loss")} for line in lines]
+
+    whole = trained(tmp_path / "whole")
+    (halves := tmp_path / "halves").mkdir()
+    (halves / "stop").touch()
+    assert trained(halves) == whole[:1]
+    (halves / "stop").unlink()
+    assert trained(halves) == whole
+    assert [line["step"] for line in whole] == list(range(1, 7))
