@@ -1,4 +1,4 @@
-"""From a YAML file to a Recipe: TRL's parser, the dataset and the model's config, asked of the fork server."""
+"""From what was given to a Recipe: TRL's parser, the dataset and the model's config, asked of the fork server."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import cast
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full, read_json, write_json
 from autofit.probing.fork_server import ForkServer
-from autofit.recipe.baseline import baseline_path
-from autofit.recipe.recipe import Recipe, TrainerName, merge, read_yaml_mapping
+from autofit.recipe.recipe import Recipe, TrainerName, merge
+from autofit.recipe.source import Source, read_source
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
@@ -19,15 +19,16 @@ def worst_case_path(folder: Path) -> Path:
 
 
 def prepare(
-    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
+    given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
     changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe in `path` with `changes` over it; leaves the worst-case row in `folder`.
+    """The recipe that was `given` with `changes` over it; leaves the worst-case row in `folder`.
 
     On a simulated card `prompt_tokens` stands for the dataset: a made-up prompt of so many tokens is the worst case.
     Raises ConfigError for what TRL would not take.
     """
-    values = merge(read_yaml_mapping(path, what="recipe"), changes or {})
+    source = given if isinstance(given, Source) else read_source(given)
+    values = merge(source.values, changes or {})
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
@@ -50,15 +51,14 @@ def prepare(
     if answer is None and is_full(folder):
         raise EnvironmentFault(f"no space left to write {answer_path}; free some or choose another folder with --dir")
     if answer is None:
-        raise EnvironmentFault(f"reading the recipe {path} ended with exit code {ending.exit_code}; see {log}")
+        raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
-        what = "the built-in baseline" if path == baseline_path() else f"the recipe {path}"
-        raise ConfigError(f"{what}: {answer['error']}")
+        raise ConfigError(f"{source.what}: {answer['error']}")
     return Recipe(
         trainer=trainer,
         values=cast(Mapping[str, object], answer["values"]),
         resolved=cast(Mapping[str, object], answer["resolved"]),
-        name=path.stem,
+        name=source.name,
         world_size=world_size,
         longest_prompt_tokens=cast(int | None, answer.get("longest_prompt_tokens")),
         longest_sample_tokens=cast(int | None, answer.get("longest_sample_tokens")),

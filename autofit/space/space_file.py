@@ -1,5 +1,7 @@
 """Search spaces as people write them: YAML files of knobs, checked before anything is searched."""
 
+import os
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import cast
@@ -12,18 +14,34 @@ from autofit.space.space import CHUNK, SPLIT, TIERS, Knob, Value
 def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
     """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's default."""
     path = _space_path(name or trainer)
-    content = read_yaml_mapping(path, what="search space")
+    return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
+
+
+def read_space(
+    given: str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob] | None, *, trainer: str
+) -> tuple[Knob, ...]:
+    """The knobs of a space as `load_space` takes it, of {knob: its entry in such a file}, or the knobs themselves."""
+    if isinstance(given, Mapping):
+        whole = {"trainer": trainer, **given} if "knobs" in given else {"trainer": trainer, "knobs": dict(given)}
+        return _knobs(whole, "the search space", trainer)
+    if given is None or isinstance(given, str | os.PathLike):
+        return load_space(None if given is None else os.fspath(given), trainer=trainer)
+    if not given or not all(isinstance(knob, Knob) for knob in given):
+        raise ConfigError(f"--space must be a file, a mapping of knobs, or at least one Knob; got {given!r}")
+    return tuple(given)
+
+
+def _knobs(content: Mapping[str, object], what: str, trainer: str) -> tuple[Knob, ...]:
+    """The knobs of a space file's `content`; `what` names it in the errors."""
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
-        raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
+        raise ConfigError(f"{what} may have the keys trainer and knobs; got {', '.join(wrong)}")
     if content.get("trainer") != trainer:
-        raise ConfigError(
-            f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
-        )
+        raise ConfigError(f"{what} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}")
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
-        raise ConfigError(f"the search space {path} must have a mapping `knobs` with at least one knob")
-    return tuple(_knob(path, str(name), entry) for name, entry in knobs.items())
+        raise ConfigError(f"{what} must have a mapping `knobs` with at least one knob")
+    return tuple(_knob(what, str(name), entry) for name, entry in knobs.items())
 
 
 def _space_path(name: str) -> Path:
@@ -36,8 +54,8 @@ def _space_path(name: str) -> Path:
     return Path(str(folder / f"{name}.yaml"))
 
 
-def _knob(path: Path, name: str, entry: object) -> Knob:
-    where = f"the search space {path}, knob {name}"
+def _knob(what: str, name: str, entry: object) -> Knob:
+    where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
     known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}
