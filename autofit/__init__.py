@@ -1,17 +1,30 @@
 """autofit: the fastest GRPO configuration that fits a VRAM budget, at exactly the same effective batch."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autofit.api import estimate, promote, report, search, verify
     from autofit.fakegpu import fake_gpu
 
-__all__ = ["fake_gpu"]
+__all__ = ["estimate", "fake_gpu", "promote", "report", "search", "verify"]
 __version__ = "0.1.0"
+
+_FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
+    "estimate": "autofit.api",
+    "fake_gpu": "autofit.fakegpu",
+    "promote": "autofit.api",
+    "report": "autofit.api",
+    "search": "autofit.api",
+    "verify": "autofit.api",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "fake_gpu":
-        from autofit.fakegpu import fake_gpu
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FOUND_IN[name]), name)
 
-        return fake_gpu
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
