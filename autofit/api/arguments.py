@@ -35,7 +35,7 @@ def named_as_arguments() -> Iterator[None]:
             raise
         named = type(error)(text)
         named.as_options = str(error)
-        raise named from error
+        raise named.with_traceback(error.__traceback__) from None
 
 
 def as_arguments(text: str) -> str:

@@ -180,9 +180,12 @@ class _Run:
         self._tell(Event(text=text, label=label))
 
     def _on_told(self, plan: Plan, study: optuna.Study) -> Callable[[Trial], None]:
+        base = baseline(trials_of(study))  # of an earlier run, if there is one
+
         def told(trial: Trial) -> None:
-            row = TrialResult.of(trial, baseline(trials_of(study)))
-            self._tell(Event(text=trial_line(trial, plan.recipe.resolved), trial=row))
+            nonlocal base
+            base = base if trial.changes else trial
+            self._tell(Event(text=trial_line(trial, plan.recipe.resolved), trial=TrialResult.of(trial, base)))
 
         return told
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass
 from enum import Enum
 from pathlib import Path
@@ -114,11 +114,14 @@ def _stated(part: object) -> dict[str, object]:
     fields = [f for f in dataclasses.fields(part) if f.init]
     own = {f.name: getattr(part, f.name) for f in fields}
     keys = [f.name for f in fields if own[f.name] != _default(f)]
+    nearest_miss = list(own)
 
-    def differing(names: Iterable[str]) -> list[str]:
+    def differing(names: Sequence[str]) -> list[str]:
         """The fields in which an object made of these alone differs from `part`; all of them if TRL refuses it."""
         made = _made(type(part), {name: own[name] for name in names})
-        return [n for n in own if made is None or not _same(getattr(made, n), own[n])]
+        found = [n for n in own if made is None or not _same(getattr(made, n), own[n])]
+        nearest_miss[:] = min(nearest_miss, found, key=len)
+        return found
 
     filled_in = [f.name for f in fields if f.default is None]  # first: TRL derives most of these from the others
     for names in (filled_in, list(own)):
@@ -128,10 +131,10 @@ def _stated(part: object) -> dict[str, object]:
             for key in (k for k in names if k in before):
                 fewer = [k for k in keys if k != key]
                 keys = fewer if not differing(fewer) else keys
-    if wrong := differing(keys):
+    if differing(keys):
         raise ConfigError(
             f"TRL would not make the same {type(part).__name__} again from what it holds; it differs in "
-            f"{', '.join(wrong[:5])}: set these where it is made, not afterwards"
+            f"{', '.join(nearest_miss)}: set these where it is made, not afterwards"
         )
     return _plain_mapping({key: own[key] for key in keys})
 
