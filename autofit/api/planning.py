@@ -4,10 +4,11 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
@@ -99,7 +100,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     source = source_of(asked.recipe, asked.name)
     trainer = trainer_of({**source.values, **(asked.changes or {})}, asked.trainer or source.trainer)
     knobs = read_space(asked.space, trainer=trainer)
-    scratch = asked.folder / "inspections" / f"{source.name}-{os.getpid()}"
+    one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
+    scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     recipe = read_recipe(
         source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
         prompt_tokens=asked.prompt_tokens, world_size=asked.world_size,
@@ -128,7 +130,9 @@ def fork_server(folder: Path) -> ForkServer:
 
 
 def source_of(given: Given | None, name: str | None = None) -> Source:
-    return read_source(given() if callable(given) else given, name=name)
+    """The recipe as it was given; a function is asked for it."""
+    stated = given() if callable(given) and not isinstance(given, type) else given
+    return read_source(cast("Stated | None", stated), name=name)
 
 
 def read_recipe(

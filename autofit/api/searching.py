@@ -84,7 +84,8 @@ def search(
 
     `recipe` is the path of the YAML that `trl grpo --config` takes, a mapping of its keys, or TRL's config objects (a
     `GRPOConfig`, or a sequence of what TRL's parser makes: script arguments, trainer, model and dataset config; a
-    mapping may stand among them). None is the built-in baseline. Reward functions go by dotted path.
+    mapping may stand among them), or a function that returns one of these, called once the other arguments are found to
+    be right. None is the built-in baseline. Reward functions go by dotted path.
 
     What is tried:
     - `target_vram`, `headroom`: bytes, or text such as "40GB" (40e9) or "40GiB". The target is the whole card unless

@@ -120,7 +120,7 @@ def _stated(part: object) -> dict[str, object]:
         """The fields in which an object made of these alone differs from `part`; all of them if TRL refuses it."""
         made = _made(type(part), {name: own[name] for name in names})
         found = [n for n in own if made is None or not _same(getattr(made, n), own[n])]
-        nearest_miss[:] = min(nearest_miss, found, key=len)
+        nearest_miss[:] = found if len(found) < len(nearest_miss) else nearest_miss
         return found
 
     filled_in = [f.name for f in fields if f.default is None]  # first: TRL derives most of these from the others
