@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autofit.api import estimate, promote, report, search, verify
     from autofit.fakegpu import fake_gpu
+    from autofit.fitcheck import FitCheck, fit_check
 
-__all__ = ["estimate", "fake_gpu", "promote", "report", "search", "verify"]
+__all__ = ["FitCheck", "estimate", "fake_gpu", "fit_check", "promote", "report", "search", "verify"]
 __version__ = "0.1.0"
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
+    "FitCheck": "autofit.fitcheck",
     "estimate": "autofit.api",
     "fake_gpu": "autofit.fakegpu",
+    "fit_check": "autofit.fitcheck",
     "promote": "autofit.api",
     "report": "autofit.api",
     "search": "autofit.api",

@@ -25,7 +25,7 @@ def main(folder: Path, trials: int) -> None:
         search = Search(plan(folder, trials), open_study(plan(folder, trials)), server_socket=None,
                         launcher=Launcher(lawful.run))  # fmt: skip
         try:
-            print(search.run(), flush=True)
+            print(search.run().words, flush=True)
         except KeyboardInterrupt:
             search.interrupt()
             sys.exit(130)

@@ -91,7 +91,7 @@ def test_all_but_the_first_argument_go_by_keyword_and_have_types(name: str) -> N
 
 def trl_objects(values: dict[str, object]) -> tuple[object, ...]:
     """The objects that TRL's own parser makes of a recipe's values."""
-    from autofit.recipe.trl_config import parse
+    from autofit.trainers.trl_config import parse
 
     config = parse("grpo", values, overrides={})
     return config.script, config.training, config.model, config.datasets

@@ -10,10 +10,11 @@ import tiny
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
-from autofit.recipe.recipe import TRAINERS, TrainerName
-from autofit.recipe.trainer_keys import TAKEN_BY, trainer_of
+from autofit.recipe.recipe import TrainerName
+from autofit.recipe.trainer_keys import TAKEN_BY, TRAINERS
 
 
 def change(path: Path, **changes: object) -> Path:
@@ -130,10 +131,10 @@ def test_what_another_trainer_cannot_use_is_one_line(
 def test_the_trainer_is_told_by_keys_that_leave_no_doubt(keys: set[str], asked: str | None, answer: str) -> None:
     values = dict.fromkeys(sorted(keys), 1)
     if answer in TRAINERS:
-        assert trainer_of(values, asked) == answer
+        assert trainer_for(values, asked) == answer
     else:
         with pytest.raises(ConfigError, match=answer):
-            trainer_of(values, asked)
+            trainer_for(values, asked)
 
 
 def test_the_telling_keys_are_trls() -> None:

@@ -17,17 +17,18 @@ from autofit.api.results import SearchResult
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
 from autofit.tracking.study_mirror import client, experiment_id, sync
 from autofit.tuning.confirmation import confirm
-from autofit.tuning.frontier import Trial, pareto_front, rule_of, winner
+from autofit.tuning.frontier import Rule, Trial, pareto_front, winner
+from autofit.tuning.record import keep_confirmation
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import keep_confirmation, load_study, trials_of
+from autofit.tuning.study import load_study, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-RULE = rule_of({"target_bytes": 150 * lawful.MB})
+RULE: Rule = {"goal": "speed", "target_bytes": 150 * lawful.MB}
 
 
 class AtOnce(Launcher):
@@ -178,12 +179,12 @@ def test_ended_during_the_confirmation_the_next_run_goes_on(
 
 
 def test_a_simulated_card_and_the_recipe_as_it_is_are_not_asked_again() -> None:
-    result = ProbeResult(status=ProbeStatus.FIT, device="sim:t4", fidelity="predicted", step_s=(1.0,),
+    result = ProbeResult(status=ProbeStatus.FIT, device="sim:t4", fidelity=Fidelity.PREDICTED, step_s=(1.0,),
                          device_used_bytes=5)  # fmt: skip
     asis = Trial(number=0, tier="neutral", changes={}, params={}, result=replace(result, step_s=(2.0,)))
     better = Trial(number=1, tier="neutral", changes={"a": 1}, params={}, result=result)
     assert "is predicted, not confirmed" in confirmation_note([asis, better], RULE)
-    measured = replace(asis, result=replace(result, fidelity="measured"))
+    measured = replace(asis, result=replace(result, fidelity=Fidelity.MEASURED))
     assert confirmation_note([measured], RULE) == "the recipe as it is needs no confirmation"
 
 

@@ -1,11 +1,14 @@
 """The winner rule: the tier first, then what the goal asks for."""
 
+from dataclasses import replace
+
 import pytest
 
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import Tier
-from autofit.tuning.frontier import Goal, Trial, baseline, rule_of, winner
+from autofit.recipe.keys import Tier
+from autofit.tuning.frontier import Goal, Trial, baseline, winner
+from autofit.tuning.record import StudyRecord
 from autofit.tuning.search import since_improvement
 from autofit.tuning.sentences import predicted_note, why
 from autofit.units import parse_frac
@@ -41,15 +44,15 @@ def test_with_nothing_in_the_band_the_nearest_from_below_wins() -> None:
 
 
 def test_a_baseline_that_was_not_probed_is_said_to_be_predicted_not_to_fit() -> None:
-    attrs = {"target_bytes": 10 * GB, "headroom_bytes": GB,
-             "baseline_predicted": {"floor_bytes": 11e9, "device_used_bytes": 12e9, "step_s": 1.0}}  # fmt: skip
+    predicted = {"floor_bytes": 11e9, "device_used_bytes": 12e9, "step_s": 1.0}
+    record = StudyRecord(target_bytes=10 * GB, headroom_bytes=GB, baseline_predicted=predicted)
     moved = [trial(number, 1.0, 1) for number in (1, 2)]
     assert baseline(moved) is None
-    assert "predicted 12.00 GB, which does not fit" in predicted_note(moved, attrs)
-    assert predicted_note(TRIALS, attrs) == ""
-    assert predicted_note([], attrs) == "; run the same command again to go on"
-    assert "predicted to need 11.00 GB or more" in predicted_note([], attrs | {"least_floor_bytes": 11e9})
-    assert rule_of(attrs) == {"goal": "speed", "target_bytes": 9 * GB}
+    assert "predicted 12.00 GB, which does not fit" in predicted_note(moved, record)
+    assert predicted_note(TRIALS, record) == ""
+    assert predicted_note([], record) == "; run the same command again to go on"
+    assert "predicted to need 11.00 GB or more" in predicted_note([], replace(record, least_floor_bytes=11e9))
+    assert record.rule == {"goal": "speed", "target_bytes": 9 * GB}
 
 
 def test_trials_since_the_winner_improved_are_counted_in_one_pass() -> None:

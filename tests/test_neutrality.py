@@ -4,23 +4,24 @@ import importlib.util
 import inspect
 import json
 import re
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from recipes import grpo_recipe
+from recipes import grpo_recipe, trl_facts
 from trl import DPOTrainer, GRPOTrainer
 
-from autofit.probing.inspection import _counts_padding
+from autofit.plugin.registry import load
 from autofit.proof.proof import ROUNDING
 from autofit.proof.proof_keys import Reach, reach
 from autofit.recipe.recipe import Recipe, TrainerName
-from autofit.recipe.trl_config import _LOSS_TYPES, parse
-from autofit.space.space import CHUNK, SPLIT, Space, Value
+from autofit.space.space import Space, Value
 from autofit.space.space_file import load_space
+from autofit.trainers.keys import ROLLOUT as CHUNK
+from autofit.trainers.keys import SPLIT
+from autofit.trainers.trl_config import _LOSS_TYPES, parse
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
@@ -45,11 +46,17 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
     balanced = row["name"].endswith("experts, balanced")
     if trainer == "grpo":
         generated = settings["per_device_train_batch_size"] * settings["steps_per_generation"]
-        found = grpo_recipe(**settings, generation_batch_size=generated)
         counts = row.get("model") == "gpt2"
-        return replace(found, balances_experts=balanced, counts_padding=counts)
-    resolved = {"gradient_checkpointing": True, "attn_implementation": None, "precompute_ref_log_probs": False}
-    return Recipe(trainer=trainer, values=settings, resolved={**resolved, **settings}, balances_experts=balanced)
+        settings["generation_batch_size"] = generated
+        return grpo_recipe(balances_experts=balanced, counts_padding=counts, **settings)
+    resolved: dict[str, object] = {
+        "gradient_checkpointing": True,
+        "attn_implementation": None,
+        "precompute_ref_log_probs": False,
+    }
+    resolved |= settings
+    facts = trl_facts(trainer, resolved, balances_experts=balanced)
+    return Recipe(trainer=trainer, values=settings, resolved=resolved, **facts)
 
 
 def changed(knob: str, space: Space) -> dict[str, Value]:
@@ -92,7 +99,10 @@ def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table
         measured = {knob for row in ROWS if row["trainer"] == trainer for knob in row["cells"]}
         for knob in knobs:
             key = "env" if knob.name.startswith("env.") else knob.name
-            if knob.tier == "neutral" and reach(trainer, key, None, None)[0] is Reach.COMPARED:
+            if (
+                knob.tier == "neutral"
+                and reach(cast(Any, load(trainer)).compared, key, None, None)[0] is Reach.COMPARED
+            ):
                 assert knob.name in measured
 
 
@@ -100,6 +110,8 @@ def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table
 def test_a_model_whose_positions_count_padding_is_known_from_its_layers(name: str, counts: bool) -> None:
     import torch
     import transformers
+
+    from autofit.trainers.inspection import _counts_padding
 
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=1, vocab_size=8)
     with torch.device("meta"):

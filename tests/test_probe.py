@@ -1,23 +1,25 @@
 """The probe on the CPU device: real TRL training of a tiny model, through the fork server and submitit."""
 
 import gc
-import importlib
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import tiny
 import yaml
 
+from autofit.plugin.protocol import Report, Task, WorstCase
+from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 
 PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
@@ -38,7 +40,7 @@ def offline_recipe(
 ) -> Recipe:
     """A recipe of a trainer that does not generate, with its worst case beside it."""
     path = tiny.write_offline_recipe(trainer, folder, model, **(changes or {}))
-    found = prepare(path, trainer=trainer, device="cpu", folder=folder, server=server)  # type: ignore[arg-type]
+    found = prepare(path, trainer=trainer, device="cpu", folder=folder, server=server)
     return replace(found, folder=folder)
 
 
@@ -55,11 +57,11 @@ def probe(
 
 
 def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
-    from autofit.probing.phases import read_worst_case
+    from autofit.trainers.common import read_worst_case
 
     assert (recipe.effective_batch_size, recipe.prompts_per_step) == (8, 2)
     assert (recipe.longest_prompt_tokens, recipe.max_completion_tokens) == (7, 8)
-    row = read_worst_case(worst_case_path(recipe.folder))["rows"][0]
+    row = read_worst_case(WorstCase(path=worst_case_path(recipe.folder)))["rows"][0]
     assert len(row["prompt"].split()) == 7
 
 
@@ -141,16 +143,16 @@ def test_the_longest_sample_is_trls_own_under_each_candidates_length(
     tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: str, own: dict[str, object],
     changes: dict[str, object], longest: int, tokens: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from autofit.probing.phases import read_worst_case
-    from autofit.recipe.trl_config import parse
+    from autofit.trainers.common import read_worst_case
+    from autofit.trainers.trl_config import parse
 
     monkeypatch.chdir(tmp_path)
     recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server, own)
     assert (recipe.longest_sample_tokens, recipe.effective_batch_size) == (longest, 8)
     values = merge(recipe.values, {**changes, "use_cpu": True})
-    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
+    plug_in: Any = load(trainer)
     config = parse(trainer, values, overrides={})
-    assert plug_in.tokens_per_step(config, read_worst_case(worst_case_path(tmp_path))) == tokens
+    assert plug_in.tokens_per_step(config, read_worst_case(WorstCase(path=worst_case_path(tmp_path)))) == tokens
     if changes and "max_length" not in changes:
         result = probe(recipe, tmp_path / "p", fork_server, changes)
         assert result.status is ProbeStatus.FIT, result.reason
@@ -163,10 +165,10 @@ def test_the_longest_sample_is_trls_own_under_each_candidates_length(
 def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     tmp_path: Path, tiny_model: Path, trainer: str, max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autofit.recipe.trl_config import parse
+    from autofit.trainers.trl_config import parse
 
     values = yaml.safe_load(tiny.write_offline_recipe(trainer, tmp_path, tiny_model).read_text())
-    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
+    plug_in: Any = load(trainer)
     found = []
     for largest in (1000, 5):
         monkeypatch.setattr("autofit.trainers.common._LARGEST", largest)
@@ -178,18 +180,25 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
 
 
 @pytest.mark.parametrize(
-    ("reward", "status", "words"),
-    [("reward_that_exits", ProbeStatus.FAILED, "sys.exit(5) was called during scoring"),
-     ("reward_that_crashes", ProbeStatus.FAILED, "crashed (SIGSEGV) during scoring"),
-     ("reward_that_raises", ProbeStatus.FAILED, "KeyError: 'answer' (during scoring; see "),
-     ("reward_that_hangs", ProbeStatus.LOST, "the deadline of 8 s passed during scoring")],
+    ("reward", "status", "cause", "words"),
+    [("reward_that_exits", ProbeStatus.FAILED, Cause.EXITED, "sys.exit(5) was called during scoring"),
+     ("reward_that_crashes", ProbeStatus.FAILED, Cause.CRASHED, "crashed (SIGSEGV) during scoring"),
+     ("reward_that_raises", ProbeStatus.FAILED, Cause.RAISED, "KeyError: 'answer' (during scoring; see "),
+     ("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 8 s passed during scoring")],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
-    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, reward: str, status: ProbeStatus, words: str
+    recipe: Recipe,
+    tmp_path: Path,
+    fork_server: ForkServer,
+    reward: str,
+    status: ProbeStatus,
+    cause: Cause,
+    words: str,
 ) -> None:
     deadline = 8 if reward == "reward_that_hangs" else 120
     result = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
     assert result.status is status
+    assert result.cause is cause
     assert words in result.reason
 
 
@@ -286,23 +295,20 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     from torch.profiler import ProfilerActivity, profile
 
     from autofit.probing.memory import CpuMemory
-    from autofit.probing.phases import QUIET, read_worst_case
-    from autofit.recipe.trl_config import parse
 
     if trainer != "grpo":
         recipe = offline_recipe(trainer, tmp_path, tiny_model, fork_server)
     monkeypatch.chdir(recipe.folder)
-    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
+    plug_in = load(trainer)
     model = tiny.write_model(tmp_path / "model", hidden=128, layers=3)
-    worst_case = read_worst_case(worst_case_path(recipe.folder))
+    worst_case = WorstCase(path=worst_case_path(recipe.folder))
     memory = CpuMemory(None)
 
     def train() -> None:
         longer = {"max_completion_length": 24} if trainer == "grpo" else {}
         values = {**recipe.values, **changes, **longer, "model_name_or_path": str(model)}
-        overrides = {**QUIET, "use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
-        training = plug_in.build(parse(trainer, values, overrides=overrides), worst_case=worst_case)
-        training.train()
+        training = plug_in.build(values, Task(device="cpu", output=tmp_path / "out", worst_case=worst_case, steps=2))
+        training.train(Report())
         del training
         gc.collect()
 

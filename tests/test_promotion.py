@@ -143,6 +143,7 @@ def _trained(folder: Path, trainer: str, values: dict[str, object], server: Fork
     request = {
         "folder": str(folder), "device": "cpu", "trainer": trainer,
         "values": {**values, "output_dir": str(folder / "out"), "use_cpu": True},
+        "output_dir": str(folder / "out"), "generates": False,
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
     write_json(folder / "request.json", request)

@@ -10,7 +10,6 @@ from typing import Any
 import optuna
 import pytest
 import yaml
-from autofit.trainers.proofs.samples import END, LONGEST, sample
 
 import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
@@ -18,10 +17,16 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
 from autofit.proof.proof_keys import Reach, reach
 from autofit.proof.worker import run as run_worker
-from autofit.recipe.trl_config import parse
-from autofit.tuning.study import load_study, open_storage, tell, trials_of
+from autofit.recipe.keys import Tier
+from autofit.trainers.grpo import TRAINER
+from autofit.trainers.keys import ROLLOUTS
+from autofit.trainers.proofs.samples import END, LONGEST, sample
+from autofit.trainers.trl_config import parse
+from autofit.tuning.record import StudyRecord, keep_record, kept_proof, record_of
+from autofit.tuning.study import load_study, note_candidate, open_storage, tell, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+Claim = tuple[Tier, dict[str, object]]
 SPLIT: dict[str, object] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -29,20 +34,21 @@ SPLIT: dict[str, object] = {
 }
 
 
-def make_study(folder: Path, values: Mapping[str, object], trials: list[tuple[str, dict[str, object]]]) -> optuna.Study:
+def make_study(folder: Path, values: Mapping[str, object], trials: list[Claim]) -> optuna.Study:
     """A study with the baseline and a fitting trial for each (tier, changes), as a search would have left it."""
     study = optuna.create_study(
         study_name="told", storage=open_storage(folder, create=True), directions=["minimize", "minimize"]
     )
     resolved = parse("grpo", values, overrides={"use_cpu": True}).resolved
-    attributes = {"trainer": "grpo", "values": dict(values), "resolved": resolved, "device": "cpu",
-                  "target_bytes": 10**9, "cwd": str(Path.cwd())}  # fmt: skip
-    for key, value in attributes.items():
-        study.set_user_attr(key, value)
-    for tier, changes in [("neutral", {}), *trials]:
+    record = StudyRecord(
+        trainer="grpo", values=dict(values), resolved=resolved, device="cpu", target_bytes=10**9, cwd=Path.cwd(),
+        keys=ROLLOUTS, compared=TRAINER.compared, command="trl grpo --config",
+    )  # fmt: skip
+    keep_record(study, record)
+    baseline: Claim = ("neutral", {})
+    for tier, changes in [baseline, *trials]:
         trial = study.ask()
-        for key, value in {"tier": tier, "changes": changes, "yaml_changes": changes}.items():
-            trial.set_user_attr(key, value)
+        note_candidate(trial, tier=tier, changes=changes, yaml_changes=changes)
         fit = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1.0,))
         tell(study, trial.number, fit, target_bytes=10**9)
     return study
@@ -75,7 +81,9 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     proven = autofit_("promote", "2", "--write-only", "--out", "tuned.yaml")
     assert proven.returncode == 0, proven.stderr
     assert "# gradient proven neutral: relative difference" in Path("tuned.yaml").read_text()
-    kept = Proof.from_json(load_study(folder, None).user_attrs["proof 2"])
+    content = kept_proof(load_study(folder, None), 2)
+    assert content is not None
+    kept = Proof.from_json(content)
     assert kept.verdict is Verdict.PROVEN
     assert kept.relative_difference is not None
     assert kept.relative_difference < 1e-6
@@ -113,14 +121,19 @@ def answering(monkeypatch: pytest.MonkeyPatch, relative: float, parameter: float
      ("approximate", 0.1, "approximate"), ("approximate", 2e-7, "approximate"), ("recipe", 0.1, "recipe")],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_claim_and_the_number(
-    values: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, relative: float, verdict: str
+    values: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tier: Tier,
+    relative: float,
+    verdict: str,
 ) -> None:
     answering(monkeypatch, relative)
     study = make_study(tmp_path, values, [(tier, dict(SPLIT))])
     proof = prove(study, trials_of(study)[1])
     assert proof.verdict == verdict
     assert Proof.from_json(json.loads(json.dumps(proof.to_json()))) == proof
-    assert lines(proof, study.user_attrs["resolved"])
+    assert lines(proof, record_of(study).resolved)
 
 
 def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs(
@@ -185,8 +198,8 @@ def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
 
 
 def test_a_kernel_of_the_recipe_itself_that_no_cpu_runs_is_not_compared_either() -> None:
-    assert reach("grpo", "attn_implementation", "sdpa", "flash_attention_2")[0] is Reach.KERNEL
-    assert reach("grpo", "attn_implementation", "eager", None)[0] is Reach.COMPARED
+    assert reach(TRAINER.compared, "attn_implementation", "sdpa", "flash_attention_2")[0] is Reach.KERNEL
+    assert reach(TRAINER.compared, "attn_implementation", "eager", None)[0] is Reach.COMPARED
 
 
 def test_a_trial_is_proven_once_and_anew_when_the_versions_change(
@@ -264,6 +277,7 @@ def test_two_rollouts_never_hold_as_many_tokens_so_a_loss_that_divides_by_them_s
 )  # fmt: skip
 def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None:
     import transformers
+
     from autofit.trainers.proofs.small_model import small_model
 
     config = getattr(transformers, name)()
@@ -283,8 +297,9 @@ def test_a_small_model_keeps_the_architecture(name: str, tmp_path: Path) -> None
 
 
 def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp_path: Path) -> None:
-    from autofit.trainers.proofs.small_model import small_model
     from transformers import MambaConfig, Qwen2VLConfig
+
+    from autofit.trainers.proofs.small_model import small_model
 
     assert small_model(MambaConfig(), tmp_path / "mamba")[1] is None
     text, why = small_model(Qwen2VLConfig(), tmp_path / "vl")
@@ -293,8 +308,9 @@ def test_an_architecture_that_cannot_be_small_gets_a_stand_in_and_the_reason(tmp
 
 
 def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path: Path) -> None:
-    from autofit.trainers.proofs.small_model import small_model
     from transformers import AutoConfig, JambaConfig
+
+    from autofit.trainers.proofs.small_model import small_model
 
     text, why = small_model(JambaConfig(router_aux_loss_coef=0.3), tmp_path)
     assert text.startswith("Mixtral")
@@ -376,7 +392,7 @@ def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: 
             "num_generations": 8, "loss_type": "grpo"}  # fmt: skip
     other = {**base, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 32, "steps_per_generation": 16}
     worker = Worker("grpo", {"baseline": base, "candidate": other}, tmp_path)
-    assert (worker.shrunken, worker.samples) == (4, 256)
+    assert (worker.small.divided_by, worker.small.samples_per_step) == (4, 256)
     assert worker.difference("candidate").relative < ROUNDING
 
 

@@ -25,26 +25,28 @@ from autofit.forecast.predictions import Predictions
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import TrainerName
 from autofit.space.space import Space
 from autofit.space.space_file import load_space
 from autofit.tuning.frontier import pareto_front, winner
+from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
-from autofit.tuning.search import BROKEN, Plan, Search, open_study
+from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import predicted_note
+from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, tell, trials_of
 
 
-def search_in(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) -> tuple[Search, str]:
+def search_in(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) -> tuple[Search, Stop]:
     wanted = plan(folder, trials, target_bytes)
     search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
     return search, search.run()
 
 
 def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infeasible(tmp_path: Path) -> None:
-    search, reason = search_in(tmp_path, None)
-    assert reason == "every candidate is tried or ruled out"
+    search, stop = search_in(tmp_path, None)
+    assert stop.kind is StopKind.EXHAUSTED
     trials = trials_of(search.study)
     space = search.plan.space
     truth = {c: lawful.law({**search.plan.recipe.resolved, **space.changes(c)}) for c in space.allowed()}
@@ -59,7 +61,7 @@ def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infea
     assert all(t.user_attrs["shown_as"] == "pruned" for t in ooms)
     points = {(t.step_s, t.device_used_bytes) for t in pareto_front(trials)}
     assert points == {(t.values[0], int(t.values[1])) for t in search.study.best_trials}
-    assert len(trials) + search.study.user_attrs["screened"] == len(space.allowed())
+    assert len(trials) + record_of(search.study).screened == len(space.allowed())
 
 
 @pytest.mark.parametrize(
@@ -97,17 +99,17 @@ def test_where_nothing_is_predicted_to_fit_no_trial_is_asked_for(tmp_path: Path,
     predictions = Predictions(candidates=candidates, floor_bytes=over, device_used_bytes=over, step_s=over)
     wanted = replace(wanted, sampler=sampler, predictions=predictions)
     search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
-    assert search.run() == "every candidate is tried or ruled out"
+    assert search.run().kind is StopKind.EXHAUSTED
     assert not search.study.trials
-    attrs = search.study.user_attrs
-    assert attrs["screened"] == len(candidates)
-    assert "predicted to need 0.20 GB or more" in predicted_note([], attrs)
+    record = record_of(search.study)
+    assert record.screened == len(candidates)
+    assert "predicted to need 0.20 GB or more" in predicted_note([], record)
 
 
 def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
     search_in(tmp_path, 4)
-    search, reason = search_in(tmp_path, 4)
-    assert reason == "4 of 4 trials are done"
+    search, stop = search_in(tmp_path, 4)
+    assert stop == Stop(StopKind.TRIALS, "4 of 4 trials are done")
     assert len(search.study.trials) == 4
     assert len(list(search.plan.probes_folder.iterdir())) == 4
 
@@ -116,7 +118,9 @@ def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> N
     wanted = plan(tmp_path, None)
     wanted = replace(wanted, plateau_trials=3)
     search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
-    assert "3 trials did not improve" in search.run()
+    stop = search.run()
+    assert stop.kind is StopKind.PLATEAU
+    assert "3 trials did not improve" in stop.words
 
 
 def test_a_study_name_of_another_plan_is_refused(tmp_path: Path) -> None:
@@ -153,6 +157,47 @@ def _kill_trial_1(request_path: str) -> None:
     if "trial-0001" in request_path:
         os.kill(os.getpid(), signal.SIGKILL)
     lawful.run(request_path)
+
+
+class Lost(Launcher):
+    """Every probe after the baseline's is lost of `cause`, which its reason says in any words."""
+
+    def __init__(self, cause: Cause, words: str) -> None:
+        super().__init__(lawful.at_once)
+        self._cause, self._words = cause, words
+
+    def submit(self, request: ProbeRequest) -> None:
+        write_json(request.request_path, request.to_json())
+        answer = lawful.result_of(request)
+        if not request.folder.name.startswith("trial-0000"):
+            answer = ProbeResult(
+                status=ProbeStatus.LOST, device="cpu", reason=self._words, cause=self._cause, wall_s=0.1
+            )
+        write_json(request.answer_path, answer.to_json())
+
+
+@pytest.mark.parametrize("words", ["", "the deadline of 9 s passed", "no space left", "the probe was killed"])
+@pytest.mark.parametrize(("cause", "attempts"), [(Cause.KILLED, 2), (Cause.HOST_OOM, 2), (Cause.DEADLINE, 1)])
+def test_a_lost_probe_is_repeated_for_its_cause_and_whatever_its_reason_says(
+    tmp_path: Path, cause: Cause, attempts: int, words: str
+) -> None:
+    wanted = plan(tmp_path, 2)
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Lost(cause, words))
+    assert search.run().kind is StopKind.TRIALS
+    lost = trials_of(search.study)[1].result
+    assert lost is not None
+    assert (lost.status, lost.cause, lost.reason) == (ProbeStatus.LOST, cause, words)
+    assert len(list(wanted.probes_folder.glob("trial-0001-*"))) == attempts
+
+
+def test_a_full_disk_ends_the_search_and_its_trial_waits_for_the_next_run(tmp_path: Path) -> None:
+    wanted = plan(tmp_path, 2)
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Lost(Cause.NO_SPACE, "as it is"))
+    with pytest.raises(EnvironmentFault, match=r"no space left in .*trial-0001-1; free some"):
+        search.run()
+    assert [t.state for t in search.study.trials] == [TrialState.COMPLETE, TrialState.WAITING]
+    assert search_in(tmp_path, 2)[1].kind is StopKind.TRIALS
+    assert all(t.state is TrialState.COMPLETE for t in search.study.trials)
 
 
 def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and_none_running(tmp_path: Path) -> None:
@@ -203,7 +248,7 @@ def test_ctrl_c_while_an_answer_is_told_loses_no_answer(
         search.run()
     search.interrupt()
     assert [t.state for t in search.study.trials] == [TrialState.COMPLETE]
-    assert search_in(tmp_path, 2)[1] == "2 of 2 trials are done"
+    assert search_in(tmp_path, 2)[1].kind is StopKind.TRIALS
     assert {f.name for f in search.plan.probes_folder.iterdir()} == {"trial-0000-1", "trial-0001-1"}
 
 
@@ -268,10 +313,10 @@ def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) 
 def test_a_study_of_nothing_but_failures_ends_early_and_begins_anew_when_run_again(tmp_path: Path) -> None:
     wanted = plan(tmp_path, 4)
     search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(_fail))
-    assert search.run() == BROKEN
+    assert search.run().kind is StopKind.BROKEN
     assert len(search.study.trials) == 2
-    search, reason = search_in(tmp_path, 4)
-    assert reason == "4 of 4 trials are done"
+    search, stop = search_in(tmp_path, 4)
+    assert stop.kind is StopKind.TRIALS
     assert all(t.state is TrialState.COMPLETE for t in search.study.trials)
 
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.space.space import TIERS, Knob, Space, Tier
+from autofit.recipe.keys import TIERS, Tier
+from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
 
 KNOBS = load_space(None, trainer="grpo")
@@ -132,7 +133,6 @@ def test_memory_order_rules_out_only_what_is_at_least_as_large_in_every_knob() -
         ("trainer: grpo\nknobs: {lora_r: {tier: free, values: [1]}}", "tier must be one of"),
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, values: []}}", "values must be a list"),
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, vlaues: [1]}}", "nearest valid one is 'values'"),
-        ("trainer: grpo\nknobs: {lora_r: {tier: recipe, values: solved}}", "can be solved"),
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, values: [[1]]}}", "must be plain"),
         ("trainer: grpo\nextra: 1\nknobs: {}", "may have the keys"),
     ],
@@ -152,3 +152,8 @@ def test_an_unknown_knob_names_the_nearest_key() -> None:
 def test_a_knob_without_what_it_needs_stays_as_the_recipe_has_it() -> None:
     names = {k.name for k in Space.of(grpo_recipe(use_peft=False), KNOBS, allow="recipe", device="cpu").knobs}
     assert not names & {"lora_r", "quantization", "env.PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def test_only_the_keys_that_batch_samples_can_be_solved() -> None:
+    with pytest.raises(ConfigError, match="only per_device_train_batch_size and steps_per_generation can be solved"):
+        Space.of(grpo_recipe(), (Knob(name="lora_r", tier="recipe", solved=True),), allow="recipe")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
+from recipes import inspect
 from transformers import AutoConfig, AutoTokenizer
 
 from autofit.errors import ConfigError
-from autofit.probing import offline
-from autofit.probing.inspection import inspect
-from autofit.probing.offline import read_config, stand_in_model
 from autofit.recipe import catalogue
+from autofit.trainers import offline
+from autofit.trainers.offline import read_config, stand_in_model
 
 SIM = "sim:a100-40gb"
 
@@ -46,7 +46,7 @@ def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: P
     assert found["resolved"]["dataset_name"] == "no/such"  # type: ignore[index]
     changes = offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i")
     assert AutoConfig.from_pretrained(changes["model_name_or_path"]).num_hidden_layers == 28
-    assert changes["reward_funcs"] == ["autofit.probing.offline.no_reward"]
+    assert changes["reward_funcs"] == ["autofit.trainers.offline.no_reward"]
     inspected(tiny_recipe)  # everything is at hand again
     assert offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
 
@@ -150,8 +150,8 @@ def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from autofit.probing.model_check import check_model
-    from autofit.recipe.trl_config import parse
+    from autofit.trainers.model_check import check_model
+    from autofit.trainers.trl_config import parse
 
     config = parse("grpo", values_of(tiny_recipe, load_in_4bit=True, lora_target_modules=["wte", "wpe"]),
                    overrides={"use_cpu": True})  # fmt: skip

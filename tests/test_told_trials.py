@@ -7,11 +7,13 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
+from recipes import trl_facts
 
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, TrainerName
-from autofit.space.space import TIERS, Space, Tier
+from autofit.space.space import Space
 from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, SamplerName, make_sampler
@@ -36,7 +38,8 @@ def recipe_of(trainer: TrainerName, micro: int, accumulation: int, *, world: int
     if trainer == "grpo":
         resolved["steps_per_generation"] = rollout(values, world) // (micro * world)
         resolved["generation_batch_size"] = rollout(values, world)
-    return Recipe(trainer=trainer, values=values, resolved=resolved, world_size=world)
+    facts = trl_facts(trainer, resolved)
+    return Recipe(trainer=trainer, values=values, resolved=resolved, world_size=world, **facts)
 
 
 def number(values: dict[str, object], key: str) -> int:

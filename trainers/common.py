@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from datasets import Dataset, load_dataset
+from datasets import Dataset, load_dataset, load_from_disk
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +23,9 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from autofit.errors import ConfigError
-from autofit.recipe.trl_config import TrlConfig
+from autofit.plugin.protocol import WorstCase
+
+from .trl_config import TrlConfig
 
 # What a trainer that is only made to read its dataset has no use for: each would act outside or needs a real model.
 _IDLE: dict[str, object] = {
@@ -158,6 +160,11 @@ def limit_of(config: TrlConfig, worst_case: Mapping[str, Any]) -> int | None:
     if limit is None and worst_case["cut"]:
         raise ConfigError(f"the recipe's max_length={worst_case['max_length']} cannot be left out by a candidate")
     return limit
+
+
+def read_worst_case(worst_case: WorstCase) -> dict[str, Any]:
+    """What is known of the longest sample (of the longest prompt, for GRPO), and `rows`, a dataset of it alone."""
+    return {**worst_case.facts, "rows": load_from_disk(str(worst_case.folder / "worst_row"))}
 
 
 def fitted(tokens: list[int], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
-from autofit.recipe.trl_config import TrlConfig
+from autofit.recipe.keys import Tier
 
 from .common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+from .keys import COMPARED, SAMPLES, TILE_TOKENS, dpo_tiers
+from .trl import SamplesTrainer
+from .trl_config import TrlConfig
 
-# The reference is scored within the update, or with `precompute_ref_log_probs` for the whole dataset before training.
-PHASES = {"score_reference": "scoring", "_save_checkpoint": "save"}
-QUIET: dict[str, object] = {}
-MODEL = AutoModelForCausalLM
 _SIDES = ("chosen_ids", "rejected_ids")
 
 
@@ -44,46 +44,6 @@ class _Prepared(DPOTrainer):  # type: ignore[misc]
         if self.args.precompute_ref_log_probs:
             self.score_reference()
         return super().train(*args, **kwargs)
-
-
-def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> DPOTrainer:
-    """The trainer of `config`, as TRL's own script makes it; with `worst_case`, random weights on its one row."""
-    if worst_case is None:
-        trainer = real(DPOTrainer, config)
-        if config.script.ignore_bias_buffers:  # as in TRL's script
-            buffers = trainer.model.named_buffers()
-            trainer.model._ddp_params_and_buffers_to_ignore = [n for n, b in buffers if b.dtype == torch.bool]
-        return trainer
-    with _weights_unhashed():
-        trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
-    trainer.scoring_share = _scoring_share(config, worst_case)
-    return trainer
-
-
-def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-    """Prompt and answer tokens, of both answers, that one optimizer step of one rank trains on, at full length."""
-    row, limit = _row(config, worst_case), config.training.max_length
-    widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
-    return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
-
-
-def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-    """The pair that fills most of `max_length`; of several the longest, then the one with the longest answers."""
-    raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
-    training = config.training
-    steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
-    rows = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
-    longer = _widths(rows)
-    whole = np.minimum(longer, longer.max() if limit is None else limit)
-    answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
-    index = int(np.lexsort((answers, longer, whole))[-1])
-    longest = int(longer.max())
-    facts = {
-        "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
-        "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
-        "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
-    }  # fmt: skip
-    return rows.select([index]), facts
 
 
 def _widths(rows: Dataset) -> Lengths:
@@ -121,3 +81,57 @@ def _weights_unhashed() -> Iterator[None]:
         yield
     finally:
         trl_dpo.hash_module = original
+
+
+class DpoTrainer(SamplesTrainer):
+    """`trl dpo`. The reference is scored within the update, or with `precompute_ref_log_probs` before training."""
+
+    name = "dpo"
+    keys = SAMPLES
+    phases = MappingProxyType({"score_reference": "scoring", "_save_checkpoint": "save"})
+    auto_class = AutoModelForCausalLM
+    tile_tokens = TILE_TOKENS
+    compared = (*COMPARED, "loss_type", "beta", "precompute_ref_log_probs")
+
+    def real(self, config: TrlConfig) -> DPOTrainer:
+        trainer = real(DPOTrainer, config)
+        if config.script.ignore_bias_buffers:  # as in TRL's script
+            buffers = trainer.model.named_buffers()
+            trainer.model._ddp_params_and_buffers_to_ignore = [n for n, b in buffers if b.dtype == torch.bool]
+        return trainer
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> DPOTrainer:
+        with _weights_unhashed():
+            trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
+        trainer.scoring_share = _scoring_share(config, worst_case)
+        return trainer
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        """Prompt and answer tokens, of both answers."""
+        row, limit = _row(config, worst_case), config.training.max_length
+        widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
+        return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
+
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
+        """The pair that fills most of `max_length`; of several the longest, then the one with the longest answers."""
+        raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
+        training = config.training
+        steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
+        rows = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
+        longer = _widths(rows)
+        whole = np.minimum(longer, longer.max() if limit is None else limit)
+        answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
+        index = int(np.lexsort((answers, longer, whole))[-1])
+        longest = int(longer.max())
+        facts = {
+            "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
+            "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
+            "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
+        }  # fmt: skip
+        return rows.select([index]), facts
+
+    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
+        return dpo_tiers(resolved, **facts)
+
+
+TRAINER = DpoTrainer()

@@ -1,11 +1,15 @@
 """TRL's GRPOTrainer from a recipe: as `trl grpo` builds it, or on worst-case data with random weights for a probe."""
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Mapping
+from math import gcd
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -13,41 +17,17 @@ from trl import GRPOTrainer
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning_accuracy_reward, think_format_reward
 
 from autofit.errors import ConfigError, nearest
-from autofit.recipe.trl_config import TrlConfig
+from autofit.plugin.protocol import Inspection
+from autofit.recipe.keys import Tier
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
+from .inspection import data_hash, keep, longest_prompt
+from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
+from .offline import or_stated
+from .trl import TrlRun, TrlTrainer
+from .trl_config import TrlConfig
 
-# Method of the trainer -> the phase that runs while it does; everything else in a step is `update`.
-PHASES = {
-    "_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save",
-    "vllm_generation.sync_weights": "wake-up",  # with sleep mode vLLM wakes up for its new weights
-}  # fmt: skip
-QUIET = {"log_completions": False}  # what a probe turns off besides what it turns off for every trainer
-MODEL = AutoModelForCausalLM
 _NEVER = 2**31 - 1  # a token id that no tokenizer has: generation never ends early, and nothing else changes
-
-
-def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> GRPOTrainer:
-    """The trainer of `config`, as TRL's own script makes it.
-
-    With `worst_case` (`rows`: a dataset of the one row with the longest prompt), it trains random weights on that row
-    alone and forces every completion to `max_completion_length` tokens. Raises ConfigError for what the recipe names
-    and nobody has.
-    """
-    training = config.training
-    if worst_case is None:
-        return real(GRPOTrainer, config, reward_funcs=reward_functions(config))
-    training.generation_kwargs = {**(training.generation_kwargs or {}), "eos_token_id": [_NEVER]}
-    with random_weights(trl_grpo):
-        rows = _repeat(worst_case["rows"], training)
-        trainer = made(GRPOTrainer, config, reward_funcs=reward_functions(config), train_dataset=rows)
-    trainer.eos_token_ids = [_NEVER]
-    return trainer
-
-
-def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-    """Prompt and completion tokens that one optimizer step of one rank trains on, at full length."""
-    return samples_per_step(config) * (int(worst_case["prompt_tokens"]) + int(config.training.max_completion_length))
 
 
 def prompts(config: TrlConfig) -> Any:
@@ -57,7 +37,7 @@ def prompts(config: TrlConfig) -> Any:
         raise ConfigError("a search reads the whole dataset for its longest prompt; set dataset_streaming to false")
     if "prompt" not in rows.column_names:
         raise ConfigError(
-            f"GRPO needs a dataset with a column 'prompt'; {dataset_name(config)} has "
+            f"the trainer needs a dataset with a column 'prompt'; {dataset_name(config)} has "
             f"{', '.join(rows.column_names)}; rename the column"
         )
     return rows
@@ -85,7 +65,7 @@ def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
                 f"{nearest(name, own)}"
             )
     if not found:
-        raise ConfigError("a GRPO recipe needs a reward: give reward_funcs or reward_model_name_or_path")
+        raise ConfigError("the recipe needs a reward: give reward_funcs or reward_model_name_or_path")
     return found
 
 
@@ -112,3 +92,99 @@ def _repeat(rows: Dataset, training: Any) -> Dataset:
     prompts_per_generation = max(1, training.generation_batch_size // training.num_generations)
     generations = training.max_steps * training.gradient_accumulation_steps
     return rows.select([0] * (prompts_per_generation * (generations + 1)))
+
+
+class RolloutRun(TrlRun):
+    """A run of a trainer that generates: a rollout in use is not saved, and the prompts' order needs a hand."""
+
+    @property
+    def steps_between_saves(self) -> int:
+        training = self.trainer.args
+        micro_steps = int(training.steps_per_generation * training.num_iterations)
+        return micro_steps // gcd(int(training.gradient_accumulation_steps), micro_steps)
+
+    def before_resuming(self, checkpoint: Path) -> None:
+        """Give the prompts of a resumed epoch the order that they would have had.
+
+        TRL's sampler draws each epoch's order from one generator, which starts anew in a new process; the trainer skips
+        whole epochs without drawing from it.
+        """
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        epochs_done = int(float(state["epoch"]) + 1e-6)
+        original = self.trainer._get_train_sampler
+
+        def advanced(*args: Any, **kwargs: Any) -> Any:
+            sampler = original(*args, **kwargs)
+            for _ in range(epochs_done):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+            return sampler
+
+        if self.trainer.shuffle_dataset and epochs_done:
+            self.trainer._get_train_sampler = advanced
+
+
+class RolloutTrainer(TrlTrainer):
+    """What GRPO and RLOO share: they generate completions, score them, and train on them."""
+
+    keys = ROLLOUTS
+    phases = MappingProxyType({
+        "_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save",
+        "vllm_generation.sync_weights": "wake-up",  # with sleep mode vLLM wakes up for its new weights
+    })  # fmt: skip
+    quiet = MappingProxyType({"log_completions": False})
+    auto_class = AutoModelForCausalLM
+    run_class = RolloutRun
+    trl_class: Any
+    trl_module: Any
+
+    def real(self, config: TrlConfig) -> Any:
+        return real(self.trl_class, config, reward_funcs=reward_functions(config))
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
+        """Random weights on the longest prompt alone; every completion has `max_completion_length` tokens."""
+        training = config.training
+        training.generation_kwargs = {**(training.generation_kwargs or {}), "eos_token_id": [_NEVER]}
+        with random_weights(self.trl_module):
+            rows = _repeat(worst_case["rows"], training)
+            trainer = made(self.trl_class, config, reward_funcs=reward_functions(config), train_dataset=rows)
+        trainer.eos_token_ids = [_NEVER]
+        return trainer
+
+    def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
+        rewards = reward_functions(config)  # a wrong path is said before a large dataset is read
+        with or_stated(inspection):
+            rows = prompts(config)
+        index, tokens = longest_prompt(rows, config)
+        keep(rows.select([index]), {"prompt_tokens": tokens}, inspection.worst_case)
+        made_up = inspection.prompt_tokens is not None  # told by its length
+        return {
+            "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
+            "content_hash": data_hash(rewards, None if made_up else rows),
+        }  # fmt: skip
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        """Prompt and completion tokens."""
+        tokens = int(worst_case["prompt_tokens"]) + int(config.training.max_completion_length)
+        return samples_per_step(config) * tokens
+
+
+class GrpoTrainer(RolloutTrainer):
+    """`trl grpo`."""
+
+    name = "grpo"
+    tile_tokens = TILE_TOKENS
+    trl_class, trl_module = GRPOTrainer, trl_grpo
+    compared = (
+        *COMPARED,
+        "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta",
+        "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
+        "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
+        "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
+        "use_bias_correction_kl", "reward_weights",
+    )  # fmt: skip
+
+    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
+        return grpo_tiers(resolved, **facts)
+
+
+TRAINER = GrpoTrainer()

@@ -1,6 +1,7 @@
 """TRL's RewardTrainer from a recipe: as `trl reward` builds it, or on worst-case data with random weights."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,13 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
-from autofit.recipe.trl_config import TrlConfig
+from autofit.recipe.keys import Tier
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
+from .trl import SamplesTrainer
+from .trl_config import TrlConfig
 
-PHASES = {"_save_checkpoint": "save"}
-QUIET: dict[str, object] = {}
-MODEL = AutoModelForSequenceClassification
 _SIDES = ("chosen_ids", "rejected_ids")
 
 
@@ -24,33 +25,6 @@ class _Prepared(RewardTrainer):  # type: ignore[misc]
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
         return dataset
-
-
-def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> RewardTrainer:
-    """The trainer of `config`, as TRL's own script makes it; with `worst_case`, random weights on its one row."""
-    if worst_case is None:
-        return real(RewardTrainer, config)
-    return probed(_Prepared, trl_reward, config, _row(config, worst_case))
-
-
-def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-    """Tokens of both answers that one optimizer step of one rank trains on, at full length."""
-    row = _row(config, worst_case)
-    return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
-
-
-def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-    """The pair with the longest answer among those that TRL keeps (it drops what is over `max_length`)."""
-    kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
-    raw = train_rows(config, "Reward", kinds)
-    limit = config.training.max_length
-    rows = prepared_longest(RewardTrainer, trl_reward, config, raw, None)
-    chosen, rejected = (lengths(rows, side) for side in _SIDES)
-    longer = np.maximum(chosen, rejected)
-    index = int(np.lexsort((chosen + rejected, longer))[-1])
-    longest, dropped = int(longer[index]), len(raw) - len(rows)
-    facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
-    return rows.select([index]), facts
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,3 +37,47 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
         if limit is not None and (count > limit or longer):
             row[side] = fitted(row[side], limit)
     return row
+
+
+class RewardModelTrainer(SamplesTrainer):
+    """`trl reward`."""
+
+    name = "reward"
+    keys = SAMPLES
+    phases = MappingProxyType({"_save_checkpoint": "save"})
+    auto_class = AutoModelForSequenceClassification
+    tile_tokens = TILE_TOKENS
+    compared = (
+        *COMPARED,
+        "center_rewards_coefficient",
+    )
+
+    def real(self, config: TrlConfig) -> RewardTrainer:
+        return real(RewardTrainer, config)
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> RewardTrainer:
+        return probed(_Prepared, trl_reward, config, _row(config, worst_case))
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        """Tokens of both answers."""
+        row = _row(config, worst_case)
+        return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
+
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
+        """The pair with the longest answer among those that TRL keeps (it drops what is over `max_length`)."""
+        kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
+        raw = train_rows(config, "Reward", kinds)
+        limit = config.training.max_length
+        rows = prepared_longest(RewardTrainer, trl_reward, config, raw, None)
+        chosen, rejected = (lengths(rows, side) for side in _SIDES)
+        longer = np.maximum(chosen, rejected)
+        index = int(np.lexsort((chosen + rejected, longer))[-1])
+        longest, dropped = int(longer[index]), len(raw) - len(rows)
+        facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
+        return rows.select([index]), facts
+
+    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
+        return sample_tiers(resolved, **facts)
+
+
+TRAINER = RewardModelTrainer()

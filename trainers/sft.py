@@ -1,6 +1,7 @@
 """TRL's SFTTrainer from a recipe: as `trl sft` builds it, or on worst-case data with random weights for a probe."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import trl.trainer.sft_trainer as trl_sft
@@ -8,13 +9,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
-from autofit.recipe.trl_config import TrlConfig
+from autofit.recipe.keys import Tier
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
+from .trl import SamplesTrainer
+from .trl_config import TrlConfig
 
-PHASES = {"_save_checkpoint": "save"}
-QUIET: dict[str, object] = {}
-MODEL = AutoModelForCausalLM
 _IGNORED = -100  # the label of a token that the loss leaves out
 
 
@@ -23,35 +24,6 @@ class _Prepared(SFTTrainer):  # type: ignore[misc]
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
         return dataset
-
-
-def build(config: TrlConfig, *, worst_case: Mapping[str, Any] | None = None) -> SFTTrainer:
-    """The trainer of `config`, as TRL's own script makes it; with `worst_case`, random weights on its one row."""
-    if worst_case is None:
-        return real(SFTTrainer, config)
-    config.training.assistant_only_loss = False  # the labels say already which tokens count
-    return probed(_Prepared, trl_sft, config, _row(config, worst_case))
-
-
-def tokens_per_step(config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-    """Tokens that one optimizer step of one rank trains on, at full length."""
-    return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
-
-
-def worst_case(config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-    """The longest row as TRL tokenises, truncates and packs it, and its facts."""
-    text = config.training.dataset_text_field
-    kinds = {
-        "text": (text,), "conversations": ("messages",), "the older form of them": ("conversations",),
-        "prompts with an answer": ("prompt", "completion"), "tokens": ("input_ids",),
-    }  # fmt: skip
-    raw = train_rows(config, "SFT", kinds)
-    limit = config.training.max_length
-    rows = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
-    counts = lengths(rows, "input_ids")
-    longest = int(counts.max())
-    facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
-    return rows.select([int(counts.argmax())]), facts
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,3 +50,48 @@ def _documents(documents: list[int], count: int) -> list[int]:
     while sum(kept) < count:
         kept.append(min(documents[len(kept) % len(documents)], count - sum(kept)))
     return kept
+
+
+class SftTrainer(SamplesTrainer):
+    """`trl sft`."""
+
+    name = "sft"
+    keys = SAMPLES
+    phases = MappingProxyType({"_save_checkpoint": "save"})
+    auto_class = AutoModelForCausalLM
+    tile_tokens = TILE_TOKENS
+    compared = (
+        *COMPARED,
+        "loss_type",
+    )
+
+    def real(self, config: TrlConfig) -> SFTTrainer:
+        return real(SFTTrainer, config)
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> SFTTrainer:
+        config.training.assistant_only_loss = False  # the labels say already which tokens count
+        return probed(_Prepared, trl_sft, config, _row(config, worst_case))
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
+
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
+        """The longest row as TRL tokenises, truncates and packs it, and its facts."""
+        text = config.training.dataset_text_field
+        kinds = {
+            "text": (text,), "conversations": ("messages",), "the older form of them": ("conversations",),
+            "prompts with an answer": ("prompt", "completion"), "tokens": ("input_ids",),
+        }  # fmt: skip
+        raw = train_rows(config, "SFT", kinds)
+        limit = config.training.max_length
+        rows = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
+        counts = lengths(rows, "input_ids")
+        longest = int(counts.max())
+        facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
+        return rows.select([int(counts.argmax())]), facts
+
+    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
+        return sample_tiers(resolved, **facts)
+
+
+TRAINER = SftTrainer()

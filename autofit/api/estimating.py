@@ -110,7 +110,7 @@ def estimate(
             )  # fmt: skip
             stated.check()
             where = describe_device(device, capacity)
-            (on_event or silent)(Event(text=f"{stated.resolved['model_name_or_path']} on {where}"))
+            (on_event or silent)(Event(text=f"{stated.model} on {where}"))
             estimator = Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -15,13 +15,14 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import choose_device_and_target, gpus
+from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
+from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated, read_source
-from autofit.recipe.trainer_keys import trainer_of
-from autofit.space.space import TIERS, Knob, Space, Tier
-from autofit.space.space_file import read_space
+from autofit.space.space import Knob, Space
+from autofit.space.space_file import StatedSpace, read_space, space_knobs
 from autofit.tuning.frontier import GOALS, Goal
 from autofit.tuning.sampler import SAMPLERS, SamplerName
 from autofit.tuning.search import Plan
@@ -29,7 +30,6 @@ from autofit.units import format_bytes
 
 DeviceKind = Literal["auto", "cpu", "cuda", "sim"]
 Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
-StatedSpace = str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob]
 _DEVICES: tuple[DeviceKind, ...] = ("auto", "cpu", "cuda", "sim")
 _TRIALS = 12  # of a search that no time or plateau ends
 
@@ -98,8 +98,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     check_prompt_tokens(asked.prompt_tokens, device)
     headroom = _headroom(asked.headroom, device, target)
     source = source_of(asked.recipe, asked.name)
-    trainer = trainer_of({**source.values, **(asked.changes or {})}, asked.trainer or source.trainer)
-    knobs = read_space(asked.space, trainer=trainer)
+    if asked.space is not None:
+        read_space(asked.space, trainer=None)  # a wrong one is said at once
     one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     recipe = read_recipe(
@@ -108,6 +108,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     )  # fmt: skip
     for label, text in (*recipe.describe(), ("device", describe_device(device, target))):
         on_event(Event(label=label, text=text))
+    knobs = space_knobs(recipe, asked.space)
     space = Space.of(recipe, knobs, allow=asked.allow, device=device)
     _check_target(recipe, target - headroom, asked.allow)
     open_ended = budget_s is not None or asked.plateau is not None
@@ -143,7 +144,7 @@ def read_recipe(
 
     Raises ConfigError for what TRL would not take.
     """
-    named = trainer_of({**source.values, **(changes or {})}, trainer or source.trainer)
+    named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         return prepare(

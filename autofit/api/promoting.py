@@ -16,7 +16,6 @@ from autofit.promotion.promotion import (
     Promotion,
     choose,
     follow,
-    has_dataset,
     model_path,
     plan_promotion,
     read_progress,
@@ -26,7 +25,7 @@ from autofit.promotion.promotion import (
     launch as launch_run,
 )
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
-from autofit.tuning.frontier import rule_of
+from autofit.tuning.record import record_of
 from autofit.tuning.study import exclusive, load_study, trials_of
 
 if TYPE_CHECKING:
@@ -135,9 +134,9 @@ def verify(
     """
     with named_as_arguments():
         found = load_study(Path(folder), study)
-        chosen = choose(trials_of(found), str(trial), rule_of(found.user_attrs), fitting=False)
+        chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
         proof = prove(found, chosen, say=_saying(on_event))
-    return ProofResult(study=found.study_name, proof=proof, original=found.user_attrs["resolved"])
+    return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
 
 
 def promote(
@@ -168,7 +167,7 @@ def promote(
         say(f"wrote {path}")
         if not launch:
             return _result(promotion, "written", path)
-        if not has_dataset(promotion.values):
+        if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
                 f"reward_funcs to {path} and run it with: trl {promotion.trainer} --config"

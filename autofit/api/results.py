@@ -11,15 +11,15 @@ from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_
 from autofit.api.trials import TrialResult
 from autofit.probing.result import ProbeStatus
 from autofit.tracking.front_plot import front_figure
-from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, rule_of, winner
+from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
+from autofit.tuning.record import record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, why
+from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,14 @@ class SearchResult(Shown):
     confirmation: Mapping[str, object] | None  # the winner's longer probe: trial, status, figures, those that fell
     confirmation_note: str
     counts: Mapping[str, int]  # trials asked for, by status, and candidates screened out by their prediction
-    stopped: str = ""  # why the search ended; "" in a report
+    stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
 
     @classmethod
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
-        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stopped: str = "", why: str = "",
+        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
         kept: Mapping[str, object] | None = None,
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
@@ -64,14 +64,19 @@ class SearchResult(Shown):
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
             why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
-            counts={"asked": len(trials), **by_status, "screened": screened}, stopped=stopped,
+            counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
         )  # fmt: skip
 
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the search; the same call goes on with it."""
-        return self.stopped == INTERRUPTED
+        return self.stop is not None and self.stop.kind is StopKind.INTERRUPTED
+
+    @property
+    def stopped(self) -> str:
+        """Why the search ended, in words; "" in a report."""
+        return "" if self.stop is None else self.stop.words
 
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit search --json` prints: plain values only."""
@@ -120,16 +125,16 @@ class SearchResult(Shown):
         return front_figure(self.trials, self.front, self.baseline, self.target_bytes)
 
 
-def read_result(folder: Path, name: str | None, *, stopped: str = "") -> SearchResult:
+def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> SearchResult:
     """The result of the study `name` in `folder`, or of the one used last. Raises ConfigError when there is none."""
     study = load_study(folder, name)
-    trials, attrs = trials_of(study), study.user_attrs
-    target, rule, original = cast("int | None", attrs.get("target_bytes")), rule_of(attrs), attrs["resolved"]
+    trials, record = trials_of(study), record_of(study)
+    target, rule, original = record.target_bytes, record.rule, record.resolved
     return SearchResult.of(
         trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
-        screened=int(attrs.get("screened", 0)), stopped=stopped,
-        why=why(trials, original, target, rule) + predicted_note(trials, attrs),
-        kept=of_winner(attrs.get("sensitivity"), winner(trials, **rule)),
+        screened=record.screened, stop=stop,
+        why=why(trials, original, target, rule) + predicted_note(trials, record),
+        kept=of_winner(record.sensitivity, winner(trials, **rule)),
     )  # fmt: skip
 
 

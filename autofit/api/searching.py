@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,12 +17,11 @@ from autofit.api.planning import (
     Given,
     Planned,
     Request,
-    StatedSpace,
     drop,
     fork_server,
     make_plan,
 )
-from autofit.api.results import INTERRUPTED, SearchResult, read_result
+from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
 from autofit.errors import EnvironmentFault
@@ -33,19 +30,22 @@ from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.hardware import calibration
 from autofit.hardware.hardware import simulated_twin
-from autofit.probing import offline
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import worst_case_path
+from autofit.probing.prepare import keep_worst_case, worst_case_path
+from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
-from autofit.space.space import Space, Tier
+from autofit.space.space import Space
+from autofit.space.space_file import StatedSpace
 from autofit.tracking.follower import following
 from autofit.tuning.confirmation import confirm
-from autofit.tuning.frontier import Goal, Trial, baseline, rule_of, winner
+from autofit.tuning.frontier import Goal, Trial, baseline, winner
+from autofit.tuning.record import keep_record, record_of
 from autofit.tuning.sampler import SamplerName
-from autofit.tuning.search import BROKEN, Plan, Search, open_study
+from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.search import Progress as _Progress
 from autofit.tuning.sensitivity import sensitivity
+from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import exclusive, trials_of
 from autofit.units import format_seconds
 
@@ -122,11 +122,11 @@ def search(
         server = fork_server(asked.folder)
         try:
             run = _Run(asked, server, on_event or silent, on_progress)
-            studied, stopped = run.to_its_end(confirming=confirm, mirroring=mlflow)
+            studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow)
         finally:
             server.close()
-        result = read_result(asked.folder, studied, stopped=stopped)
-        if stopped == BROKEN:
+        result = read_result(asked.folder, studied, stop=stop)
+        if stop.kind is StopKind.BROKEN:
             raise EnvironmentFault(f"{result.why}; mend that and run the same command again")
         return result
 
@@ -146,7 +146,7 @@ class _Run:
         self._asked, self._server = asked, server
         self._tell, self._on_progress = on_event, on_progress
 
-    def to_its_end(self, *, confirming: bool, mirroring: bool) -> tuple[str, str]:
+    def to_its_end(self, *, confirming: bool, mirroring: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
         forecast = self._forecast(planned)
@@ -156,7 +156,8 @@ class _Run:
             study = open_study(plan)
             if mirroring:
                 stack.enter_context(following(plan.folder, study.study_name, say=self._note))
-            _keep_worst_case(planned.scratch, plan.probes_folder)
+            keep_worst_case(planned.scratch, plan.probes_folder)
+            drop(planned.scratch)
             self._note(
                 f"{plan.name} (in {plan.folder}), {len(plan.space.allowed())} candidates of tier "
                 f"{plan.space.allow} or above",
@@ -165,7 +166,7 @@ class _Run:
             driver = Search(plan, study, server_socket=self._server.socket_path)
             driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
             try:
-                stopped = driver.run()
+                stop = driver.run()
                 if confirming:
                     confirm(plan, study, server_socket=self._server.socket_path, say=self._note)
                 if plan.device == "cuda":
@@ -173,9 +174,9 @@ class _Run:
             except KeyboardInterrupt:
                 self._tell(Event(text="stopping the probe at work; its trial waits for the next run", interrupted=True))
                 driver.interrupt()
-                stopped = INTERRUPTED
+                stop = Stop(StopKind.INTERRUPTED, "interrupted")
             _keep_sensitivity(planned, study, forecast)
-        return plan.name, stopped
+        return plan.name, stop
 
     def _note(self, text: str, *, label: str = "") -> None:
         self._tell(Event(text=text, label=label))
@@ -222,7 +223,7 @@ class _Run:
 
     def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:
         """Correct the clock of the card's simulated twin by the winner's measured seconds; it is kept."""
-        device, best = simulated_twin(plan.device), winner(trials_of(study), **rule_of(study.user_attrs))
+        device, best = simulated_twin(plan.device), winner(trials_of(study), **record_of(study).rule)
         if device is None or best is None or best.result is None or plan.limit_bytes is None:
             return
         estimator = Estimator(
@@ -247,8 +248,8 @@ def _progress(found: _Progress, plan: Plan) -> Progress:
 
 def _keep_sensitivity(planned: Planned, study: optuna.Study, forecast: Forecast | None) -> None:
     """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
-    plan, trials = planned.plan, trials_of(study)
-    best = winner(trials, **rule_of(study.user_attrs))
+    plan, trials, record = planned.plan, trials_of(study), record_of(study)
+    best = winner(trials, **record.rule)
     if best is None:
         return
     space = Space.of(plan.recipe, planned.knobs, allow="recipe", device=plan.device)
@@ -256,16 +257,4 @@ def _keep_sensitivity(planned: Planned, study: optuna.Study, forecast: Forecast 
         space, trials, best, limit_bytes=plan.limit_bytes,
         predict=lambda other, tokens: None if forecast is None else forecast.of(space, other, completion_tokens=tokens),
     )  # fmt: skip
-    if study.user_attrs.get("sensitivity") != kept:
-        study.set_user_attr("sensitivity", kept)
-
-
-def _keep_worst_case(scratch: Path, folder: Path) -> None:
-    """Move the worst case from where the recipe was read to the study's probes, and drop the rest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not worst_case_path(folder).exists():  # the same study has the same one
-        offline.keep(scratch, folder)
-        shutil.rmtree(folder / "worst_row", ignore_errors=True)
-        os.replace(scratch / "worst_row", folder / "worst_row")
-        os.replace(worst_case_path(scratch), worst_case_path(folder))
-    drop(scratch)
+    keep_record(study, replace(record, sensitivity=kept))

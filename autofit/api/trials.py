@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autofit.probing.result import ProbeStatus
-from autofit.space.space import Tier
+from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Trial
 
 

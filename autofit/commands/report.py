@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, show
+from autofit.tuning.stop import Stop, StopKind
 
 if TYPE_CHECKING:
     from autofit.api import SearchResult
@@ -25,6 +26,11 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         if result.winner is not None:
             where = dir_option(options.dir)
             print(f"Next: autofit promote best{where}   then: autofit ui{where}")
-    if result.interrupted:
+    return exit_code(result.stop, fits=result.winner is not None)
+
+
+def exit_code(stop: Stop | None, *, fits: bool) -> int:
+    """Of a search that ended so, or of a report (None); `fits` says whether there is a winner."""
+    if stop is not None and stop.kind is StopKind.INTERRUPTED:
         return INTERRUPTED
-    return DONE if result.winner is not None else NOTHING_FITS
+    return DONE if fits else NOTHING_FITS

@@ -1,6 +1,6 @@
-"""A simulated GPU: ordinary PyTorch code runs inside it, allocates nothing, and sees `torch.cuda` behave.
+"""A simulated GPU: ordinary PyTorch code runs inside it, allocates nothing, and sees a working `torch.cuda`.
 
-Importing this package loads no torch and changes nothing; everything starts at `with fake_gpu("a100-80gb")`.
+Importing this package loads no torch and changes nothing; the simulation starts at `with fake_gpu("a100-80gb")`.
 """
 
 from __future__ import annotations

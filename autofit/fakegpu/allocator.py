@@ -1,7 +1,7 @@
-"""torch's CUDA caching allocator, replayed: same pools, rounding, best fit, splits, merges and retries. No torch here.
+"""torch's CUDA caching allocator in Python: same pools, rounding, best fit, splits, merges, retries. Needs no torch.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 to 2.13); constants carry its names. Addresses
-are made up, which matters only where two free blocks have the same size.
+are invented, so the choice between two free blocks of the same size may differ from a real run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize
-SMALL_BYTES = MIB  # kSmallSize: up to here the small pool serves
+SMALL_BYTES = MIB  # kSmallSize: largest request of the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer
-MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: below it a request gets a kLargeBuffer
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: a smaller request gets a segment of kLargeBuffer
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
 UNLIMITED = 1 << 62
 
 
 class OutOfCapacityError(Exception):
-    """An allocation that does not fit even after cached blocks were freed."""
+    """An allocation does not fit, even after cached blocks were freed."""
 
     def __init__(self, requested_bytes: int) -> None:
         super().__init__(f"no room for {requested_bytes} bytes")
@@ -32,7 +32,7 @@ class OutOfCapacityError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """The part of PYTORCH_CUDA_ALLOC_CONF that decides where bytes go."""
+    """The options of PYTORCH_CUDA_ALLOC_CONF that affect block placement."""
 
     expandable_segments: bool = False
     max_split_size_bytes: int = UNLIMITED
@@ -41,7 +41,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Settings from the text of PYTORCH_CUDA_ALLOC_CONF; options that do not move bytes are ignored."""
+        """Settings from the text of PYTORCH_CUDA_ALLOC_CONF; options without effect on placement are ignored."""
         options = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
         divisions = options.get("roundup_power2_divisions", "0")
         split_mib = options.get("max_split_size_mb")
@@ -54,12 +54,12 @@ class AllocatorSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-        """What torch would read at start: PYTORCH_ALLOC_CONF, or its older name PYTORCH_CUDA_ALLOC_CONF."""
+        """Settings from PYTORCH_ALLOC_CONF or its older name PYTORCH_CUDA_ALLOC_CONF, as torch reads them at start."""
         return cls.parse(environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 class Block:
-    """A piece of a segment: in use, free, or (in an expandable segment) an address range without memory."""
+    """A piece of a segment: in use, free, or (in an expandable segment) an unmapped address range."""
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "requested_bytes", "size")
 
@@ -78,7 +78,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one stream and size class, by size; and the unmapped ranges, by address."""
+    """Free blocks of one stream and size class, sorted by size, and unmapped ranges, sorted by address."""
 
     __slots__ = ("free", "granule", "small", "unmapped")
 
@@ -95,14 +95,14 @@ class Pool:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def twin(self, block: Block) -> Block:
-        """A block like that of another allocator's pool, with no neighbours yet."""
+        """A copy of another pool's block, not linked to neighbours yet."""
         twin = Block(self, block.address, block.size, free=block.free, mapped=block.mapped)
         twin.requested_bytes = block.requested_bytes
         return twin
 
 
 class CachingAllocator:
-    """One device's allocator. `malloc` returns a Block; `free` takes it back; the counters are torch's."""
+    """One device's allocator. `malloc` returns a Block; `free` takes it back; the counters are those of torch."""
 
     def __init__(self, *, capacity_bytes: int = UNLIMITED, settings: AllocatorSettings | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -139,7 +139,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back; it is merged with its free neighbours and stays reserved."""
+        """Free a block: merge it with its free neighbours and keep it cached (reserved)."""
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested_bytes
         pool, block = block.pool, _coalesce(block)
@@ -147,7 +147,7 @@ class CachingAllocator:
         pool.insert(block)
 
     def empty_cache(self) -> None:
-        """Return to the driver every segment that is wholly free (and every free granule of an expandable one)."""
+        """Return every fully free segment to the driver (of an expandable segment, every free granule)."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.settings.expandable_segments:
@@ -161,7 +161,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def copy(self, live: Mapping[int, Block]) -> tuple[CachingAllocator, dict[int, Block]]:
-        """The same state for another future; `live` names every block in use, and comes back naming the copy's."""
+        """A deep copy of the allocator, and `live` (name -> block in use) with the blocks of the copy."""
         other = copy.copy(self)
         other._pools = {key: Pool(small=pool.small) for key, pool in self._pools.items()}
         twins: dict[Block, Block] = {}
@@ -180,7 +180,7 @@ class CachingAllocator:
         return other, mine
 
     def round_size(self, nbytes: int) -> int:
-        """Bytes a request takes: whole 512 B, or power-of-two divisions where the settings ask for them."""
+        """Size of a request after rounding: to 512 B, or to power-of-two divisions if the settings enable them."""
         if nbytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         divisions = self.settings.roundup_power2_divisions
@@ -246,7 +246,7 @@ class CachingAllocator:
         self.segment_count -= 1
 
     def _release_oversized(self, pool: Pool, size: int) -> bool:
-        """With max_split_size set: free the smallest oversized block that is enough, or several, largest first."""
+        """With max_split_size set: free the smallest sufficient oversized block, or several, largest first."""
         limit = self.settings.max_split_size_bytes
         if limit == UNLIMITED or self.settings.expandable_segments:
             return False
@@ -266,7 +266,7 @@ class CachingAllocator:
 
     # ------------------------------------------------------------------ expandable segments
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """Map memory behind (or before) free blocks until `size` bytes lie in a row."""
+        """Map memory after (or before) free blocks until `size` contiguous bytes are available."""
         block = self._expandable_range(pool, size)
         if not block.mapped:
             mapped = self._map(block, min(block.size, size))
@@ -293,7 +293,7 @@ class CachingAllocator:
             if room >= size:
                 return start
         address_bytes = max(1 << 45, 2 * size)
-        self._next_address = -(-self._next_address // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES  # granules start here
+        self._next_address = -(-self._next_address // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES  # align to a granule
         tail = Block(pool, self._next_address, address_bytes, free=True, mapped=False)
         self._next_address += address_bytes + (1 << 40)
         self.segment_count += 1
@@ -301,7 +301,7 @@ class CachingAllocator:
         return tail
 
     def _map(self, hole: Block, nbytes: int) -> Block | None:
-        """Put memory behind the first `nbytes` of an unmapped range, in whole granules; merged with free neighbours."""
+        """Map the first `nbytes` of an unmapped range, in whole granules; merge with free neighbours."""
         pool = hole.pool
         nbytes = min(-(-nbytes // pool.granule) * pool.granule, hole.size)
         if self.reserved_bytes + nbytes > self.capacity_bytes:
@@ -316,7 +316,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Take the whole granules out of a free block of an expandable segment."""
+        """Unmap all whole granules inside a free block of an expandable segment."""
         pool = block.pool
         start = -(-block.address // pool.granule) * pool.granule
         end = (block.address + block.size) // pool.granule * pool.granule
@@ -343,7 +343,7 @@ class CachingAllocator:
 
 
 def segment_bytes(size: int) -> int:
-    """What a request that no cached block serves takes from the driver."""
+    """Size of the new segment for a request that no cached block can serve."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:
@@ -360,7 +360,7 @@ def _roundup_power2(nbytes: int, divisions: int) -> int:
 
 
 def _prefer_inner(free: list[tuple[int, int, Block]], at: int) -> int:
-    """A block before unmapped space counts with that space, so a larger inner block is taken first (get_free_block)."""
+    """Rank a block by its size plus the unmapped range after it, so inner blocks are preferred (get_free_block)."""
 
     def reach(block: Block) -> int:
         after = block.next
@@ -372,7 +372,7 @@ def _prefer_inner(free: list[tuple[int, int, Block]], at: int) -> int:
 
 
 def _split(block: Block, size: int, *, free: bool) -> Block:
-    """Cut `block` to `size`; returns the rest, linked behind it."""
+    """Shrink `block` to `size`; returns the remainder as a new block linked after it."""
     rest = Block(block.pool, block.address + size, block.size - size, free=free, mapped=block.mapped)
     rest.prev, rest.next = block, block.next
     if block.next is not None:
@@ -383,7 +383,7 @@ def _split(block: Block, size: int, *, free: bool) -> Block:
 
 
 def _coalesce(block: Block) -> Block:
-    """Merge `block` with its free, mapped neighbours, taking them out of the pool; the block that is left."""
+    """Merge `block` with its free, mapped neighbours and remove those from the pool; returns the merged block."""
     before, after = block.prev, block.next
     if after is not None and after.free and after.mapped:
         block.pool.remove(after)

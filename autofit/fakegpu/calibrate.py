@@ -1,8 +1,8 @@
-"""What eager PyTorch costs on this host, measured in a second on the CPU and kept in a JSON file; never required.
+"""Host costs of eager PyTorch, measured on the CPU in about a second and saved as JSON. Optional.
 
-The host's share of a step is Python and dispatch, which a model of a few elements shows without a GPU: its kernels do
-almost nothing. A CUDA launch costs the driver's call on top, which a CPU cannot show, so `launch_s` is a lower bound
-until a real probe corrects it (`fit_to_probe`), as it does the shares of the card's peak rates.
+The host's share of a step is Python and dispatch. A model with tensors of a few elements measures it without a GPU,
+since its kernels take almost no time. A CUDA launch adds a driver call that a CPU run does not have, so `launch_s` is
+a lower bound until `fit_to_probe` corrects it from a real probe, together with the fractions of the peak rates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUNS = 30
 
 
 def measure_host_costs() -> HostCosts:
-    """Seconds of this host for each kernel and each view, from a tiny model's forward and backward (about a second)."""
+    """Host seconds per kernel and per view, measured on a tiny model's forward and backward (about a second)."""
     norms = [torch.nn.LayerNorm(WIDTH) for _ in range(LAYERS)]
     linears = [[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
     everything = torch.nn.ModuleList([*norms, *(linear for four in linears for linear in four)])
@@ -60,9 +60,9 @@ def fit_to_probe(
     predicted_update_s: float | None = None,
     measured_update_s: float | None = None,
 ) -> HostCosts:
-    """The costs after one real probe: an update is bound by the card's rates, a rollout of single tokens by the host.
+    """Costs corrected by one real probe: rates by the update (GPU-bound), host costs by the rollout (host-bound).
 
-    One correction by the ratio of measured to predicted, not a fit; a share of a peak rate stays at most 1.
+    Each correction is the ratio of measured to predicted seconds. Fractions of a peak rate stay at most 1.
     """
     for given in (predicted_rollout_s, measured_rollout_s, predicted_update_s, measured_update_s):
         if given is not None and not given > 0:
@@ -79,7 +79,7 @@ def fit_to_probe(
 
 
 def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
-    """Write the costs with where they come from, put in place whole."""
+    """Write the costs and their source to `path` atomically."""
     record = {
         "host_costs": asdict(costs),
         "source": source,
@@ -95,7 +95,7 @@ def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
 
 
 def load_host_costs(path: Path) -> HostCosts | None:
-    """What `save_host_costs` wrote; None where there is no file. A file that is damaged is one FakeGpuError."""
+    """Costs written by `save_host_costs`; None if the file does not exist. Raises FakeGpuError if it is damaged."""
     try:
         record = json.loads(path.read_text())
         held = record["host_costs"]
@@ -111,7 +111,7 @@ def load_host_costs(path: Path) -> HostCosts | None:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operations as the clock does: a view, or a kernel."""
+    """Counts views and kernels by the clock's rule."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs: the others were disturbed."""
+    """Seconds of the fastest of several runs, the one with the least interference."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

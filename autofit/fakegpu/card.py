@@ -1,4 +1,4 @@
-"""The simulated card itself: what it holds, what it costs, and what happened on it."""
+"""The simulated card: its memory, its clock, and the results of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
@@ -16,14 +18,14 @@ from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import GpuSpec, HostCosts
-from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline
+from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
 from autofit.fakegpu.tracer import Tracer, in_backward
 
 Mode = Literal["cuda", "cpu"]
 
 
 class FakeGpu:
-    """One simulated card. Read it during the block or after; byte counts are torch's, on that card."""
+    """One simulated card, readable during and after the block. Byte counts are those torch reports on such a card."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class FakeGpu:
         self.settings = settings or AllocatorSettings.from_environment()
         self.notes: list[str] = []
         self.active = False
-        self.only_last_decode_steps = False  # of a rollout: enough for its peak, not for the allocator's fragments
+        self.only_last_decode_steps = False  # of a rollout: exact for its peak, not for fragmentation
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
         self.allocatable_bytes = spec.allocatable_bytes - occupied_bytes if enforce_capacity else UNLIMITED
@@ -66,45 +68,45 @@ class FakeGpu:
     # ------------------------------------------------------------------ results
     @property
     def fidelity(self) -> str:
-        """How the answer came about; the cpu mode is the weaker one."""
+        """Description of the mode that produced the results; cpu mode is less faithful than cuda mode."""
         if self.mode == "cuda":
             return "cuda: fake CUDA tensors, CUDA dispatch and kernels"
         return "cpu: fake CPU tensors; what CUDA does differently (attention kernel, fused loss, workspaces) is missing"
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most bytes of live tensors, over the whole block (torch.cuda.max_memory_allocated, never reset)."""
+        """Peak bytes of live tensors over the whole block (torch.cuda.max_memory_allocated without resets)."""
         return max(self._peaks[0], self.memory.allocator.peak_allocated_bytes)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most bytes the caching allocator held."""
+        """Peak bytes held by the caching allocator."""
         return max(self._peaks[1], self.memory.allocator.peak_reserved_bytes)
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The most bytes asked for, before rounding."""
+        """Peak bytes requested, before rounding."""
         return max(self._peaks[2], self.memory.allocator.peak_requested_bytes)
 
     @property
     def device_used_bytes(self) -> int:
-        """What the driver would report at the peak: the CUDA context, what others hold, and what the allocator held."""
+        """Peak device-used bytes as the driver reports them: CUDA context, other processes and reserved bytes."""
         return self.spec.context_bytes + self.occupied_bytes + self.peak_reserved_bytes
 
     @property
     def least_capacity_bytes(self) -> int:
-        """The smallest card (as its driver reports it) on which the same run goes through, to within 16 MiB above."""
+        """Capacity of the smallest card (as its driver reports it) that completes this run, to within 16 MiB above."""
         count = len(self.memory.log)
         if self._least is None or self._least[0] != count:
             self._least = (count, least_capacity(self.memory.log, settings=self.settings))
         least = self.spec.context_bytes + self.occupied_bytes + self._least[1]
-        return min(least, self.device_used_bytes)  # what was used is enough, whatever the bisection's tolerance
+        return min(least, self.device_used_bytes)  # used bytes are always sufficient; the search has a tolerance
 
     _least: tuple[int, int] | None = None
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds on the simulated clock until everything launched so far is done."""
+        """Simulated seconds until all work launched so far has finished."""
         return self.clock.now_s
 
     @property
@@ -117,8 +119,13 @@ class FakeGpu:
             phase_marks=self.memory.phase_marks,
         )
 
+    def category_numbers(self) -> npt.NDArray[np.int64]:
+        """Each allocation's category as an index of `timeline.CATEGORIES`."""
+        self._mark_gradients()
+        return category_numbers(self.memory.allocations, self._backward_starts)
+
     def why_peak(self, limit: int = 20) -> PeakReport:
-        """What is alive at the peak and which code allocated it, largest first."""
+        """The tensors alive at the peak and the code that allocated them, largest first."""
         self._mark_gradients()
         return build_peak_report(
             self.memory.log, self.memory.allocations, backward_starts=self._backward_starts, limit=limit
@@ -127,7 +134,7 @@ class FakeGpu:
     # ------------------------------------------------------------------ during the block
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what runs inside, for the timeline."""
+        """Name the phase of the code inside, for the timeline."""
         before = self.memory.phase
         self.memory.enter_phase(name)
         try:
@@ -136,18 +143,14 @@ class FakeGpu:
             self.memory.enter_phase(before)
 
     def note(self, text: str) -> None:
-        """Remember something that was not simulated as the card would have done it."""
+        """Record a difference between the simulation and a real card (once per text)."""
         if text not in self.notes:
             self.notes.append(text)
 
     def reset_peaks(self) -> None:
-        """torch.cuda.reset_peak_memory_stats; this object's own peaks are kept."""
+        """torch.cuda.reset_peak_memory_stats; the peaks of this object are not reset."""
         self._peaks = (self.peak_allocated_bytes, self.peak_reserved_bytes, self.peak_requested_bytes)
         self.memory.allocator.reset_peaks()
-
-    def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""
-        return self.memory.knows(storage)
 
     # ------------------------------------------------------------------ categories
     def _classify(self, tensor: torch.Tensor) -> str:

@@ -1,16 +1,17 @@
-"""The simulated clock: a host that launches kernels, and a GPU that works through them (roofline per kernel).
+"""The simulated clock: a host that launches kernels, and a GPU that runs them in order (roofline per kernel).
 
-A kernel takes the longest of: its FLOPs at the card's peak rate, its bytes at the card's bandwidth, and the shortest
-time any kernel takes. The host runs ahead until something waits for the GPU (`.item()`, `synchronize`, a copy back).
-So a rollout of small kernels is bound by the host and an update by the GPU, as on a card.
+A kernel's time is the maximum of its FLOPs at the card's peak rate, its bytes at the card's bandwidth, and the minimum
+kernel time. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
+So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card.
 
-The efficiencies and host costs are round guesses for eager PyTorch, not measured here; `HostCosts` takes one's own.
+The default efficiencies and host costs are round guesses for eager PyTorch, not measurements; pass `HostCosts` to
+replace them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -18,16 +19,13 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.formula.kernel_log import KernelLog
-
 aten = torch.ops.aten
 
 NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
     "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
 }  # fmt: skip
-_GATHERS = {"embedding", "index", "gather", "index_select"}  # they read only the rows they return
+_GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the rows they return, not the whole input
 _TENSOR_CORE_OPS = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "_grouped_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -36,8 +34,22 @@ _TENSOR_CORE_OPS = {
 }  # fmt: skip
 
 
+class OperationLog(Protocol):
+    """A listener of the clock: every operation on the GPU, and the decode steps of a rollout."""
+
+    def view(self) -> None: ...
+
+    def kernel(
+        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
+    ) -> None: ...
+
+    def decode_step(self, number: int) -> None: ...
+
+    def decode_end(self) -> None: ...
+
+
 class Clock:
-    """Two times that only go forward: `host_s`, and `gpu_s` when the last kernel launched so far ends."""
+    """Two monotonic times: `host_s`, and `gpu_s`, the end of the last kernel launched so far."""
 
     def __init__(self, spec: GpuSpec, costs: HostCosts) -> None:
         self.spec = spec
@@ -47,18 +59,18 @@ class Clock:
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
-        self.log: KernelLog | None = None
+        self.log: OperationLog | None = None
 
     @property
     def now_s(self) -> float:
         return max(self.host_s, self.gpu_s)
 
     def synchronize(self) -> None:
-        """The host waits for the GPU."""
+        """Let the host wait for the GPU."""
         self.host_s = self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Time that passed without a traced kernel (a rollout that was fast-forwarded)."""
+        """Add time without a traced kernel (the skipped part of a rollout)."""
         self.host_s += seconds
         self.gpu_s += seconds
 
@@ -67,7 +79,7 @@ class Clock:
         self.synchronize()
 
     def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
-        """Account for one operation on the GPU: a view costs the host only, a kernel both."""
+        """Charge one GPU operation: a view costs host time, a kernel costs host and GPU time."""
         name = func._schema.name[6:]
         if func.is_view or name in NO_KERNEL:
             self.host_s += self.costs.view_s
@@ -115,7 +127,7 @@ def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
     try:
         return int(count(*args, **kwargs, out_val=out))
     except (AssertionError, TypeError, ValueError, IndexError):
-        return 0  # a shape the registry does not know: the bytes still bound the time
+        return 0  # a shape that the registry does not support: only bytes bound the time
 
 
 def _bytes(name: str, args: Sequence[object], out: object) -> int:

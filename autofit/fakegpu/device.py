@@ -1,4 +1,4 @@
-"""`fake_gpu`: a block in which PyTorch believes there is a CUDA card, and the object that says what happened on it."""
+"""`fake_gpu`: a block in which PyTorch finds a CUDA card, and the object with the results of the run."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def fake_gpu(
     record_places: bool = True,
     follow_layers: bool = False,
 ) -> Iterator[FakeGpu]:
-    """Run the block as if on that GPU; nothing is allocated, and torch is as before when the block ends.
+    """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
-    `mode="auto"` makes fake CUDA tensors where that works on this build, and otherwise fake CPU tensors (`gpu.mode`
-    says which). `occupied_bytes` are held by others on the card (a colocated vLLM's share, other processes). With
-    `enforce_capacity=False` nothing raises and the peaks say how much would have been needed. With `follow_layers` the
-    run of a model that `layers.shrink` made shallow can be expanded afterwards (`expand.expanded`).
+    `mode="auto"` makes fake CUDA tensors if this torch build supports them, else fake CPU tensors; see `gpu.mode`.
+    `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
+    `enforce_capacity=False` no allocation fails, and the peaks show the memory that the run needs. With `follow_layers`
+    the run of a model made shallow by `layers.shrink` can be expanded afterwards (`expand.expanded`).
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     if _ACTIVE:
@@ -74,7 +74,7 @@ def fake_gpu(
 @contextlib.contextmanager
 def _running(gpu: FakeGpu) -> Iterator[None]:
     registry = Registry(gpu)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # its first use imports much that looks for a real CUDA
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # its first use imports modules that look for a real CUDA
     with contextlib.ExitStack() as stack:
         stack.enter_context(_torch_state_kept())
         _ACTIVE.append(gpu)
@@ -100,13 +100,13 @@ def _running(gpu: FakeGpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_state_kept() -> Iterator[None]:
-    """Keep the random state, autograd's threading and the environment; backward runs in this thread meanwhile."""
+    """Restore random state, autograd threading and environment afterwards; inside, backward runs in this thread."""
     _start_autograd_engine()
     random_state = torch.get_rng_state()
     multithreading = torch._C._is_multithreading_enabled()
     loading = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     torch.autograd.set_multithreading_enabled(False)
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers would load weights in threads, which have no fake mode
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers loads weights in threads, where no fake mode is active
     try:
         yield
     finally:
@@ -119,7 +119,7 @@ def _torch_state_kept() -> Iterator[None]:
 
 
 def _start_autograd_engine() -> None:
-    """Let the engine count its devices (once per process) before it could see the simulated one."""
+    """Start autograd's engine, which counts devices once per process, before the simulated device is visible."""
     with torch.enable_grad():
         torch.ones(1, requires_grad=True).sum().backward()
 
@@ -144,11 +144,11 @@ def _register_hooks(gpu: FakeGpu, stack: contextlib.ExitStack) -> None:
 
 
 # ---------------------------------------------------------------------- which mode works here
-_SELF_TEST: list[str] = []  # the outcome, once per process: "" is passed
+_SELF_TEST: list[str] = []  # the result, once per process; "" means passed
 
 
 def _choose_mode(mode: Literal["auto", "cuda", "cpu"]) -> tuple[Mode, str]:
-    """The mode to run in, and why it is not the better one."""
+    """The mode to run in, and the reason if it is the cpu fallback."""
     if mode == "cpu":
         return "cpu", ""
     if not _SELF_TEST:
@@ -163,7 +163,7 @@ def _choose_mode(mode: Literal["auto", "cuda", "cpu"]) -> tuple[Mode, str]:
 
 
 def _self_test() -> str:
-    """Forward, backward and step of a tiny model, with the bytes checked; returns what went wrong, or ""."""
+    """Forward, backward and step of a tiny model, with the bytes checked; returns the failure, or ""."""
     gpu = FakeGpu(gpu_spec("a100-40gb"), mode="cuda", settings=AllocatorSettings())
     try:
         with _running(gpu):

@@ -1,11 +1,11 @@
-"""What the simulated GPU raises for wrong input. Running out of memory is `torch.OutOfMemoryError`."""
+"""Errors of the simulated GPU for wrong input. Out of memory is `torch.OutOfMemoryError`."""
 
 from __future__ import annotations
 
 
 class FakeGpuError(Exception):
-    """Anything this package raises about its own use."""
+    """Base class of the errors that this package raises for wrong use."""
 
 
 class UnknownGpuError(FakeGpuError, ValueError):
-    """The name of a GPU that has no spec."""
+    """No spec has this GPU name."""

@@ -1,6 +1,6 @@
-"""Memory that CUDA kernels take and that shapes do not show: library workspaces and scratch inside one operation.
+"""CUDA kernel memory that is not visible in shapes: library workspaces, and scratch inside one operation.
 
-Each entry names the function of torch's source it follows. Whatever is not here is taken to need nothing.
+Each rule names the function of torch's source that it follows. Operations without a rule count as scratch-free.
 """
 
 from __future__ import annotations
@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
-
-if TYPE_CHECKING:
-    pass
 
 aten = torch.ops.aten
 KIB = 1 << 10
 
 Scratch = Callable[..., int]
 
-# Operations that go to cuBLAS and so need its workspace in the allocator.
+# Operations that call cuBLAS, whose workspace comes from the allocator.
 GEMMS = {
     aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
     aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.addmv.default, aten.mv.default, aten.dot.default,
@@ -34,7 +30,7 @@ for _name in ("dtype", "dtype_out"):  # mm(..., out_dtype=), torch >= 2.8
 
 
 def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None) -> int:
-    """Bytes of one cuBLAS workspace; torch keeps one for each host thread's handle and stream.
+    """Bytes of one cuBLAS workspace; torch keeps one per handle (host thread) and stream.
 
     `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: the default is ":4096:2:16:8" (KiB), and
     4096 * 8 KiB on sm90 and sm100; CUBLAS_WORKSPACE_CONFIG overrides it. Since torch 2.8 cublasLt shares it.
@@ -49,7 +45,7 @@ def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None)
 
 
 def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-    """Bytes an operation allocates and frees inside, besides its outputs."""
+    """Bytes that an operation allocates and frees internally, in addition to its outputs."""
     rule = _SCRATCH.get(func)
     return rule(*args, **kwargs) if rule is not None else 0
 
@@ -88,7 +84,7 @@ def _cudnn_backward(
 
 
 def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object) -> int:
-    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; up to 3072 indices it needs nothing.
+    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; no scratch up to 3072 indices.
 
     Sorted and original indices, four index arrays, and fp32 partial sums for each segment of NROWS_PER_THREAD = 10.
     """
@@ -117,5 +113,5 @@ _SCRATCH: dict[OpOverload, Scratch] = {
 
 
 def add_scratch_rule(func: OpOverload, rule: Scratch) -> None:
-    """Teach the table one more operation (bitsandbytes registers its own when it is loaded)."""
+    """Register the scratch rule of one more operation (used for bitsandbytes when it is loaded)."""
     _SCRATCH[func] = rule

@@ -1,8 +1,8 @@
-"""Shadow values: small tensors computed only from known data are also computed for real, on the CPU.
+"""Shadow values: real CPU tensors beside small fake tensors that were computed from known data only.
 
-Fake tensors have shapes and no numbers, but training code asks for some: mask counts, `.item()` of a step counter,
-boolean indexing. Token ids, masks and lengths come from real data through cheap integer operations, so those few are
-carried along. Values that depend on weights are unknown; then the worst case for memory is answered.
+Fake tensors have shapes and no values, but training code reads some values: mask counts, `.item()` of a step counter,
+boolean indexing. Token ids, masks and lengths come from real data through cheap integer operations, so these values are
+computed for real. Values that depend on weights are unknown; the answer is then the worst case for memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 aten = torch.ops.aten
 
-INTEGER_LIMIT = 1 << 20  # elements of an int or bool shadow
-CPU_FLOAT_LIMIT = 1 << 14  # elements of a float shadow on the CPU (optimizer step counters, rewards, losses to log)
-GPU_FLOAT_LIMIT = 1 << 10  # elements of a float shadow on the GPU (rewards, advantages, learning rates)
+INTEGER_LIMIT = 1 << 20  # most elements of an int or bool shadow
+CPU_FLOAT_LIMIT = 1 << 14  # most elements of a float CPU shadow (optimizer step counters, rewards, losses to log)
+GPU_FLOAT_LIMIT = 1 << 10  # most elements of a float GPU shadow (rewards, advantages, learning rates)
 
 _UNINITIALISED = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -26,7 +26,7 @@ _UNINITIALISED = {
 }  # fmt: skip
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
 _SAMPLERS = {aten.multinomial.default, aten.argmax.default}
-_NEVER_TRUE = {aten.isnan.default, aten.isinf.default}  # no training run is planned to diverge
+_NEVER_TRUE = {aten.isnan.default, aten.isinf.default}  # training is assumed not to diverge
 _KEEPS_INFINITY_FLAG = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 _FOLLOWS = {
     aten.all.default, aten.any.default, aten.view.default, aten.select.int, aten.unsqueeze.default,
@@ -38,17 +38,17 @@ DATA_DEPENDENT = {
     aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default,
 }  # fmt: skip
 
-_FAILED = object()  # in-place operations rightly return None
+_FAILED = object()  # None is a valid result of an in-place operation
 
 
 class Shadows:
-    """Keeps a shadow on each fake tensor it knows; forgets it when unknown data is written into its memory."""
+    """Stores a shadow on each fake tensor with known values; invalidates it when unknown data is written to it."""
 
     def __init__(self) -> None:
         self._stale: set[int] = set()  # shadow storages overwritten with unknown data
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor if known. A real tensor is its own value."""
+        """The known values of a tensor, or None. A real tensor is its own shadow."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         shadow = cast("torch.Tensor | None", getattr(tensor, "_autofit_shadow", None))
@@ -62,11 +62,11 @@ class Shadows:
         tensor._autofit_shadow = shadow  # type: ignore[attr-defined]
 
     def truth(self, tensor: torch.Tensor) -> bool | None:
-        """Whether all elements of an unknown bool tensor are taken to be true or false; None if no rule says so."""
+        """The assumed value of all elements of an unknown bool tensor; None if no rule applies."""
         return cast("bool | None", getattr(tensor, "_autofit_truth", None))
 
     def item(self, tensor: torch.Tensor) -> float | int | bool:
-        """The number in a one-element tensor, or a harmless one: 1 (so that a loss is finite and a mask is on)."""
+        """The value of a one-element tensor; 1 if it is unknown (a finite loss, a mask that is on)."""
         shadow = self.of(tensor)
         if shadow is not None:
             with unset_fake_temporarily():
@@ -77,7 +77,7 @@ class Shadows:
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def count_true(self, mask: torch.Tensor) -> int:
-        """How many elements are nonzero; all of them when unknown, the worst case for memory."""
+        """Number of nonzero elements; if unknown, all of them, the worst case for memory."""
         shadow = self.of(mask)
         if shadow is not None:
             with unset_fake_temporarily():
@@ -86,7 +86,7 @@ class Shadows:
 
     # ------------------------------------------------------------------ following operations
     def follow(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
-        """After `out = func(*args)` on fakes: compute the same on shadows where all inputs are known."""
+        """After `out = func(*args)` on fakes: run `func` on the shadows too, if all inputs are known."""
         if func in _LIFTS:
             self._lift(args[0], out)
             return
@@ -115,7 +115,7 @@ class Shadows:
                 self.give(fake, real, fresh=fresh)
 
     def compute_known(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object | None:
-        """The real result of an operation whose output shape depends on data, if all its inputs are known."""
+        """The real result of an operation if all its inputs are known, else None (for data-dependent output shapes)."""
         values = _Values(self)
         real_args = [values.convert(a) for a in args]
         real_kwargs = {k: values.convert(v) for k, v in kwargs.items()}
@@ -127,7 +127,7 @@ class Shadows:
             try:
                 return cast("object", func(*args, **kwargs))
             except (RuntimeError, TypeError, IndexError, NotImplementedError):
-                return _FAILED  # no CPU kernel for these inputs: the value is simply not known
+                return _FAILED  # no CPU kernel for these inputs: the values stay unknown
 
     def _lift(self, source: object, out: object) -> None:
         if isinstance(out, FakeTensor) and isinstance(source, torch.Tensor):
@@ -158,7 +158,7 @@ class Shadows:
                     self._stale.add(shadow.untyped_storage()._cdata)
 
     def _sample(self, args: Sequence[object], out: object) -> None:
-        """A sampled token is never an end-of-sequence token: a planned rollout runs to its full length."""
+        """Give sampled tokens a value that is not an end-of-sequence token, so that a rollout runs to full length."""
         if not isinstance(out, FakeTensor) or out.numel() > INTEGER_LIMIT or not isinstance(args[0], torch.Tensor):
             return
         vocabulary = args[0].shape[-1] if args[0].dim() else 1
@@ -178,7 +178,7 @@ class Shadows:
 
 
 class _Values:
-    """Replaces fake tensors by their shadows in arguments; `known` turns false at the first one that has none."""
+    """Replaces fake tensors in arguments by their shadows; `known` is false after the first one without a shadow."""
 
     __slots__ = ("known", "shadows")
 

@@ -1,4 +1,4 @@
-"""The simulated card's memory: a storage of a fake tensor takes a block of the replayed allocator while it lives."""
+"""The simulated card's memory: each storage of a fake tensor holds a block of the allocator during its lifetime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARY_PARTS = ("/torch/", "/autofit/fakegpu/", "<string>", "/contextlib.py")
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage, from birth to death; `category` may be found out later (a gradient is known at the step)."""
+    """One storage from allocation to free. `category` may be set later (gradients are known at the optimizer step)."""
 
     nbytes: int
     category: str
@@ -33,16 +33,16 @@ class Allocation:
     dtype: str
     born: int
     died: int | None = None
-    layer: int = 0  # tag of the layer whose it is, where layers are followed
+    layer: int = 0  # tag of its layer, if layers are followed
 
     @property
     def place(self) -> str:
-        """file:line of the code, outside torch, that allocated it."""
+        """file:line and function of the allocating code outside torch."""
         return f"{self.code.co_filename}:{self.line} {self.code.co_qualname}" if self.code else "?"
 
 
 class SimulatedMemory:
-    """Tracks storages on one device type and plays them into a caching allocator, which may run out."""
+    """Tracks storages on one device type and allocates them in a caching allocator, which may run out of memory."""
 
     def __init__(self, spec: GpuSpec, allocator: CachingAllocator, *, device_type: str, record_places: bool) -> None:
         self.spec = spec
@@ -63,8 +63,8 @@ class SimulatedMemory:
 
     # ------------------------------------------------------------------ tensors
     def track(self, tensor: torch.Tensor, op: str = "") -> None:
-        """Account for the tensor's storage if it is on this device and not seen yet; may raise OutOfMemoryError."""
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor holds its shard
+        """Allocate the tensor's storage if it is on this device and not tracked yet; may raise OutOfMemoryError."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor wraps its local shard
         if tensor.device.type != self.device_type:
             return
         if tensor.layout is not torch.strided:
@@ -81,18 +81,18 @@ class SimulatedMemory:
         self._watch(storage)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Which allocation a tensor's storage is, if it is tracked."""
+        """Allocation index of a tensor's storage; None if it is not tracked."""
         tensor = getattr(tensor, "_local_tensor", tensor)
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def mark(self, tensor: torch.Tensor, category: str) -> None:
-        """Say what a tensor's storage is, for its whole life."""
+        """Set the category of a tensor's storage, for its whole lifetime."""
         index = self.index_of(tensor)
         if index is not None:
             self.allocations[index].category = category
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage changed size in place (FSDP frees parameters so): account for what it holds now."""
+        """Reallocate a storage after a resize in place (FSDP frees parameters this way)."""
         key = storage._cdata
         index = self._live.pop(key, None)
         category = self.allocations[index].category if index is not None else "weights"
@@ -105,6 +105,7 @@ class SimulatedMemory:
                 self._watch(storage)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""
         return storage._cdata in self._guards
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -123,7 +124,7 @@ class SimulatedMemory:
 
     # ------------------------------------------------------------------ bytes
     def allocate(self, nbytes: int, category: str, op: str = "", tensor: torch.Tensor | None = None) -> int:
-        """Take `nbytes`; returns the allocation's index, or raises the real `torch.OutOfMemoryError`."""
+        """Allocate `nbytes`; returns the allocation index, or raises the real `torch.OutOfMemoryError`."""
         index = len(self.allocations)
         try:
             self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
@@ -160,12 +161,12 @@ class SimulatedMemory:
         self.log.add(index, -allocation.nbytes, self.layer_at_work())
 
     def scratch(self, nbytes: int, op: str) -> None:
-        """A kernel's workspace: taken and given back at once."""
+        """Allocate and immediately free a kernel's workspace."""
         if nbytes > 0:
             self.release(self.allocate(nbytes, "temporaries", op))
 
     def allocate_like(self, template: Allocation, nbytes: int, shape: tuple[int, ...]) -> int:
-        """Take bytes for something like an earlier allocation (a step of a rollout that is played, not traced)."""
+        """Allocate with the attributes of an earlier allocation (for an extrapolated decode step of a rollout)."""
         index = len(self.allocations)
         try:
             self._blocks[index] = self.allocator.malloc(nbytes, self.stream)
@@ -180,13 +181,13 @@ class SimulatedMemory:
         return index in self._blocks
 
     def replace(self, stand_ins: dict[int, int]) -> None:
-        """The storages that held the allocations named as keys hold the values from now on."""
+        """Map live storages from the allocations in the keys to those in the values."""
         for key, index in self._live.items():
             if index in stand_ins:
                 self._live[key] = stand_ins[index]
 
     def take_over(self, heir: torch.Tensor, owner: torch.Tensor) -> None:
-        """The memory of `owner` is that of `heir` from now on: something was written in place after all."""
+        """Move the allocation of `owner` to `heir`, for an operation that a card would have done in place."""
         old, new = owner.untyped_storage(), heir.untyped_storage()
         if old._cdata in self._live and new._cdata not in self._live:
             self._live[new._cdata] = self._live.pop(old._cdata)
@@ -218,7 +219,7 @@ def _text(nbytes: int) -> str:
 
 
 def _caller() -> tuple[CodeType | None, int]:
-    """The innermost frame outside torch and this package: whose line asked for the memory."""
+    """Code and line of the innermost frame outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

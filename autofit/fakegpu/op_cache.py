@@ -1,8 +1,8 @@
-"""A shortcut past torch's FakeTensorMode for operations seen before with inputs of the same shapes.
+"""A cache in front of torch's FakeTensorMode for operations seen before with inputs of the same shapes.
 
-FakeTensorMode has a cache too, but spends about 100 us on a hit. Training repeats the same few hundred operations, so
-what an operation returns (new tensors, a view of its first input, an input itself) is remembered here by the shapes,
-strides, types and devices of its inputs. Anything out of the ordinary takes torch's way.
+FakeTensorMode has a cache too, but a hit takes about 100 us. Training repeats the same few hundred operations, so the
+outputs of an operation (new tensors, a view of its first input, an input itself) are cached here by the shapes,
+strides, types and devices of its inputs. Operations that do not match this pattern run through FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Output = _Spec | _Constant | _Same
 
 
 class Shortcut:
-    """Runs operations on fakes, remembering what they return."""
+    """Runs operations on fake tensors and caches the description of their outputs."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -86,7 +86,7 @@ class Shortcut:
         return self._fake(meta, output.device)
 
     def _fake(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-        """What `FakeTensor(mode, meta, device)` makes; its attributes are copied from one made so, which is quicker."""
+        """The same as `FakeTensor(mode, meta, device)`, but faster: attributes are copied from an earlier one."""
         attributes = self._attributes.get(device)
         if attributes is None:
             made = FakeTensor(self._mode, meta, device)
@@ -100,7 +100,7 @@ class Shortcut:
 
 
 def _describe(value: object, key: list[object]) -> bool:
-    """Append what determines an operation's result; false if there is something that cannot be described."""
+    """Append the cache key of an argument; false if the argument cannot be part of a key."""
     if isinstance(value, torch.Tensor):
         if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex:
             return False
@@ -126,9 +126,9 @@ def _describe_options(kwargs: Mapping[str, object], key: list[object]) -> bool:
 
 
 def _remember(func: OpOverload, args: Sequence[object], out: object) -> tuple[type | None, tuple[Output, ...]] | None:
-    """What to build next time; None if it must always go torch's way."""
+    """Description of the outputs for later calls; None if the operation cannot be cached."""
     if torch.Tag.inplace_view in func.tags:
-        return None  # transpose_ and its like return their input, and change its shape
+        return None  # in-place views such as transpose_ return their input with another shape
     if not isinstance(args[0] if args else None, (FakeTensor, list, tuple)):
         return None
     used = {t.untyped_storage()._cdata for t in _tensors(args)}
@@ -168,7 +168,7 @@ def _output(func: OpOverload, args: Sequence[object], value: object, used: set[i
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that `empty_strided` would take for this shape and stride."""
+    """Storage bytes of `empty_strided` with this shape and stride."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

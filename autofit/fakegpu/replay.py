@@ -1,4 +1,4 @@
-"""Play recorded allocations again: on another capacity, with other allocator settings. No torch here."""
+"""Replay recorded allocations with another capacity or other allocator settings. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autofit.fakegpu.allocator import (
     segment_bytes,
 )
 
-_CHECKPOINT_EVENTS = 16384  # a checkpoint costs about as much as playing half as many
-_GUESSES = 12  # of the least capacity, before the interval is halved
+_CHECKPOINT_EVENTS = 16384  # a checkpoint costs as much as replaying about half this many
+_GUESSES = 12  # tried capacities before the search falls back to bisection
 
 
 class EventLog:
-    """Allocations and frees in order: event i is storage `ids[i]` gaining (+) or losing (-) `nbytes[i]`.
+    """Allocations and frees in order: event i allocates (+) or frees (-) `nbytes[i]` of storage `ids[i]`.
 
-    `tags[i]` is the layer at work (see `layers.py`), 0 for none.
+    `tags[i]` is the current layer (see `layers.py`), 0 outside all layers.
     """
 
     __slots__ = ("ids", "nbytes", "streams", "tags")
@@ -46,13 +46,13 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """What an allocator of that capacity would have reported."""
+    """The counters of an allocator after a replay."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     retry_count: int
     oom_event: int | None
-    wanted_bytes: int = 0  # what the allocation without room would have brought the reserved bytes to
+    wanted_bytes: int = 0  # reserved bytes that the failed allocation would have led to
 
     @property
     def fits(self) -> bool:
@@ -61,9 +61,9 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An allocator in the middle of a replay: its state before event `index`, with the block of each live storage.
+    """An allocator's state before event `index` of a replay, with the block of each live storage.
 
-    As long as no more was reserved than some capacity, a card of that capacity would be in the same state.
+    The state is the same for every capacity of at least the peak reserved bytes so far.
     """
 
     index: int
@@ -71,13 +71,13 @@ class Checkpoint:
     blocks: dict[int, Block]
 
     def resumed(self, capacity_bytes: int) -> Checkpoint:
-        """A copy to go on with, on a card of that capacity."""
+        """A copy to continue from, with another capacity."""
         allocator, blocks = self.allocator.copy(self.blocks)
         allocator.capacity_bytes = capacity_bytes
         return Checkpoint(index=self.index, allocator=allocator, blocks=blocks)
 
     def kept(self, index: int, peak_allocated_bytes: int, peak_reserved_bytes: int) -> Checkpoint:
-        """A copy to come back to, which knows the peaks of all that was before."""
+        """A copy for later, with the peaks of the whole replay so far."""
         allocator, blocks = self.allocator.copy(self.blocks)
         allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = peak_allocated_bytes, peak_reserved_bytes
         return Checkpoint(index=index, allocator=allocator, blocks=blocks)
@@ -86,13 +86,13 @@ class Checkpoint:
 def replay(
     log: EventLog, *, capacity_bytes: int = UNLIMITED, settings: AllocatorSettings | None = None
 ) -> ReplayResult:
-    """Play `log` against a fresh allocator; stops at the first allocation that has no room."""
+    """Replay `log` on a new allocator, up to the first allocation that does not fit."""
     start = Checkpoint(index=0, allocator=CachingAllocator(settings=settings), blocks={})
     return _go_on(log, start.resumed(capacity_bytes))
 
 
 def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
-    """Play the rest of `log` on the allocator of `at`, to the end or to the first allocation that has no room."""
+    """Replay the rest of `log` from `at`, up to the first allocation that does not fit."""
     missing = 0
     oom_event = _play(log, at.index, len(log), at.allocator, at.blocks)
     if oom_event is not None:
@@ -107,7 +107,7 @@ def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
 
 
 def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:
-    """Play the events from `start` to `end`; the first allocation that has no room, if there is one."""
+    """Replay the events from `start` to `end`; returns the index of the first allocation that does not fit, or None."""
     malloc, free, stream_of, pop = allocator.malloc, allocator.free, log.streams.get, blocks.pop
     events = zip(log.ids[start:end], log.nbytes[start:end], strict=True)
     for index, (storage_id, nbytes) in enumerate(events, start):
@@ -122,7 +122,7 @@ def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, bloc
 
 
 class Unlimited:
-    """`log` on a card without a limit: its peaks, and checkpoints from which the replay on a smaller card goes on."""
+    """`log` replayed without a limit: its peaks, and checkpoints at which replays with a limit can start."""
 
     def __init__(self, log: EventLog, starts: Sequence[int] = (), *, settings: AllocatorSettings | None = None) -> None:
         self.log = log
@@ -134,7 +134,7 @@ class Unlimited:
             now.allocator.reset_peaks()
             for at in range(start, end, _CHECKPOINT_EVENTS):
                 if highest[1] == self._checkpoints[-1].allocator.peak_reserved_bytes:
-                    self._checkpoints.pop()  # what is later serves the same capacities, and saves more
+                    self._checkpoints.pop()  # the next checkpoint is valid for the same capacities, and later
                 self._checkpoints.append(now.kept(at, *highest))
                 _play(log, at, min(at + _CHECKPOINT_EVENTS, end), now.allocator, now.blocks)
                 highest = (
@@ -143,18 +143,18 @@ class Unlimited:
                 )
             self.phases.append((now.allocator.peak_allocated_bytes, now.allocator.peak_reserved_bytes))
         self.phases = self.phases[1:] if starts else self.phases
-        self.peaks = highest  # allocated and reserved
+        self.peaks = highest  # peak allocated and peak reserved bytes
 
     def replay(self, capacity_bytes: int) -> ReplayResult:
-        """What a card of that capacity would report: as without a limit until it is reached."""
+        """Replay with that capacity, from the last checkpoint before the limit matters."""
         same = [c for c in self._checkpoints if c.allocator.peak_reserved_bytes <= capacity_bytes]
         return _go_on(self.log, same[-1].resumed(capacity_bytes))
 
     def least_capacity(self, tolerance_bytes: int = 8 * ROUND_LARGE_BYTES) -> int:
         """The smallest allocator capacity, to within `tolerance_bytes` above, at which the log runs through.
 
-        A run that fails says how much it wanted, which often is the answer: it is tried, and then that a little less
-        is too little. Where the guesses lead nowhere, the interval is halved.
+        The reserved bytes that a failed replay wanted are often the answer: they are tried next, and then slightly
+        less, to show that it is not enough. After a number of such guesses the search is a bisection.
         """
         low, high = self.peaks[0] - 1, self.peaks[1]
         tried = low + 1 + tolerance_bytes
@@ -162,7 +162,7 @@ class Unlimited:
         while high - low > tolerance_bytes:
             run = self.replay(tried)
             if run.fits:
-                high = min(tried, run.peak_reserved_bytes)  # with no more than it reserved, the run would be the same
+                high = min(tried, run.peak_reserved_bytes)  # the replay is the same with exactly its reserved bytes
                 wanted, less = high - less, 4 * less
             else:
                 low, wanted = tried, max(run.wanted_bytes, tried + tolerance_bytes)

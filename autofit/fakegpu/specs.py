@@ -1,10 +1,10 @@
-"""What we know of each GPU, with its source. No torch here.
+"""Specifications of each GPU, with their sources. Needs no torch.
 
-`capacity_bytes` is what the driver reports to a program (torch's `total_memory`), which is less than the size on the
-box. Drivers differ (newer ones keep more for themselves), and the smallest of the figures found is taken, so that a
-predicted fit is not an optimistic one. nvidia-smi and NVML print a larger total, with what the driver keeps: 81559 MiB
-for an H100 80GB, 46068 for an L40S, 24564 for an RTX 4090, which torch prints as 81004 to 81090, 45481 to 45589 and
-24081 to 24217. Sources were read in November 2026.
+`capacity_bytes` is the memory that the driver reports to a program (torch's `total_memory`), below the nominal size.
+Drivers differ (newer ones reserve more), and the smallest figure found is used, so that a predicted fit is not
+optimistic. nvidia-smi and NVML print a larger total that includes the driver's reserve: 81559 MiB for an H100 80GB,
+46068 for an L40S, 24564 for an RTX 4090, where torch prints 81004 to 81090, 45481 to 45589 and 24081 to 24217. Sources
+were read in November 2026.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _CONTEXT_MEASURED = "CUDA context measured on this card (notes/trl.md)"
 _CONTEXT_SCALED = "estimate: A100's measured 501 MiB scaled by SM count; not measured, may be off by 150 MiB"
 _CONTEXT_SCALED_T4 = "estimate: T4's measured 135 MiB scaled by SM count; not measured, may be off by 150 MiB"
 _CONTEXT_SCALED_L4 = "estimate: L4's measured 226 MiB scaled by SM count; not measured, may be off by 150 MiB"
-# A bare context is smaller, since kernels are loaded when they first run: seen are 426 MiB on an RTX 6000 Ada (torch
+# A bare context is smaller, since kernels are loaded at first use; observed: 426 MiB on an RTX 6000 Ada (torch
 # 2.10, CUDA 13.0; github unslothai/unsloth-zoo#1053) and 256 MiB on an RTX 3090 (torch 2.7, CUDA 12.8; InvokeAI#9413).
 _CONTEXT_ADA = f"{_CONTEXT_SCALED_L4}; bare on an RTX 6000 Ada (142 SMs): 426 MiB, unslothai/unsloth-zoo#1053"
 _CONTEXT_3090 = f"{_CONTEXT_SCALED}; a bare one was 256 MiB, invoke-ai/InvokeAI#9413"
 
 
 def _printed(seen: str, where: str) -> str:
-    """Where a capacity comes from: torch's total_memory as logs show it, or as its out-of-memory messages round it."""
+    """The source of a capacity: torch's total_memory in logs, or rounded in its out-of-memory messages."""
     return f"torch's total_memory, seen: {seen}; {where}"
 
 
@@ -55,7 +55,7 @@ class GpuSpec:
     context_source: str = "given by the caller"
 
     def __post_init__(self) -> None:
-        """Refuse a card that cannot be, in one message that names every bad field."""
+        """Raise FakeGpuError for an impossible card, with all bad fields in one message."""
         amounts = (
             "capacity_bytes", "bandwidth_bytes_per_s", "half_flops_per_s", "tf32_flops_per_s", "fp32_flops_per_s",
             "sm_count", "host_link_bytes_per_s",
@@ -78,7 +78,7 @@ class GpuSpec:
 
     @property
     def allocatable_bytes(self) -> int:
-        """Bytes left to torch's allocator on an otherwise idle card: capacity less the CUDA context."""
+        """Bytes available to torch's allocator on an otherwise idle card: capacity less the CUDA context."""
         return self.capacity_bytes - self.context_bytes
 
 
@@ -210,7 +210,7 @@ _ALIASES = {
 
 
 def _plain(name: str) -> str:
-    """A name without the vendor, spaces and capitals: "NVIDIA RTX 4090" and "rtx-4090" are "rtx4090"."""
+    """A name without vendor, separators and capitals: "NVIDIA RTX 4090" and "rtx-4090" become "rtx4090"."""
     return re.sub(r"nvidia|geforce|tesla|[\s_\-]+", "", name.lower())
 
 
@@ -220,7 +220,7 @@ _BY_PLAIN_NAME = {_plain(key): GPU_SPECS[name] for key, name in _ALIASES.items()
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """The spec of a GPU by name, forgiving about case, spaces and vendor; `UnknownGpuError` names the near ones."""
+    """The spec of a GPU by name; case, separators and vendor are ignored. UnknownGpuError lists similar names."""
     found = _BY_PLAIN_NAME.get(_plain(name))
     if found is not None:
         return found
@@ -232,7 +232,7 @@ def gpu_spec(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """What eager PyTorch costs on the host, and how much of a peak rate real kernels reach. Guesses: calibrate."""
+    """Host costs of eager PyTorch, and the fractions of peak rates that real kernels reach. Defaults are guesses."""
 
     launch_s: float = 8e-6
     view_s: float = 1.5e-6

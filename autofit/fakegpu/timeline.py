@@ -1,4 +1,4 @@
-"""Where the bytes were: live bytes by category and phase over the whole run, and what was alive at the peak."""
+"""Live bytes by category and phase over the whole run, and the tensors alive at the peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
-    """The most bytes alive during one phase, and what they were at that moment."""
+    """Peak live bytes of one phase, and their categories at that moment."""
 
     name: str
     peak_allocated_bytes: int
@@ -30,7 +30,7 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakItem:
-    """Storages alive at the peak that the same line of code allocated for the same use."""
+    """Storages of one category, operation and dtype, alive at the peak and allocated by the same line of code."""
 
     category: str
     place: str
@@ -43,7 +43,7 @@ class PeakItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
-    """What is alive at the peak, largest first; `str()` of it is a table."""
+    """The storages alive at the peak, largest first; `str()` of it is a table."""
 
     allocated_bytes: int
     phase: str
@@ -80,13 +80,13 @@ class Timeline:
 
 
 def final_categories(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> list[str]:
-    """Each allocation's category; what looked like an activation but no backward pass ever saw was a temporary."""
+    """Each allocation's category; an activation that no later backward pass finds alive is a temporary."""
     starts = np.asarray(backward_starts, np.int64)
     end = np.iinfo(np.int64).max
     names = []
     for allocation in allocations:
         name = allocation.category
-        if name == "recomputed":  # by checkpointing, inside the backward pass
+        if name == "recomputed":  # by activation checkpointing, during backward
             name = "activations"
         elif name == "activations":
             died = end if allocation.died is None else allocation.died
@@ -113,7 +113,7 @@ def build_timeline(
 def phase_categories(
     nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64], phase_marks: Sequence[tuple[int, str]]
 ) -> tuple[PhasePeak, ...]:
-    """The peak of each phase, from the size and the category (as a number) of each event."""
+    """The peak of each phase, from the size and the category number of each event."""
     return _phase_peaks(_live(nbytes, categories), phase_marks, len(nbytes))
 
 
@@ -184,6 +184,6 @@ def _total(live: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 
 def _granules(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Round away from zero to whole 512 B, as the allocator does."""
+    """Round away from zero to a multiple of 512 B, as the allocator does."""
     rounded = -(-np.abs(nbytes) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
     return np.asarray(np.sign(nbytes) * rounded, np.int64)

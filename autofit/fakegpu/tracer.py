@@ -1,4 +1,4 @@
-"""Watches every operation inside the block: decides values, tracks storages, charges scratch and time."""
+"""Intercepts every operation inside the block: decides values, tracks storages, charges scratch and time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tracer(TorchDispatchMode):
         self.operation_count = 0
         self.paused = False
         self.vocabulary_sizes: set[int] = set()
-        self.handlers: dict[OpOverload, Handler] = {}  # other packages' operations, added when they are loaded
+        self.handlers: dict[OpOverload, Handler] = {}  # operations with a replacement; other packages add theirs
         if hasattr(aten, "_grouped_mm"):
             self.handlers[aten._grouped_mm.default] = _grouped_mm
         for name in ("dtype", "dtype_out"):
@@ -49,7 +49,7 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # there is nothing to compile here, and the wrapper costs more than most of our own work
+        return False  # nothing is compiled here, and the wrapper costs more than most of this mode
 
     def __torch_dispatch__(
         self,
@@ -62,7 +62,7 @@ class Tracer(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: what it does to its inner tensors comes here next
+            return NotImplemented  # a wrapper such as DTensor: its operations on inner tensors arrive here next
         if func is _PRIM_DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -80,7 +80,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """In inference mode composite operations arrive whole (linear, item): run their parts, each seen here again."""
+        """Decompose a composite operation (linear, item): inference mode passes it whole; its parts come back here."""
         if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             return NotImplemented
         with self:
@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
         return self.shortcut.run(func, args, kwargs) if self.shortcut else func(*args, **kwargs)
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """An operation whose output size depends on values: true size where they are known, else the largest."""
+        """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
         if func is aten.index.Tensor and not _has_mask(args[1]):
             return cast("object", func(*args, **kwargs))
         if func is aten.nonzero.default:
@@ -176,13 +176,13 @@ class Tracer(TorchDispatchMode):
             self.after(func, out)
 
     def _ensure_workspace(self) -> None:
-        """cuBLAS has one workspace for each thread's handle and stream; backward runs in a thread of its own."""
+        """Allocate the cuBLAS workspace of this thread's handle and stream; backward counts as a thread of its own."""
         key = (in_backward(), self.memory.stream)
         if key not in self._workspaces:
             self._workspaces[key] = self.memory.allocate(self._workspace_bytes, "workspace", "cublas workspace")
 
     def clear_workspaces(self) -> None:
-        """What torch._C._cuda_clearCublasWorkspaces does."""
+        """Free all workspaces (torch._C._cuda_clearCublasWorkspaces)."""
         for index in self._workspaces.values():
             self.memory.release(index)
         self._workspaces.clear()
@@ -194,14 +194,14 @@ def in_backward() -> bool:
 
 
 def real_value(tracer: Tracer, tensor: torch.Tensor) -> torch.Tensor:
-    """A real CPU tensor for a fake one: its shadow, or ones where the values are unknown."""
+    """A real CPU tensor for a fake one: its shadow, or all ones if the values are unknown."""
     shadow = tracer.shadows.of(tensor)
     with unset_fake_temporarily():
         return shadow if shadow is not None else torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """The experts' matmul; its fake accepts bf16 only, while CUDA also runs other types (as a loop of matmuls)."""
+    """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls)."""
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
     if a.dtype is torch.bfloat16 or not isinstance(a, FakeTensor):
         return aten._grouped_mm.default(*args, **kwargs)
@@ -214,7 +214,7 @@ def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
 
 
 def _addmm_to_dtype(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """addmm(..., out_dtype=): torch 2.11 takes the type for a factor when it decomposes it."""
+    """addmm(..., out_dtype=): the decomposition in torch 2.11 mistakes the dtype for a scaling factor."""
     out = kwargs.get("out")
     if out is not None:
         return out
@@ -242,7 +242,7 @@ def _like_real(real: object, device: torch.device) -> object:
 
 
 def _device_of(args: Sequence[object], out: object) -> str:
-    """The device an operation runs on: that of its first tensor argument, else of its output."""
+    """The device of an operation: that of its first tensor argument, else of its output."""
     for value in (*args, out):
         if isinstance(value, torch.Tensor):
             if value.dim() == 0 and value.device.type == "cpu":

@@ -15,9 +15,10 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.space import CHUNK, GROUP, SPLIT, TIERS, Candidate, Knob, Space, Tier, Value
-from autofit.space.space_file import load_space
+from autofit.space.space import Candidate, Knob, Space, Value
+from autofit.space.space_file import space_knobs
 
 WANTED = 3
 MOST_TOGETHER = 3  # settings changed at once
@@ -70,11 +71,11 @@ def cheapest_changes(recipe: Recipe, device: Device, probe: Probe, *, workers: i
 
 def _knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
     """The trainer's default space, and what a recipe that trains all weights, or in float32, has besides."""
-    knobs = load_space(None, trainer=recipe.trainer)
+    knobs = space_knobs(recipe)
     capability = gpu_spec(device.removeprefix("sim:")).compute_capability
-    if recipe.resolved.get("dtype") in ("float32", None) and capability >= (8, 0):
+    if "dtype" in recipe.resolved and recipe.resolved["dtype"] in ("float32", None) and capability >= (8, 0):
         knobs += (Knob(name="dtype", tier="recipe", values=("bfloat16", "float32"), memory_ascending=True),)
-    if not recipe.uses_lora:
+    if not recipe.uses_lora and "use_peft" in recipe.resolved:
         knobs += (Knob(name="use_peft", tier="recipe", values=(True, False), memory_ascending=True),)
     return knobs
 
@@ -122,8 +123,12 @@ class _Search:
     def _settings(self, candidate: Candidate) -> dict[str, Value]:
         """Micro-batch and completions of a rollout, from which two knobs are solved, and the other knobs' values."""
         micro, _, chunk, _ = self.space.split(candidate)
-        others = {k: v for k, v in self.space.params(candidate).items() if k not in (SPLIT, CHUNK)}
-        rollout = {ROLLOUT: micro * chunk} if self.space.recipe.trainer == "grpo" else {}
+        others = {
+            k: v
+            for k, v in self.space.params(candidate).items()
+            if k not in (self.space.keys.micro_batch, self.space.keys.rollout)
+        }
+        rollout = {ROLLOUT: micro * chunk} if self.space.recipe.generates else {}
         return {MICRO: micro, **rollout, **others}
 
     @cached_property
@@ -142,7 +147,8 @@ class _Search:
                     sorted((v for v in found if _number(v) < _number(self.own[name])), key=_number)[::-1]
                 )
         for knob, choices in zip(self.space.knobs, self.space.choices, strict=True):
-            if knob.name in (SPLIT, CHUNK, GROUP):  # the group's size changes no bytes at the same effective batch
+            keys = self.space.keys  # the group's size changes no bytes at the same effective batch
+            if knob.name in (keys.micro_batch, keys.rollout, keys.group):
                 continue
             own = self.own[knob.name]
             if knob.memory_ascending:

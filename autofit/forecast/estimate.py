@@ -11,10 +11,10 @@ from rich.table import Table
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.forecast.advice import Advice, Change, cheapest_changes
-from autofit.hardware.hardware import Device, slot_names
+from autofit.hardware.hardware import Device
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import run_probe
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
@@ -50,11 +50,12 @@ class Estimator:
         The job is this process: nobody would look for its answer if it died.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        request = ProbeRequest(
-            folder=Path(tempfile.mkdtemp(dir=self.folder)), trainer=self.recipe.trainer, values=values,
-            device=self.device, limit_bytes=self.capacity_bytes, worst_case=self.worst_case,
-            deadline_s=self.deadline_s, server_socket=self.server.socket_path, slots=slot_names(self.device, PARALLEL),
+        setup = ProbeSetup(
+            trainer=self.recipe.trainer, device=self.device, limit_bytes=self.capacity_bytes,
+            worst_case=self.worst_case, deadline_s=self.deadline_s, parallel=PARALLEL,
+            server_socket=self.server.socket_path,
         )  # fmt: skip
+        request = setup.request(Path(tempfile.mkdtemp(dir=self.folder)), values)
         write_json(request.request_path, request.to_json())
         run_probe(str(request.request_path))
         result = ProbeResult.read(request.answer_path)

@@ -25,15 +25,13 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.forecast.predictions import Predictions
 from autofit.hardware import calibration
-from autofit.probing import offline
 from autofit.probing.fork_server import ForkServer
+from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe, merge
-from autofit.recipe.trainer_keys import TILE_TOKENS
-from autofit.space.space import CHUNK, SPLIT, Candidate, Space, Value
+from autofit.space.space import Candidate, Space, Value
 
 LONGER = 4  # models hold for completions up to so many times as long as the space's longest
 EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
-_VARIABLES = (SPLIT, CHUNK, "gradient_accumulation_steps", "max_completion_length", "lora_r", "num_generations")
 _DEADLINE_S = 300.0
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
@@ -71,6 +69,8 @@ class Forecaster:
     def forecast(self, space: Space) -> "Forecast":
         """The predictions of the allowed candidates, with the models they were evaluated from."""
         candidates = tuple(space.allowed())
+        if not space.recipe.forecasts:
+            return self._unknown(space, candidates)
         shapes, structures = _sorted_out(space, candidates)
         groups: dict[str, list[int]] = {}
         for place, name in enumerate(structures):
@@ -96,9 +96,17 @@ class Forecaster:
                 step[places], rollout[places] = seconds, before_update
         predictions = Predictions(
             candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
-            rollout_s=rollout if space.recipe.trainer == "grpo" else None,
+            rollout_s=rollout if space.recipe.generates else None,
         )  # fmt: skip
         return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
+
+    def _unknown(self, space: Space, candidates: tuple[Candidate, ...]) -> "Forecast":
+        """Nothing is known of any candidate: traces of few layers cannot stand for the trainer's models."""
+        nothing = np.full(len(candidates), np.nan)
+        predictions = Predictions(
+            candidates=candidates, floor_bytes=np.zeros(len(candidates)), device_used_bytes=nothing, step_s=nothing
+        )
+        return Forecast(space=space, context_bytes=0, predictions=predictions, models={})
 
     @property
     def _cancel(self) -> Path:
@@ -114,12 +122,13 @@ class Forecaster:
         def span(numbers: list[int]) -> tuple[int, int]:
             return min(numbers), max(numbers)
 
-        grpo = recipe.trainer == "grpo"
         hold = {"B": hold_out.micro, "accumulation": min(hold_out.accumulation, 2 * hold_out.chunk),
                 "chunk": hold_out.chunk, "r": hold_out.rank, "C": hold_out.completion}  # fmt: skip
         return {
-            "trainer": recipe.trainer, "values": values, "device": self.device, "worst_case": str(self.worst_case),
-            "large": large, "reused": grpo and recipe.generation_batch_size > recipe.effective_batch_size,
+            "trainer": recipe.trainer, "keys": recipe.keys.to_json(), "tile_tokens": recipe.tile_tokens,
+            "architecture": recipe.architecture_hash, "values": values, "device": self.device,
+            "worst_case": str(self.worst_case),
+            "large": large, "reused": recipe.generates and recipe.generation_batch_size > recipe.effective_batch_size,
             "varies_rank": recipe.uses_lora,
             "ranges": {
                 "B": span([s.micro for s in shapes]), "G": span([s.generated for s in shapes]),
@@ -172,7 +181,7 @@ class Forecast:
         """
         own, ours = space.params(space.baseline), {knob.name for knob in self.space.knobs}
         params = space.params(candidate)
-        if any(v != own[k] for k, v in params.items() if k not in ours and _is_structural(k)):
+        if any(v != own[k] for k, v in params.items() if k not in ours and _is_structural(k, space.recipe.keys)):
             return None
         shape = _shape(space, candidate)
         if completion_tokens is not None:
@@ -185,21 +194,30 @@ class Forecast:
         return self.context_bytes + float(live[0]), float(seconds[0])
 
 
-def _is_structural(knob: str) -> bool:
+def _is_structural(knob: str, keys: BatchKeys) -> bool:
     """Whether another value of `knob` is another structure, not another value of a model's variable."""
-    return knob not in _VARIABLES and not knob.startswith("env.")
+    return knob not in _variables(keys) and not knob.startswith("env.")
+
+
+@cache
+def _variables(keys: BatchKeys) -> tuple[str, ...]:
+    """The keys that are variables of a model."""
+    named = (keys.micro_batch, keys.rollout, keys.accumulation, keys.completion, "lora_r", keys.group)
+    return tuple(key for key in named if key is not None)
 
 
 def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
     """What tells one mass model from another, as text."""
-    fixed = {k: v for k, v in params.items() if _is_structural(k)}
+    fixed = {k: v for k, v in params.items() if _is_structural(k, recipe.keys)}
     return json.dumps([fixed, _is_large(recipe, shape)], sort_keys=True, default=str)
 
 
 def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Shape], list[str]]:
     """The shape and the structure of each candidate; each is worked out once, as 10^5 candidates have few."""
     knobs = [knob.name for knob in space.knobs]
-    varying, fixed = ([i for i, n in enumerate(knobs) if test(n)] for test in (_VARIABLES.__contains__, _is_structural))
+    keys = space.recipe.keys
+    varying = [i for i, n in enumerate(knobs) if n in _variables(keys)]
+    fixed = [i for i, n in enumerate(knobs) if _is_structural(n, keys)]
     shapes: dict[tuple[Value, ...], _Shape] = {}
     structures: dict[tuple[tuple[Value, ...], bool], str] = {}
     shape_of_each: list[_Shape] = []
@@ -219,8 +237,8 @@ def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Sh
 
 def _is_large(recipe: Recipe, shape: _Shape) -> bool:
     """Whether a micro-batch has more tokens than one tile of the loss."""
-    tokens = shape.completion if recipe.trainer == "grpo" else recipe.longest_prompt_tokens or 0
-    return shape.micro * tokens > TILE_TOKENS
+    tokens = shape.completion if recipe.generates else recipe.longest_prompt_tokens or 0
+    return recipe.tile_tokens is not None and shape.micro * tokens > recipe.tile_tokens
 
 
 def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
@@ -248,11 +266,11 @@ def _shape(space: Space, candidate: Candidate) -> _Shape:
     micro, accumulation, chunk, _ = space.split(candidate)
     params = {**space.recipe.resolved, **space.params(candidate)}
 
-    def number(name: str) -> int:
-        value = cast(Value, params.get(name))
+    def number(name: str | None) -> int:
+        value = cast(Value, params.get(name or ""))
         return int(value) if isinstance(value, int | float) else 0
 
-    return _Shape(micro, accumulation, chunk, number("max_completion_length"), number("lora_r"))
+    return _Shape(micro, accumulation, chunk, number(space.recipe.keys.completion), number("lora_r"))
 
 
 def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
@@ -284,23 +302,15 @@ def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shap
 
 def _key(request: Mapping[str, object], worst_case: Path) -> str:
     """A hash of all that a model depends on: what is traced, and the code that traces it."""
+    keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], request["keys"]))
     unread = (
-        "output_dir",
-        "run_name",
-        "logging_dir",
-        "seed",
-        "learning_rate",
-        "max_steps",
-        "num_train_epochs",
-        *_VARIABLES,
-    )
+        "output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs",
+        *_variables(keys),
+    )  # fmt: skip
     values = {k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread}
-    model = offline.overrides(values, worst_case.parent).get("model_name_or_path", values.get("model_name_or_path"))
-    architecture = Path(str(model)) / "config.json"
-    content = architecture.read_bytes() if architecture.is_file() else b""
     rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
     parts = [values, rest, _code(), read_json(worst_case), calibration.fingerprint(str(request["device"]))]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode() + content).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 @cache
@@ -309,7 +319,7 @@ def _code() -> str:
     digest = hashlib.sha256(json.dumps([version(p) for p in _PACKAGES]).encode())
     package = Path(__file__).parent.parent
     folders = (
-        *(package / name for name in ("fakegpu", "forecast", "probing")),
+        *(package / name for name in ("fakegpu", "forecast", "plugin", "probing")),
         Path(str(resources.files("autofit.trainers"))),
     )
     for folder in folders:

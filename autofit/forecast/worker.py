@@ -6,14 +6,14 @@ than a tile has a model of its own. Imports torch.
 """
 
 import gc
-import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -24,10 +24,9 @@ from autofit.fakegpu.formula.kernel_log import KernelLog
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import read_json, write_json
 from autofit.hardware.calibration import host_costs
-from autofit.probing import offline
-from autofit.probing.phases import QUIET, read_worst_case, wrap_phases
-from autofit.recipe.trainer_keys import TILE_TOKENS
-from autofit.recipe.trl_config import parse
+from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
+from autofit.plugin.registry import load
+from autofit.recipe.keys import BatchKeys
 
 LATER = "+"  # ends the name of a phase in which gradients of an earlier micro-batch are alive
 
@@ -48,19 +47,16 @@ class Point:
         return self.micro_batch * self.chunk
 
 
-def trace(point: Point, *, trainer: str, values: Mapping[str, object], device: str, worst_case: Path) -> Trace:
+def trace(
+    point: Point, *, trainer: Trainer, keys: BatchKeys, values: Mapping[str, object], device: str, worst_case: Path
+) -> Trace:
     """Two optimizer steps of the recipe `values` at `point`, on the simulated `device`."""
-    plug_in = importlib.import_module(f"autofit.trainers.{trainer}")
-    changed = dict(values) | {
-        "per_device_train_batch_size": point.micro_batch, "gradient_accumulation_steps": point.accumulation,
-    }  # fmt: skip
-    if trainer == "grpo":
-        changed |= {
-            "steps_per_generation": point.chunk,
-            "num_generations": 2,
-            "max_completion_length": point.completion,
-        }
-        changed.pop("generation_batch_size", None)
+    changed = dict(values) | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
+    if keys.rollout is not None:
+        assert keys.group is not None
+        assert keys.completion is not None
+        changed |= {keys.rollout: point.chunk, keys.group: 2, keys.completion: point.completion}
+        changed.pop(keys.rollout_batch or "", None)
     if point.rank is not None:
         changed["lora_r"] = point.rank
     spec = gpu_spec(device.removeprefix("sim:"))
@@ -71,74 +67,57 @@ def trace(point: Point, *, trainer: str, values: Mapping[str, object], device: s
         fewer_layers(point.layers),
     ):
         gpu.only_last_decode_steps = True
-        marks = _Marks(gpu)
-        standing_in = offline.overrides(values, worst_case.parent)
-        quiet = {**QUIET, **plug_in.QUIET, **standing_in}
-        config = parse(trainer, changed, overrides={**quiet, "max_steps": 2, "output_dir": folder})
-        marks.enter("load")
-        built = plug_in.build(config, worst_case=read_worst_case(worst_case))
-        _follow(built, marks, plug_in.PHASES)
-        built.train()
+        marks = _Marks(gpu, accumulation=point.accumulation)
+        task = Task(device=device, output=Path(folder), worst_case=WorstCase(path=worst_case), steps=2)
+        trainer.build(changed, task).train(marks)
         marks.enter("end")
         return Trace.of(gpu, point.layers, marks.log.kinds(marks.repeats))
 
 
-class _Marks:
+class _Marks(Report):
     """Names the phases of the simulated card's bytes and kernels."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeGpu, *, accumulation: int) -> None:
         self._gpu = gpu
+        self._accumulation = accumulation
         self.log = KernelLog()
         gpu.clock.log = self.log
-        self.phase = "load"
+        self.at = LOAD
         self.later = False
         self.repeats: dict[str, int] = {}
+        self.enter(LOAD)
 
     def enter(self, phase: str) -> str:
-        left, self.phase = self.phase, phase
+        left, self.at = self.at, phase
         self._gpu.memory.enter_phase(phase + LATER if self.later else phase)
         self.log.phase = phase
         return left
 
-    def wrap(self, target: object, method: str, phase: str) -> None:
-        original = getattr(target, method)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        left = self.enter(name)
+        if self.log.on:
+            self.repeats[name] = self.repeats.get(name, 0) + 1
+        yield
+        self.enter(left)
 
-        def within(*args: Any, **kwargs: Any) -> Any:
-            outer = self.enter(phase)
-            if self.log.on:
-                self.repeats[phase] = self.repeats.get(phase, 0) + 1
-            result = original(*args, **kwargs)
-            self.enter(outer)
-            return result
+    def step_begins(self, step: int) -> None:
+        self.later = False
+        self.log.on = step == 1
+        if self.log.on:
+            self.repeats[UPDATE] = self._accumulation
+        self.enter(UPDATE)
 
-        setattr(target, method, within)
+    def micro_step_ends(self) -> None:
+        self.later = True
+        self.enter(UPDATE)
 
+    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+        self.later = False
+        self.enter(OPTIMIZER)
 
-def _follow(trainer: Any, marks: _Marks, phases: Mapping[str, str]) -> None:
-    from transformers import TrainerCallback
-
-    wrap_phases(trainer, phases, marks.wrap)
-
-    class Steps(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            marks.later = False
-            marks.log.on = state.global_step == 1
-            if marks.log.on:
-                marks.repeats["update"] = args.gradient_accumulation_steps
-            marks.enter("update")
-
-        def on_substep_end(self, *_: object, **__: object) -> None:
-            marks.later = True
-            marks.enter("update")
-
-        def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-            marks.later = False
-            marks.enter("optimizer")
-
-        def on_optimizer_step(self, *_: object, **__: object) -> None:
-            marks.enter("between")
-
-    trainer.add_callback(Steps())
+    def optimizer_ends(self) -> None:
+        self.enter("between")
 
 
 # -- one structure ----------------------------------------------------------------------------------------------------
@@ -152,7 +131,9 @@ def run(request_path: str) -> int:
     gc.collect()
     gc.freeze()  # collections need not look at what was imported
     try:
-        structure = Structure(**{k: v for k, v in request.items() if k in Structure.__slots__})  # type: ignore[arg-type]
+        keys = BatchKeys.from_json(cast(dict[str, "str | None"], request["keys"]))
+        asked = {k: v for k, v in request.items() if k in Structure.__slots__}
+        structure = Structure(**{**asked, "keys": keys})  # type: ignore[arg-type]
         model, mismatch = structure.model()
     except Exception as error:
         traceback.print_exc()
@@ -170,6 +151,8 @@ class Structure:
     """A recipe but for its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
 
     trainer: str
+    keys: BatchKeys
+    tile_tokens: int | None  # tokens of a micro-batch that the loss works on at once
     values: Mapping[str, object]
     device: str
     worst_case: str
@@ -182,14 +165,7 @@ class Structure:
     @property
     def depth(self) -> tuple[int, int]:
         """(layers, the number after which their pattern repeats)."""
-        return repeats_after(self._config())
-
-    def _config(self) -> Any:
-        from transformers import AutoConfig
-
-        standing_in = offline.overrides(self.values, Path(self.worst_case).parent)
-        name = standing_in.get("model_name_or_path", self.values["model_name_or_path"])
-        return AutoConfig.from_pretrained(name, trust_remote_code=bool(self.values.get("trust_remote_code")))
+        return repeats_after(load(self.trainer).layers(self.values, WorstCase(path=Path(self.worst_case))))
 
     def model(self) -> tuple[MassModel, float]:
         """The model, and by what share its phases miss those of a trace that it was not made from."""
@@ -211,14 +187,18 @@ class Structure:
 
     def _base(self, layers: int) -> Point:
         micro, completion = (64, 128) if self.large else (6, 96)
-        if self.trainer != "grpo":
-            fewest = TILE_TOKENS // self._sample_tokens + 1
+        if not self._generates:
+            fewest = (self.tile_tokens or 0) // self._sample_tokens + 1
             micro, completion = (fewest if self.large else 1), 0
         rank = None if not self.varies_rank else 8
         shape = (1, 2) if self.reused else (2, 1)
         return Point(
             micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1], layers=layers
         )
+
+    @property
+    def _generates(self) -> bool:
+        return self.keys.rollout is not None
 
     @property
     def _sample_tokens(self) -> int:
@@ -228,13 +208,13 @@ class Structure:
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
         """The variables at the base point, and for each: its other value, where to trace, and what varies with it."""
-        wider = base.micro_batch + (base.micro_batch + 2) // 4 * 2 if self.trainer == "grpo" else 2 * base.micro_batch
+        wider = base.micro_batch + (base.micro_batch + 2) // 4 * 2 if self._generates else 2 * base.micro_batch
         at: dict[str, float] = {"B": base.micro_batch}
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]
         if base.rank is not None:
             at["r"] = base.rank
             varied.append(("r", 12, replace(base, rank=12), None))
-        if self.trainer == "grpo":
+        if self._generates:
             at |= {"G": base.generated, "C": base.completion}
             longer = base.completion * 3 // 2
             if self.ranges["C"][0] != self.ranges["C"][1] or self.ranges["C"][0] != base.completion:
@@ -245,7 +225,12 @@ class Structure:
 
     def _trace(self, point: Point) -> Trace:
         return trace(
-            point, trainer=self.trainer, values=self.values, device=self.device, worst_case=Path(self.worst_case)
+            point,
+            trainer=load(self.trainer),
+            keys=self.keys,
+            values=self.values,
+            device=self.device,
+            worst_case=Path(self.worst_case),
         )
 
     def _mismatch(self, model: MassModel, layers: int) -> float:

@@ -25,16 +25,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import AutofitError, EnvironmentFault
+from autofit.plugin import registry
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
 
 _PRELOAD = (
-    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "trl", "trl.scripts.grpo",
-    "trl.trainer.grpo_trainer", "trl.trainer.grpo_config", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "autofit.trainers.grpo", "autofit.trainers.sft", "autofit.trainers.dpo",
-    "autofit.trainers.reward", "trl.scripts.sft", "trl.scripts.dpo", "trl.scripts.reward",
-    "autofit.probing.worker", "autofit.probing.inspection",
+    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
+    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
 )  # fmt: skip
+
+
+class ServerGone(EnvironmentFault):
+    """No server took the call, so nothing of it has run."""
 
 
 class ForkServer:
@@ -65,7 +67,7 @@ class ForkServer:
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
-    """Send one call and wait for the Ending. Raises EnvironmentFault when the server or the child's keeper is gone."""
+    """Send one call and wait for the Ending. Raises ServerGone, or EnvironmentFault when the child's keeper is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -85,9 +87,9 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
             return
         except OSError as error:
             if not callable(alive):
-                raise EnvironmentFault(f"the fork server does not answer: {error.strerror}") from error
+                raise ServerGone(f"the fork server does not answer: {error.strerror}") from error
             if not alive():
-                raise EnvironmentFault("the fork server ended before it was ready; see fork_server.log") from error
+                raise ServerGone("the fork server ended before it was ready; see fork_server.log") from error
             threading.Event().wait(0.05)
 
 
@@ -100,6 +102,7 @@ def serve(socket_path: str) -> None:
     gc.disable()  # going through all that is imported, again and again, would be a quarter of the time
     for name in _PRELOAD:
         importlib.import_module(name)
+    _preload_trainers()
     gc.enable()
     gc.freeze()  # so that the children's collections do not copy what they share
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -117,6 +120,15 @@ def serve(socket_path: str) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
+
+
+def _preload_trainers() -> None:
+    """Import the installed trainers; one that cannot be imported is only an error where it is asked for."""
+    for name in registry.names():
+        try:
+            registry.load(name)
+        except AutofitError as error:
+            print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
 
 
 def _keep_call(connection: socket.socket) -> None:

@@ -12,8 +12,8 @@ import psutil
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.hardware.hardware import gpus
-from autofit.probing.fork_server import call
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.fork_server import ServerGone, call
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slot
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.units import format_bytes
@@ -92,9 +92,10 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
         }  # fmt: skip
         try:
             return call(request.server_socket, message)
-        except EnvironmentFault as fault:
-            if "does not answer" not in str(fault):  # the child was taken: it may have run, so it is not run again
-                return Ending(exit_code=-signal.SIGKILL)
+        except ServerGone:
+            pass  # nothing has run yet, so it is started here
+        except EnvironmentFault:  # the child may have run, so it is not run again
+            return Ending(exit_code=-signal.SIGKILL)
     return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(asked))
 
 
@@ -110,27 +111,31 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
 
 def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
     """The result of a probe that ended without an answer of its own."""
-    phase_path = request.phase_path
-    phase = phase_path.read_text() if phase_path.exists() else "load"
-    status, oom_phase = ProbeStatus.FAILED, None
-    if ending.deadline_passed:
-        status, what = ProbeStatus.LOST, f"the deadline of {request.deadline_s:.0f} s passed"
-    elif ending.kernel_oom and request.device == "cpu":
-        status, what, oom_phase = ProbeStatus.OOM, "the kernel's out-of-memory killer ended the probe", phase
-    elif ending.kernel_oom:
-        status, what = ProbeStatus.LOST, "the kernel's out-of-memory killer ended the probe: host memory, not the card"
-    elif ending.exit_code == -signal.SIGKILL:
-        status, what = ProbeStatus.LOST, "the probe was killed (SIGKILL)"
-    elif -ending.exit_code in _CRASHES:
-        what = f"the probe crashed ({signal.Signals(-ending.exit_code).name})"
-    elif ending.exit_code < 0:
-        status, what = ProbeStatus.LOST, f"the probe was killed ({signal.Signals(-ending.exit_code).name})"
-    else:
-        what = f"the probe exited with code {ending.exit_code} before it answered"
+    phase = request.phase_path.read_text() if request.phase_path.exists() else "load"
+    status, cause, what = _end_of(ending, request)
     return ProbeResult(
         status=status,
         device=request.device,
         reason=f"{what} during {phase}; see {request.log_path}",
-        oom_phase=oom_phase,
+        cause=cause,
+        oom_phase=phase if status is ProbeStatus.OOM else None,
         limit_bytes=request.limit_bytes,
     )
+
+
+def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause, str]:
+    """(status, cause, what happened in words)."""
+    if ending.deadline_passed:
+        return ProbeStatus.LOST, Cause.DEADLINE, f"the deadline of {request.deadline_s:.0f} s passed"
+    if ending.kernel_oom:
+        what = "the kernel's out-of-memory killer ended the probe"
+        if request.device == "cpu":
+            return ProbeStatus.OOM, Cause.HOST_OOM, what
+        return ProbeStatus.LOST, Cause.HOST_OOM, f"{what}: host memory, not the card"
+    if ending.exit_code >= 0:
+        what = f"the probe exited with code {ending.exit_code} before it answered"
+        return ProbeStatus.FAILED, Cause.EXITED, what
+    name = signal.Signals(-ending.exit_code).name
+    if -ending.exit_code in _CRASHES:
+        return ProbeStatus.FAILED, Cause.CRASHED, f"the probe crashed ({name})"
+    return ProbeStatus.LOST, Cause.KILLED, f"the probe was killed ({name})"

@@ -1,18 +1,64 @@
 """Starts the jobs of probes through submitit, and finds them again. Nothing else assumes one machine."""
 
+import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
 import submitit
 
-from autofit.files import read_json, write_json
+from autofit.errors import EnvironmentFault
+from autofit.files import is_full, read_json, write_json
 from autofit.probing.job import cancel, run_probe
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+
+_ATTEMPTS = 2  # a probe that was killed is tried once more
+
+
+class Next(StrEnum):
+    """What follows from the end of a probe."""
+
+    KEEP = "keep"  # the result stands
+    REPEAT = "repeat"  # it was killed, and may not be the next time
+    FREE_SPACE = "free space"  # the disk is full: the user has to do something first
+
+
+def what_next(result: ProbeResult, folder: Path, *, attempts: int) -> Next:
+    """What follows from `result` of the probe in `folder`, which was attempt number `attempts`."""
+    if result.cause is Cause.NO_SPACE or (result.status is ProbeStatus.LOST and is_full(folder)):
+        return Next.FREE_SPACE
+    return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
+
+
+def no_space_left(folder: Path) -> EnvironmentFault:
+    return EnvironmentFault(f"no space left in {folder}; free some and run the same command again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """The probes of one trial: NAME-1 in `home`, and NAME-2 where that was killed."""
+
+    home: Path
+    name: str
+
+    def folders(self) -> list[Path]:
+        """Those made so far, oldest first."""
+        return list(itertools.takewhile(Path.exists, map(self._folder, itertools.count(1))))
+
+    def new_folder(self) -> Path:
+        """The folder of the next attempt."""
+        folder = self._folder(len(self.folders()) + 1)
+        folder.mkdir(parents=True)
+        return folder
+
+    def _folder(self, attempt: int) -> Path:
+        return self.home / f"{self.name}-{attempt}"
 
 
 class Launcher:
@@ -37,7 +83,8 @@ class Launcher:
         if answer is not None:
             return answer
         device = str((read_json(folder / "request.json") or {}).get("device", ""))
-        return ProbeResult(status=ProbeStatus.LOST, device=device, reason="the job ended without an answer")
+        reason = "the job ended without an answer"
+        return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=Cause.KILLED)
 
     def run(self, request: ProbeRequest, *, poll_s: float = 0.02) -> ProbeResult:
         """Submit one probe and wait for its answer."""

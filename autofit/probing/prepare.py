@@ -1,11 +1,13 @@
-"""From what was given to a Recipe: TRL's parser, the dataset and the model's config, asked of the fork server."""
+"""From what was given to a Recipe: its trainer, in a child of the fork server, says what it means."""
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full, read_json, write_json
+from autofit.plugin.protocol import Facts
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.source import Source, read_source
@@ -54,18 +56,26 @@ def prepare(
         raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
         raise ConfigError(f"{source.what}: {answer['error']}")
+    facts = Facts.from_json(answer)
     return Recipe(
-        trainer=trainer,
-        values=cast(Mapping[str, object], answer["values"]),
-        resolved=cast(Mapping[str, object], answer["resolved"]),
-        name=source.name,
-        world_size=world_size,
-        longest_prompt_tokens=cast(int | None, answer.get("longest_prompt_tokens")),
-        longest_sample_tokens=cast(int | None, answer.get("longest_sample_tokens")),
-        num_prompts=cast(int | None, answer.get("num_prompts")),
-        model_parameters=cast(int | None, answer.get("model_parameters")),
-        weights_bytes=cast(int | None, answer.get("weights_bytes")),
-        balances_experts=bool(answer.get("balances_experts")),
-        counts_padding=bool(answer.get("counts_padding")),
-        content_hash=str(answer.get("content_hash", "")),
-    )
+        trainer=trainer, trainer_name=facts.name, values=facts.values, resolved=facts.resolved, keys=facts.keys,
+        tiers=facts.tiers, space=Path(facts.space), name=source.name, world_size=world_size, model=facts.model,
+        command=facts.command, trains_on_data=facts.trains_on_data, compared=facts.compared,
+        longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
+        num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
+        tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash,
+        architecture_hash=facts.architecture_hash,
+    )  # fmt: skip
+
+
+def keep_worst_case(source: Path, target: Path) -> None:
+    """Move what the inspection in `source` left for probes to `target`, unless an earlier run of the study did."""
+    target.mkdir(parents=True, exist_ok=True)
+    if worst_case_path(target).exists():  # the same study has the same one
+        return
+    own = {"inspect.json", "inspection.json", "inspection.log", "forecasts", worst_case_path(source).name}
+    for path in [p for p in source.iterdir() if p.name not in own]:
+        if (target / path.name).is_dir():
+            shutil.rmtree(target / path.name)
+        os.replace(path, target / path.name)
+    os.replace(worst_case_path(source), worst_case_path(target))  # last: its presence says that the rest is there

@@ -8,8 +8,7 @@ from statistics import median
 from typing import cast
 
 from autofit.files import read_json
-
-NO_SPACE = "no space left"  # how the reason of a failure begins that is the disk's, not the candidate's
+from autofit.hardware.hardware import Device, slot_names
 
 
 class ProbeStatus(StrEnum):
@@ -17,6 +16,23 @@ class ProbeStatus(StrEnum):
     OOM = "oom"  # needed more than the target: a measurement, not an error
     FAILED = "failed"  # raised, crashed or exited
     LOST = "lost"  # killed before it could answer
+
+
+class Cause(StrEnum):
+    """Why a probe has no measurement, for decisions and filters; `ProbeResult.reason` says it to people."""
+
+    DEADLINE = "deadline"  # it took longer than it may
+    KILLED = "killed"  # by someone else, or with its job
+    HOST_OOM = "host oom"  # the kernel's out-of-memory killer ended it: the host's memory, not the card's
+    NO_SPACE = "no space"  # the disk is full
+    CRASHED = "crashed"  # a signal of its own making, such as SIGSEGV
+    EXITED = "exited"  # sys.exit, or an exit code before the answer
+    RAISED = "raised"  # an exception
+
+
+class Fidelity(StrEnum):
+    MEASURED = "measured"  # on the device itself
+    PREDICTED = "predicted"  # on a simulated one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +88,31 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSetup:
+    """All that the probes of one command have in common; `request` completes it for one of them."""
+
+    trainer: str
+    device: Device
+    limit_bytes: int | None
+    worst_case: Path
+    deadline_s: float  # of a probe of `measured_steps`
+    measured_steps: int = 2
+    parallel: int = 1
+    server_socket: str | None
+    least_of_fits: bool = True
+
+    def request(self, folder: Path, values: Mapping[str, object], *, measured_steps: int | None = None) -> ProbeRequest:
+        """The probe of a recipe of `values` in `folder`; more measured steps have more time."""
+        steps = measured_steps or self.measured_steps
+        return ProbeRequest(
+            folder=folder, trainer=self.trainer, values=values, device=self.device, limit_bytes=self.limit_bytes,
+            worst_case=self.worst_case, measured_steps=steps, deadline_s=self.deadline_s * steps / self.measured_steps,
+            server_socket=self.server_socket, slots=slot_names(self.device, self.parallel),
+            least_of_fits=self.least_of_fits,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
     """The most that was held during one phase (load, rollout, scoring, update, optimizer, save, resume)."""
 
@@ -87,7 +128,8 @@ class ProbeResult:
 
     status: ProbeStatus
     device: str
-    reason: str = ""
+    reason: str = ""  # for people: nothing is decided by its words
+    cause: Cause | None = None  # None for a fit and for an OOM of the device
     oom_phase: str | None = None
     device_used_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -102,7 +144,7 @@ class ProbeResult:
     least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
-    fidelity: str = "measured"
+    fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: where the clock's costs are from
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -113,6 +155,11 @@ class ProbeResult:
     def median_step_s(self) -> float | None:
         """Seconds per optimizer step: the median over the measured steps."""
         return median(self.step_s) if self.step_s else None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended from outside, which says nothing of its candidate."""
+        return self.status is ProbeStatus.LOST and self.cause is not Cause.DEADLINE
 
     @property
     def is_graded(self) -> bool:
@@ -138,6 +185,8 @@ class ProbeResult:
     def from_json(cls, content: Mapping[str, object]) -> "ProbeResult":
         fields = {k: v for k, v in content.items() if k in cls.__slots__}
         fields["status"] = ProbeStatus(str(fields["status"]))
+        fields["cause"] = None if fields.get("cause") is None else Cause(str(fields["cause"]))
+        fields["fidelity"] = Fidelity(str(fields.get("fidelity", Fidelity.MEASURED)))
         fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
         for name in ("step_s", "rollout_s", "update_s"):
             fields[name] = tuple(cast(list[float], fields.get(name, [])))

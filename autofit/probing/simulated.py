@@ -20,7 +20,7 @@ from autofit.fakegpu.depth.layers import LayerClock, shrink
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
-from autofit.probing.result import PhasePeak
+from autofit.probing.result import Fidelity, PhasePeak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class SimMemory:
             "device_used_bytes": used,
             "least_capacity_bytes": least,
             "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases},
-            "fidelity": "predicted",
+            "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
         }
 

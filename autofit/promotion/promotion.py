@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_atomically, write_json
@@ -17,7 +16,8 @@ from autofit.promotion.job import run_promoted
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.recipe import merge, tuned_yaml
 from autofit.space.describe import describe_changes
-from autofit.tuning.frontier import Rule, Trial, rule_of, winner
+from autofit.tuning.frontier import Rule, Trial, winner
+from autofit.tuning.record import record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import load_study, trials_of
 
@@ -37,11 +37,13 @@ class Promotion:
     yaml_path: Path
     cwd: Path
     proof: Proof
+    generates: bool
+    trains_on_data: bool
     confirmation: str = ""  # whether the trial was probed longer, in words
 
     @property
     def output_dir(self) -> Path:
-        path = Path(str(self.values["output_dir"]))
+        path = Path(str(self.values.get("output_dir", self.folder.resolve() / "output")))
         return path if path.is_absolute() else self.cwd / path
 
 
@@ -53,42 +55,38 @@ def plan_promotion(
     Raises ConfigError, with nothing written, for a trial that claims to be neutral and is not.
     """
     study = load_study(folder, study_name)
-    chosen = choose(trials_of(study), trial, rule_of(study.user_attrs))
+    record = record_of(study)
+    chosen = choose(trials_of(study), trial, record.rule)
     proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
-    sure = confirmation_note([chosen], rule_of(study.user_attrs))
+    sure = confirmation_note([chosen], record.rule)
     say(sure)
-    attrs = study.user_attrs
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
-    given = cast(dict[str, object], attrs["values"])
-    searched = device = str(attrs["device"])
+    given, device = record.values, record.device
     if device.startswith("sim:"):  # the run itself needs a device that exists
         device = choose_device("auto")
-    on_cpu: dict[str, object] = {"use_cpu": True}
-    own = given.get("output_dir")
-    extra: dict[str, object] = on_cpu if searched == "cpu" else {}  # what was predicted for a card is written for one
-    extra = {**extra, "output_dir": str(Path(str(own)) / home.name if own else home.resolve() / "output")}
-    changes = cast(dict[str, object], study.get_trials(deepcopy=False)[chosen.number].user_attrs["yaml_changes"])
-    resolved = cast(dict[str, object], attrs["resolved"])
+    on_cpu: dict[str, object] = {"use_cpu": True} if "use_cpu" in record.resolved else {}
+    extra = dict(on_cpu if record.device == "cpu" else {})  # what was predicted for a card is written for one
+    if "output_dir" in record.resolved:
+        own = given.get("output_dir")
+        extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
-        f"{describe_changes(chosen.changes, resolved)}\n"
-        f"{proof.sentence}\n{sure}\nrun it with: trl {attrs['trainer']} --config THIS_FILE"
+        f"{describe_changes(chosen.changes, record.resolved)}\n"
+        f"{proof.sentence}\n{sure}"
     )
-    if not has_dataset(given):
+    if record.command is not None:
+        comment += f"\nrun it with: {record.command} THIS_FILE"
+    if not record.trains_on_data:
         comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
     path = home / "tuned.yaml"
-    write_atomically(path, tuned_yaml(given, {**changes, **extra}, comment=comment))
+    write_atomically(path, tuned_yaml(given, {**chosen.yaml_changes, **extra}, comment=comment))
     return Promotion(
-        folder=home, study=study.study_name, trial=chosen, device=device, trainer=str(attrs["trainer"]),
-        values=merge(given, {**changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
-        cwd=Path(str(attrs["cwd"])), proof=proof, confirmation=sure,
+        folder=home, study=study.study_name, trial=chosen, device=device, trainer=record.trainer,
+        values=merge(given, {**chosen.yaml_changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
+        cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
+        trains_on_data=record.trains_on_data,
     )  # fmt: skip
-
-
-def has_dataset(values: Mapping[str, object]) -> bool:
-    """Whether a recipe names data to train on; the built-in baseline, for one, has made-up prompts."""
-    return bool(values.get("dataset_name") or values.get("datasets"))
 
 
 def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True) -> Trial:
@@ -133,7 +131,8 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
-        "values": dict(promotion.values), "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
+        "values": dict(promotion.values), "output_dir": str(promotion.output_dir.resolve()),
+        "generates": promotion.generates, "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
         "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
         "confirmation": promotion.confirmation,
     }  # fmt: skip

@@ -22,10 +22,11 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.probing.supervise import computing_env
 from autofit.proof.proof_keys import IN_BOTH, Reach, reach, unlike
+from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
-from autofit.space.space import CHUNK, SPLIT, Tier
 from autofit.tuning.frontier import Trial
+from autofit.tuning.record import keep_proof, kept_proof, record_of
 
 # Rounding in float32 was 1e-7 to 6e-6 in the neutral cells of experiments/neutrality, and the least difference of any
 # other cell 9e-5: the bound lies between.
@@ -34,7 +35,6 @@ ROUNDING = 1e-5
 PARAMETER_ROUNDING = 1e-3
 _VERSION = 2  # of what a proof compares: one that was kept by another is made anew
 _DEADLINE_S = 900.0
-_ACCUMULATION = "gradient_accumulation_steps"
 _PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
@@ -117,11 +117,11 @@ def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lam
     Raises EnvironmentFault when the comparison itself fails.
     """
     question = _Question.of(study, trial)
-    kept = study.user_attrs.get(f"proof {trial.number}")
-    if isinstance(kept, dict) and kept.get("key") == question.key:
+    kept = kept_proof(study, trial.number)
+    if kept is not None and kept.get("key") == question.key:
         return Proof.from_json(kept)
     proof = _answered(question, say)
-    study.set_user_attr(f"proof {trial.number}", proof.to_json())
+    keep_proof(study, trial.number, proof.to_json())
     return proof
 
 
@@ -142,6 +142,7 @@ class _Question:
 
     trial: Trial
     trainer: str
+    keys: BatchKeys
     cwd: Path
     resolved: Mapping[str, object]
     baseline: Mapping[str, object]
@@ -152,20 +153,17 @@ class _Question:
 
     @classmethod
     def of(cls, study: optuna.Study, trial: Trial) -> "_Question":
-        attrs = study.user_attrs
-        trainer, values = str(attrs["trainer"]), cast(dict[str, object], attrs["values"])
-        frozen = study.get_trials(deepcopy=False)[trial.number]
-        yaml_changes = cast(dict[str, object], frozen.user_attrs["yaml_changes"])
-        resolved = cast(dict[str, object], attrs["resolved"])
-        reaches = {k: reach(trainer, k, v, resolved.get(k)) for k, v in trial.changes.items()}
+        record = record_of(study)
+        trainer, values, resolved = record.trainer, record.values, record.resolved
+        reaches = {k: reach(record.compared, k, v, resolved.get(k)) for k, v in trial.changes.items()}
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
         in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
         outside = {k: found for k, found in outside.items() if k not in in_both}
         compared = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
         return cls(
-            trial=trial, trainer=trainer, cwd=Path(str(attrs["cwd"])),
+            trial=trial, trainer=trainer, cwd=record.cwd, keys=record.batch_keys,
             resolved=resolved, baseline=merge(values, in_both),
-            candidate=merge(values, {k: v for k, v in yaml_changes.items() if k not in outside}),
+            candidate=merge(values, {k: v for k, v in trial.yaml_changes.items() if k not in outside}),
             compared=compared, in_both=in_both, outside=outside,
         )  # fmt: skip
 
@@ -181,7 +179,8 @@ class _Question:
     def parts(self) -> dict[str, Mapping[str, object]]:
         """{what: the baseline with that change alone}, for those that can stand alone."""
         found: dict[str, Mapping[str, object]] = {}
-        batch = {SPLIT, _ACCUMULATION, CHUNK, "generation_batch_size"}
+        keys = self.keys
+        batch = {keys.micro_batch, keys.accumulation, keys.rollout, keys.rollout_batch}
         for key, value in self.compared.items():
             if key not in batch:
                 found[key] = merge(self.baseline, {key: value})
@@ -190,23 +189,23 @@ class _Question:
         return found | self._batch_parts()
 
     def _batch_parts(self) -> dict[str, Mapping[str, object]]:
-        now, then = (self._sizes({}), self._sizes(self.compared))
+        keys, now, then = self.keys, self._sizes({}), self._sizes(self.compared)
         parts: dict[str, Mapping[str, object]] = {}
-        split = {SPLIT: then[0], _ACCUMULATION: then[1]}
-        if self.trainer != "grpo":
+        split: dict[str, object] = {keys.micro_batch: then[0], keys.accumulation: then[1]}
+        if keys.rollout is None:
             return {"micro-batch x accumulation": merge(self.baseline, split)}
+        said_once = {} if keys.rollout_batch is None else {keys.rollout_batch: None}
         own, new = now[0] * now[2], then[0] * then[2]  # completions generated at once
         if then[0] != now[0] and own % then[0] == 0:
-            change = {**split, CHUNK: own // then[0], "generation_batch_size": None}
+            change = {**split, keys.rollout: own // then[0], **said_once}
             parts["micro-batch x accumulation"] = merge(self.baseline, change)
         if own != new and new % now[0] == 0:
-            change = {CHUNK: new // now[0], "generation_batch_size": None}
-            parts[CHUNK] = merge(self.baseline, change)
-        return parts or {"micro-batch x accumulation and steps_per_generation": self.candidate}
+            parts[keys.rollout] = merge(self.baseline, {keys.rollout: new // now[0], **said_once})
+        return parts or {f"micro-batch x accumulation and {keys.rollout}": self.candidate}
 
     def _sizes(self, changes: Mapping[str, object]) -> tuple[int, int, int]:
-        found = {**self.resolved, **changes}
-        micro, accumulation, chunk = (found.get(k) for k in (SPLIT, _ACCUMULATION, CHUNK))
+        found, keys = {**self.resolved, **changes}, self.keys
+        micro, accumulation, chunk = (found.get(k or "") for k in (keys.micro_batch, keys.accumulation, keys.rollout))
         return cast(int, micro), cast(int, accumulation), cast(int, chunk)
 
 

@@ -1,7 +1,9 @@
 """What a gradient proof can say about a key of a recipe: compared live, harmless, beyond a CPU, or something else."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
+
+from autofit.plugin.attention import compared_attention
 
 
 class Reach(StrEnum):
@@ -11,23 +13,6 @@ class Reach(StrEnum):
     OTHER = "other"  # changes more than a gradient on fixed rollouts in float32 can show
 
 
-# Keys that the small trainings take as they are.
-_COMPARED = {
-    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs", "pad_to_multiple_of", "router_aux_loss_coef",
-}  # fmt: skip
-_COMPARED_BY_TRAINER = {
-    "grpo": {
-        "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta",
-        "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos",
-        "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
-        "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
-        "use_bias_correction_kl", "reward_weights",
-    },
-    "sft": {"loss_type"},
-    "dpo": {"loss_type", "beta", "precompute_ref_log_probs"},
-    "reward": {"center_rewards_coefficient"},
-}  # fmt: skip
 # Changes of the recipe that the small trainings can have in both baseline and candidate.
 IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations")
 _CONSTRUCTION = "by construction: it moves memory or logs and enters no arithmetic"
@@ -48,17 +33,19 @@ _KERNELS = dict.fromkeys(
     "the same function with other kernels or places, which the proof cannot run on one CPU",
 )  # fmt: skip
 _BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
-_ATTENTION = ("sdpa", "eager")
 
 
-def reach(trainer: str, key: str, value: object, own: object) -> tuple[Reach, str]:
-    """How far a proof reaches for `key` changed from `own` to `value`, and why it is not compared ("" where it is)."""
+def reach(compared: Collection[str], key: str, value: object, own: object) -> tuple[Reach, str]:
+    """How far a proof reaches for `key` changed from `own` to `value`, and why it is not compared ("" where it is).
+
+    `compared` has the keys that the trainer's small trainings take as they are.
+    """
     if key == "attn_implementation":
         absent = [v for v in (own, value) if not compared_attention(v)]
         if not absent:
             return Reach.COMPARED, ""
         return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default stands in for it"
-    if key in _COMPARED or key in _COMPARED_BY_TRAINER.get(trainer, ()):
+    if key in compared:
         return Reach.COMPARED, ""
     if key in _HARMLESS:
         return Reach.HARMLESS, _HARMLESS[key]
@@ -69,11 +56,6 @@ def reach(trainer: str, key: str, value: object, own: object) -> tuple[Reach, st
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
     return Reach.OTHER, "it changes more than a gradient on fixed samples in float32 can show"
-
-
-def compared_attention(value: object) -> bool:
-    """Whether the attention named `value` is one that the proof runs."""
-    return value is None or value in _ATTENTION
 
 
 def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:

@@ -1,35 +1,30 @@
 """The gradient proof itself: accumulated gradients of recipes on one small model and identical samples, compared.
 
 Runs in a process of its own (`python -m autofit.proof.worker REQUEST`), on the CPU, in float32. Each gradient
-is that of a whole optimizer step of TRL's own trainer, read before the optimizer uses it. What would make two runs
+is that of a whole optimizer step of the real trainer, read before the optimizer uses it. What would make two runs
 differ without changing the recipe (generation, dropout, clipping, the optimizer) is taken out or made the same.
 """
 
 import gc
-import importlib
 import os
-import re
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, TrainerCallback
 
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
-from autofit.probing.inspection import go_offline_without_a_hub
+from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.protocol import Report
+from autofit.plugin.registry import load
 from autofit.probing.supervise import die_with_parent
-from autofit.proof.proof_keys import compared_attention
-from autofit.recipe.trl_config import TrlConfig, parse
-from autofit.trainers.proofs.samples import SAME
-from autofit.trainers.proofs.small_model import model_config, small_model
 
 Gradient = dict[str, torch.Tensor]
 
@@ -70,14 +65,14 @@ def run(request_path: str) -> int:
 
 def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
     """The candidate's difference from the baseline; above the bounds, that of each of its `parts` alone as well."""
-    trainer = str(request["trainer"])
     recipes: dict[str, dict[str, object]] = {
         "baseline": request["baseline"], "candidate": request["candidate"], **request["parts"],
     }  # fmt: skip
-    proof = Proof(trainer, recipes, folder)
+    proof = Proof(str(request["trainer"]), recipes, folder)
+    small = proof.small
     answer: dict[str, object] = {
-        "model": proof.model, "stand_in": proof.stand_in, "steps": proof.steps, "samples_per_step": proof.samples,
-        "shrunken": proof.shrunken, "versions": _versions(),
+        "model": small.model, "stand_in": small.stand_in, "steps": small.steps,
+        "samples_per_step": small.samples_per_step, "shrunken": small.divided_by, "versions": _versions(),
     }  # fmt: skip
     difference = proof.difference("candidate")
     answer |= {"difference": asdict(difference), "parts": {}}
@@ -87,59 +82,24 @@ def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
 
 
 class Proof:
-    """Recipes (TRL's YAML values by name, "baseline" among them) over one small model saved in `folder`."""
+    """Recipes (values by name, "baseline" among them) over the small trainings of their trainer."""
 
     def __init__(self, trainer: str, recipes: Mapping[str, Mapping[str, object]], folder: Path) -> None:
         go_offline_without_a_hub()
-        self._samples = importlib.import_module(f"autofit.trainers.proofs.{trainer}")
-        self._trainer = trainer
-        parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
-        known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
-        fixed = {**SAME, **self._samples.SAME}
-        self._fixed = {key: value for key, value in fixed.items() if value is None or key in known}
-        self._folder = folder
-        baseline = recipes["baseline"]
-        config = _config_of_model(baseline)
-        self.model, self.stand_in = small_model(config, folder / "model")
-        self._layers = AutoConfig.from_pretrained(folder / "model").num_hidden_layers
-        parsed = {name: self._parsed(values, {}) for name, values in recipes.items()}
-        self.shrunken = self._samples.common_factor(list(parsed.values()), _MOST_SAMPLES)
-        self.samples = self._samples.samples_per_step(parsed["baseline"]) // self.shrunken
-        self.steps = min(_MOST_STEPS, self._samples.steps_of_a_round(parsed["baseline"]))
-        self._configs = {name: self._small(recipes[name], config) for name, config in parsed.items()}
+        self.small = load(trainer).small_trainings(recipes, folder, most_samples=_MOST_SAMPLES, most_steps=_MOST_STEPS)
         self._baseline: list[Gradient] | None = None
-
-    def _parsed(self, values: Mapping[str, object], more: Mapping[str, object]) -> TrlConfig:
-        places = {"model_name_or_path": str(self._folder / "model"), "output_dir": str(self._folder / "output")}
-        overrides = {**self._fixed, **places, **more}
-        if not compared_attention(values.get("attn_implementation")):
-            overrides["attn_implementation"] = None  # what the architecture takes by itself: not every one has sdpa
-        for key in ("lora_target_modules", "lora_target_parameters"):
-            if isinstance(named := values.get(key), list):
-                overrides[key] = [_of_few_layers(name, self._layers) for name in named]
-        return parse(self._trainer, values, overrides=overrides)
-
-    def _small(self, values: Mapping[str, object], config: TrlConfig) -> TrlConfig:
-        if self.shrunken > 1:
-            config = self._parsed(values, self._samples.shrunken(config, self.shrunken))
-        config.training.max_steps = self.steps
-        return config
 
     def gradients(self, name: str) -> list[Gradient]:
         """The accumulated gradient of each optimizer step of the recipe `name`: {parameter: tensor}."""
-        config = self._configs[name]
-        training = config.training
-        training.model_init_kwargs = {"dtype": "float32", "attn_implementation": config.model.attn_implementation}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = self._samples.build(config, self.steps)
-            for module in trainer.model.modules():
+            run = self.small.run(name)
+            for module in run.model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
-            _spread(trainer.model)
+            _spread(run.model)
             reader = _Reader(self._baseline)
-            trainer.add_callback(reader)
-            trainer.train()
+            run.train(reader)
         return reader.steps
 
     def difference(self, name: str) -> Difference:
@@ -176,7 +136,7 @@ def _norm(gradient: Gradient) -> float:
     return float(sum(float(g.double().pow(2).sum()) for g in gradient.values()) ** 0.5)
 
 
-class _Reader(TrainerCallback):  # type: ignore[misc]
+class _Reader(Report):
     """Keeps the gradient of each optimizer step, and then steps along the baseline's.
 
     So every run is at the same weights in every step, and rounding does not grow from one step to the next.
@@ -186,9 +146,7 @@ class _Reader(TrainerCallback):  # type: ignore[misc]
         self.steps: list[Gradient] = []
         self._baseline = baseline
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: object
-    ) -> None:
+    def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         gradient = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         self.steps.append(gradient)
@@ -208,22 +166,6 @@ def _spread(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_SPREAD)
-
-
-def _of_few_layers(name: object, layers: int) -> str:
-    """`name` of a module with the number of its layer, if it has one, among those of the small model."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", lambda found: str(int(found[0]) % layers), str(name))
-
-
-def _config_of_model(values: Mapping[str, object]) -> Any:
-    name = str(values.get("model_name_or_path"))
-    try:
-        return model_config(
-            name, revision=str(values.get("model_revision", "main")),
-            trust_remote_code=bool(values.get("trust_remote_code", False)),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the config of {name!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def _versions() -> dict[str, str]:

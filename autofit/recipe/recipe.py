@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.recipe.keys import BatchKeys, Tier
 from autofit.units import format_bytes
 
-TrainerName = Literal["grpo", "sft", "dpo", "reward"]
-TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")
+TrainerName = str  # an installed trainer's name, or module:object
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -64,22 +64,35 @@ def _one_line(error: yaml.YAMLError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the user trains, as given (`values`) and as TRL's own parser resolved it (`resolved`)."""
+    """What the user trains: the YAML as given (`values`), and what its trainer says of it.
+
+    `resolved` has every key and its value, `keys` says which of them batch the samples, and `tiers` which knobs change
+    more under this recipe than their space declares (autofit.plugin.protocol.Facts).
+    """
 
     trainer: TrainerName
     values: Mapping[str, object]
     resolved: Mapping[str, object]
+    keys: BatchKeys
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    trainer_name: str = ""  # what search spaces call the trainer
+    space: Path | None = None  # the trainer's default search space
     name: str = "recipe"
     folder: Path = field(default_factory=Path.cwd)
     world_size: int = 1
+    model: str = ""
+    command: str | None = None  # what runs a tuned recipe without autofit, before its file's name
+    trains_on_data: bool = True
+    compared: tuple[str, ...] = ()  # keys that the trainer's gradient proof trains with
     longest_prompt_tokens: int | None = None
     longest_sample_tokens: int | None = None  # for the trainers that do not generate
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
-    balances_experts: bool = False  # a loss over each micro-batch's routing
-    counts_padding: bool = False  # positions are learned and count it, and a rollout is padded to its longest prompt
-    content_hash: str = ""  # of the reward functions' files and the data
+    tile_tokens: int | None = None
+    forecasts: bool = True
+    content_hash: str = ""
+    architecture_hash: str = ""
 
     def integer(self, key: str) -> int:
         """The resolved value of `key`, which TRL's parser has made an integer."""
@@ -89,21 +102,26 @@ class Recipe:
 
     @property
     def micro_batch_size(self) -> int:
-        return self.integer("per_device_train_batch_size")
+        return self.integer(self.keys.micro_batch)
 
     @property
     def grad_accum_steps(self) -> int:
-        return self.integer("gradient_accumulation_steps")
+        return self.integer(self.keys.accumulation)
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples (completions, for GRPO) per optimizer step, over all ranks."""
+        """Samples (completions, where the trainer generates) per optimizer step, over all ranks."""
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
+
+    @property
+    def generates(self) -> bool:
+        """Whether the trainer generates what it trains on."""
+        return self.keys.rollout is not None
 
     @property
     def num_generations(self) -> int:
         """Completions in a group; 1 for the trainers that have none."""
-        return self.integer("num_generations") if self.trainer == "grpo" else 1
+        return self.integer(self.keys.group) if self.keys.group is not None else 1
 
     @property
     def prompts_per_step(self) -> int:
@@ -111,7 +129,8 @@ class Recipe:
 
     @property
     def steps_per_generation(self) -> int:
-        return self.integer("steps_per_generation") if self.trainer == "grpo" else self.grad_accum_steps
+        """Micro-batches whose completions are generated at once."""
+        return self.integer(self.keys.rollout) if self.keys.rollout is not None else self.grad_accum_steps
 
     @property
     def generation_batch_size(self) -> int:
@@ -119,8 +138,14 @@ class Recipe:
         return self.micro_batch_size * self.world_size * self.steps_per_generation
 
     @property
-    def max_completion_tokens(self) -> int:
-        return self.integer("max_completion_length")
+    def reuses_rollouts(self) -> bool:
+        """Whether one rollout serves several optimizer steps, or is trained on more than once."""
+        again = self.keys.reuse is not None and self.resolved.get(self.keys.reuse, 1) != 1
+        return again or self.generation_batch_size > self.effective_batch_size
+
+    @property
+    def max_completion_tokens(self) -> int | None:
+        return None if self.keys.completion is None else self.integer(self.keys.completion)
 
     @property
     def loss_type(self) -> str:
@@ -132,14 +157,15 @@ class Recipe:
 
     def check(self) -> None:
         """Raise ConfigError unless every optimizer step holds whole groups of whole prompts."""
-        if self.trainer != "grpo":
+        keys = self.keys
+        if not self.generates:
             return
         if self.effective_batch_size % self.num_generations:
             raise ConfigError(
-                f"the effective batch {self.effective_batch_size} (per_device_train_batch_size="
-                f"{self.micro_batch_size} x gradient_accumulation_steps={self.grad_accum_steps} x world size "
-                f"{self.world_size}) must be a multiple of num_generations={self.num_generations}, or a group is "
-                f"split over optimizer steps; change gradient_accumulation_steps or num_generations"
+                f"the effective batch {self.effective_batch_size} ({keys.micro_batch}={self.micro_batch_size} x "
+                f"{keys.accumulation}={self.grad_accum_steps} x world size {self.world_size}) must be a multiple of "
+                f"{keys.group}={self.num_generations}, or a group is split over optimizer steps; change "
+                f"{keys.accumulation} or {keys.group}"
             )
         whole, part = (
             max(self.generation_batch_size, self.effective_batch_size),
@@ -147,30 +173,36 @@ class Recipe:
         )
         if whole % part:
             raise ConfigError(
-                f"steps_per_generation={self.steps_per_generation} must divide or be a multiple of "
-                f"gradient_accumulation_steps={self.grad_accum_steps}, or rollouts straddle optimizer steps"
+                f"{keys.rollout}={self.steps_per_generation} must divide or be a multiple of "
+                f"{keys.accumulation}={self.grad_accum_steps}, or rollouts straddle optimizer steps"
             )
 
     def describe(self) -> list[tuple[str, str]]:
         """(name, text) rows that tell a user what autofit understood."""
         rows = [
-            ("model", str(self.resolved.get("model_name_or_path"))),
-            ("trainer", f"{self.trainer}, loss {self.loss_type}" if self.trainer == "grpo" else self.trainer),
+            ("model", self.model or "?"),
+            (
+                "trainer",
+                f"{self.trainer}, loss {self.loss_type}"
+                if "loss_type" in self.resolved and self.generates
+                else self.trainer,
+            ),
             (
                 "effective batch",
                 f"{self.effective_batch_size} = {self.micro_batch_size} micro-batch x {self.grad_accum_steps} "
                 f"accumulation x {self.world_size} rank(s)",
             ),
         ]
-        if self.trainer == "grpo":
+        if self.generates:
             rows.append(
                 ("groups", f"{self.prompts_per_step} prompts x {self.num_generations} completions per optimizer step")
             )
             longest = "?" if self.longest_prompt_tokens is None else str(self.longest_prompt_tokens)
             rows.append(("worst case", f"{longest} prompt + {self.max_completion_tokens} completion tokens"))
         elif self.longest_sample_tokens is not None:
-            limit = self.resolved.get("max_length")
-            of = "no max_length" if limit is None else f"max_length {limit}"
+            key = self.keys.length
+            limit = None if key is None else self.resolved.get(key)
+            of = f"no {key or 'limit'}" if limit is None else f"{key} {limit}"
             rows.append(("worst case", f"{self.longest_sample_tokens} tokens in the longest sample ({of})"))
         if self.uses_lora:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))

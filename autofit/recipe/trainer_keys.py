@@ -1,15 +1,14 @@
-"""What is known of TRL's trainers without asking them: the keys each takes, the tiles of their losses. No torch here.
+"""Which of TRL's trainers a recipe is for, told by its keys without asking them. No torch here.
 
 A test holds the table of keys against TRL's own parsers.
 """
 
 from collections.abc import Mapping
 
-from autofit.errors import ConfigError, nearest
-from autofit.recipe.recipe import TRAINERS, TrainerName
+from autofit.errors import ConfigError
+from autofit.recipe.recipe import TrainerName
 
-# Tokens of a micro-batch that TRL 1.16's losses take at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
-TILE_TOKENS = 4096
+TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")  # those that a recipe's keys can tell apart
 
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are left out, and so are most of
 # GRPO's own: they only have to tell a GRPO recipe with a wrong key from a recipe of another trainer.
@@ -41,12 +40,12 @@ TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
 
 
 def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
-    """`asked` (--trainer), or the one trainer that takes every key of a recipe, GRPO where it may be that.
+    """`asked` (--trainer), or the one of TRL's trainers that takes every key of a recipe, GRPO where it may be that.
 
-    Raises ConfigError for a trainer that is none, that cannot take the recipe, or that only the user can choose.
+    Raises ConfigError for a trainer that cannot take the recipe, or that only the user can choose.
     """
     if asked is not None and asked not in TRAINERS:
-        raise ConfigError(f"--trainer must be one of {', '.join(TRAINERS)}; got {asked!r}{nearest(asked, TRAINERS)}")
+        return asked
     telling = {key: TAKEN_BY[key] for key in values if key in TAKEN_BY}
     possible = [t for t in TRAINERS if all(t in takers for takers in telling.values())]
     if asked is not None:

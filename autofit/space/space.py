@@ -11,22 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Literal, cast, get_args
+from typing import cast
 
 from autofit.errors import ConfigError, nearest
+from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
 
-Tier = Literal["neutral", "approximate", "recipe"]
 Value = bool | int | float | str | None
-TIERS: tuple[Tier, ...] = get_args(Tier)
-SPLIT, CHUNK, GROUP = "per_device_train_batch_size", "steps_per_generation", "num_generations"
 QUANTIZATION = "quantization"
 _ENV = "env."
-
-# Measured in experiments/neutrality (TRL 1.16): rounding for the rest, 0.1 % to more than the whole for these.
-_SPLIT_CHANGES_LOSS = ("bnpo",)
-_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
-_CHUNK_CHANGES_LOSS = ("dapo", "cispo", "vespo", "bnpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +47,8 @@ class Candidate:
 class Space:
     """Every candidate for one recipe. Build it with `Space.of`, which checks and narrows the knobs.
 
-    The constraints speak of three knobs only (micro-batch, steps_per_generation, num_generations): their combinations
-    are solved first and the other knobs multiply what is left, so 10^5 candidates are listed in a fraction of a second.
+    The constraints speak of three knobs only (the recipe's keys for micro-batch, rollout and group): their combinations
+    are solved first and the other knobs multiply them, so 10^5 candidates are listed in a fraction of a second.
     """
 
     recipe: Recipe
@@ -70,8 +63,14 @@ class Space:
         unknown = [k.name for k in knobs if not _known(k.name, recipe)]
         if unknown:
             raise ConfigError(
-                f"every knob of a search space must be a key of TRL's {recipe.trainer} config; unknown: "
+                f"every knob of a search space must be a key of the trainer {recipe.trainer}; unknown: "
                 f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
+            )
+        batch = [key for key in (recipe.keys.micro_batch, recipe.keys.rollout) if key is not None]
+        unsolved = [k.name for k in knobs if k.solved and k.name not in batch]
+        if unsolved:
+            raise ConfigError(
+                f"only {' and '.join(batch)} can be solved; list the values of the knob {', '.join(unsolved)}"
             )
         free = tuple(k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow) and _usable(k, recipe, device))
         if device == "cpu":
@@ -80,6 +79,10 @@ class Space:
         if not space._solved:
             raise ConfigError(space.why_empty())
         return space
+
+    @property
+    def keys(self) -> BatchKeys:
+        return self.recipe.keys
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -102,15 +105,17 @@ class Space:
         return _own_value(name, self.recipe)
 
     def split(self, candidate: Candidate) -> tuple[int, int, int, int]:
-        """(micro-batch, accumulation, steps_per_generation, num_generations) of `candidate`; accumulation exact."""
-        micro = cast(int, self._get(candidate, SPLIT))
-        accumulation = self.recipe.effective_batch_size // (micro * self.recipe.world_size)
-        if not any(k.name == CHUNK for k in self.knobs) and self.recipe.trainer == "grpo":
-            chunk = self.recipe.generation_batch_size // (micro * self.recipe.world_size)
+        """(micro-batch, accumulation, micro-batches of a rollout, completions of a group); accumulation is exact."""
+        keys, recipe = self.keys, self.recipe
+        micro = cast(int, self._get(candidate, keys.micro_batch))
+        accumulation = recipe.effective_batch_size // (micro * recipe.world_size)
+        if keys.rollout is None:
+            return micro, accumulation, accumulation, 1
+        if any(k.name == keys.rollout for k in self.knobs):
+            chunk = cast(int, self._get(candidate, keys.rollout))
         else:
-            chunk = cast(int, self._get(candidate, CHUNK)) if self.recipe.trainer == "grpo" else accumulation
-        groups = cast(int, self._get(candidate, GROUP)) if self.recipe.trainer == "grpo" else 1
-        return micro, accumulation, chunk, groups
+            chunk = recipe.generation_batch_size // (micro * recipe.world_size)
+        return micro, accumulation, chunk, cast(int, self._get(candidate, keys.group)) if keys.group else 1
 
     # -- enumeration ----------------------------------------------------------------------------------------------
 
@@ -134,7 +139,8 @@ class Space:
     @property
     def _solved_places(self) -> list[int]:
         """Where the knobs are that the constraints speak of."""
-        return [i for i, knob in enumerate(self.knobs) if knob.name in (SPLIT, CHUNK, GROUP)]
+        bound = (self.keys.micro_batch, self.keys.rollout, self.keys.group)
+        return [i for i, knob in enumerate(self.knobs) if knob.name in bound]
 
     @cached_property
     def _solved(self) -> tuple[tuple[tuple[Value, ...], int], ...]:
@@ -153,31 +159,30 @@ class Space:
     def _other_values(self, places: list[int]) -> Iterator[tuple[tuple[Value, ...], int]]:
         """Every combination of the knobs in `places`, which no constraint binds, with the index of its tier."""
         own = self.baseline.values
-        pairs = [[(v, TIERS.index(self.knobs[i].tier) if v != own[i] else 0) for v in self.choices[i]] for i in places]
+        tiers = {i: TIERS.index(self._tier_of(self.knobs[i].name)) for i in places}
+        pairs = [[(v, tiers[i] if v != own[i] else 0) for v in self.choices[i]] for i in places]
         for row in itertools.product(*pairs):
             yield tuple([value for value, _ in row]), max((tier for _, tier in row), default=0)
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
         micro, _, chunk, groups = self.split(candidate)
-        recipe, ranks = self.recipe, self.recipe.world_size
+        recipe, ranks, keys = self.recipe, self.recipe.world_size, self.keys
         if recipe.effective_batch_size % (micro * ranks):
             return f"micro-batch x accumulation x world size = effective batch {recipe.effective_batch_size}"
-        if recipe.trainer != "grpo":
+        if not recipe.generates:
             return None
         generated = micro * ranks * chunk
         if self._generation_fixed and generated != recipe.generation_batch_size:
             return f"generation batch = {recipe.generation_batch_size} completions, as the recipe has it"
         if not self._generation_fixed and recipe.effective_batch_size % generated:
-            return (
-                "a generation batch is a whole part of the optimizer step (steps_per_generation divides accumulation)"
-            )
+            return f"a generation batch is a whole part of the optimizer step ({keys.rollout} divides accumulation)"
         if generated % groups:
-            return "a generation batch holds whole groups (num_generations divides it)"
+            return f"a generation batch holds whole groups ({keys.group} divides it)"
         if recipe.effective_batch_size % groups:
-            return "an optimizer step holds whole groups (num_generations divides the effective batch)"
-        if groups < 2:
-            return "a group has at least 2 completions (num_generations >= 2)"
+            return f"an optimizer step holds whole groups ({keys.group} divides the effective batch)"
+        if keys.group is not None and groups < 2:
+            return f"a group has at least 2 completions ({keys.group} >= 2)"
         if recipe.num_prompts is not None and generated // groups > recipe.num_prompts:
             return f"a generation batch needs no more prompts than the dataset has ({recipe.num_prompts})"
         return None
@@ -185,9 +190,7 @@ class Space:
     @property
     def _generation_fixed(self) -> bool:
         """Rollouts that serve several optimizer steps cannot be resized: that would change how stale they get."""
-        recipe = self.recipe
-        reused = recipe.generation_batch_size > recipe.effective_batch_size
-        return reused or recipe.resolved.get("num_iterations", 1) != 1 or all(k.name != CHUNK for k in self.knobs)
+        return self.recipe.reuses_rollouts or all(k.name != self.keys.rollout for k in self.knobs)
 
     def why_empty(self) -> str:
         """One sentence: which constraint excludes how many of the combinations."""
@@ -201,21 +204,21 @@ class Space:
     # -- what a candidate changes ---------------------------------------------------------------------------------
 
     def changes(self, candidate: Candidate) -> dict[str, object]:
-        """{TRL key: value} that differs from the recipe, derived keys included; {} for the baseline.
+        """{key: value} that differs from the recipe, derived keys included; {} for the baseline.
 
         A value of None means the key is taken out of the YAML.
         """
-        recipe = self.recipe
+        recipe, keys = self.recipe, self.keys
         params = self.params(candidate)
         wanted: dict[str, object] = {}
-        if recipe.trainer == "grpo" or SPLIT in params:
+        if recipe.generates or keys.micro_batch in params:
             micro, accumulation, chunk, _ = self.split(candidate)
-            wanted |= {SPLIT: micro, "gradient_accumulation_steps": accumulation}
-            if recipe.trainer == "grpo":
-                wanted[CHUNK] = chunk
+            wanted |= {keys.micro_batch: micro, keys.accumulation: accumulation}
+            if keys.rollout is not None:
+                wanted[keys.rollout] = chunk
         for knob in self.knobs:
             value = params[knob.name]
-            if knob.name in (SPLIT, CHUNK) or value == _own_value(knob.name, recipe):
+            if knob.name in (keys.micro_batch, keys.rollout) or value == _own_value(knob.name, recipe):
                 continue
             if knob.name == QUANTIZATION:
                 wanted |= {"load_in_4bit": value == "4bit", "load_in_8bit": value == "8bit"}
@@ -228,56 +231,34 @@ class Space:
         return {k: v for k, v in wanted.items() if k == "env" or v != recipe.resolved.get(k)}
 
     def yaml_changes(self, candidate: Candidate) -> dict[str, object]:
-        """`changes`, plus what the YAML needs so that no other way of saying the same thing contradicts them."""
-        changes = self.changes(candidate)
-        if CHUNK in changes or SPLIT in changes or "gradient_accumulation_steps" in changes:
-            if self.recipe.trainer == "grpo":
-                changes[CHUNK] = self.split(candidate)[2]
-            if self.recipe.values.get("generation_batch_size") is not None:
-                changes["generation_batch_size"] = None
+        """`changes`, without the keys that would say the same thing another way and contradict them."""
+        changes, keys = self.changes(candidate), self.keys
+        if {keys.rollout, keys.micro_batch, keys.accumulation} & set(changes):
+            if keys.rollout is not None:
+                changes[keys.rollout] = self.split(candidate)[2]
+            if keys.rollout_batch is not None and self.recipe.values.get(keys.rollout_batch) is not None:
+                changes[keys.rollout_batch] = None
         return changes
 
     def tier(self, candidate: Candidate) -> Tier:
-        """The lowest tier that `candidate` touches, judged by the recipe's own loss."""
+        """The lowest tier that `candidate` touches, as the space declares and as the recipe's own loss makes it."""
         tiers: list[Tier] = ["neutral"]
-        baseline = self.baseline
+        baseline, keys = self.baseline, self.keys
         micro, _, chunk, _ = self.split(candidate)
         base_micro, _, base_chunk, _ = self.split(baseline)
         for knob, value, own in zip(self.knobs, candidate.values, baseline.values, strict=True):
-            if value != own and knob.name not in (SPLIT, CHUNK):
-                tiers.append(knob.tier)
+            if value != own and knob.name not in (keys.micro_batch, keys.rollout):
+                tiers.append(self._tier_of(knob.name))
         if micro != base_micro:
-            tiers.append(self._declared(SPLIT, self._split_tier))
-        if self.recipe.trainer == "grpo" and micro * chunk != base_micro * base_chunk:
-            tiers.append(self._declared(CHUNK, self._chunk_tier))
+            tiers.append(self._tier_of(keys.micro_batch))
+        if keys.rollout is not None and micro * chunk != base_micro * base_chunk:
+            tiers.append(self._tier_of(keys.rollout))
         return max(tiers, key=TIERS.index)
 
-    def _declared(self, name: str, derived: Tier) -> Tier:
+    def _tier_of(self, name: str) -> Tier:
+        """The lower of a knob's declared tier and its tier under this recipe."""
         declared = [k.tier for k in self.knobs if k.name == name]
-        return max([derived, *declared], key=TIERS.index)
-
-    @property
-    def _split_tier(self) -> Tier:
-        recipe = self.recipe
-        if recipe.trainer == "grpo":
-            changed = _weighs_micro_batches(recipe)
-        else:
-            losses = _listed(recipe.resolved.get("loss_type"))
-            changed = recipe.trainer == "dpo" and any(name in _SPLIT_CHANGES_DPO for name in losses)
-        return "approximate" if changed or recipe.balances_experts else "neutral"
-
-    @property
-    def _chunk_tier(self) -> Tier:
-        """A loss that weighs micro-batches changes too: another rollout puts other completions together in one,
-        and pads them to another length, which positions may count."""
-        resolved = self.recipe.resolved
-        over_rollouts = (
-            self.recipe.loss_type in _CHUNK_CHANGES_LOSS
-            or resolved.get("scale_rewards") == "batch"
-            or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
-            or self.recipe.counts_padding
-        )
-        return "approximate" if over_rollouts else self._split_tier
+        return max([self.recipe.tiers.get(name, "neutral"), *declared], key=TIERS.index)
 
     def allowed(self) -> list[Candidate]:
         """The candidates whose tier the user allows, baseline first."""
@@ -298,26 +279,16 @@ class Space:
         if micro < other_micro or micro * chunk < other_micro * other_chunk:
             return False
         for knob, choices, value, against in zip(self.knobs, self.choices, candidate.values, other.values, strict=True):
-            if knob.name in (SPLIT, CHUNK) or value == against:
+            if knob.name in (self.keys.micro_batch, self.keys.rollout) or value == against:
                 continue
             if not knob.memory_ascending or choices.index(value) < choices.index(against):
                 return False
         return True
 
 
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
-
-
-def _weighs_micro_batches(recipe: Recipe) -> bool:
-    """Whether GRPO's loss takes a mean, a quantile or an entropy over each micro-batch by itself."""
-    resolved = recipe.resolved
-    bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
-    return recipe.loss_type in _SPLIT_CHANGES_LOSS or resolved.get("top_entropy_quantile", 1.0) != 1.0 or bonus
-
-
 def _known(name: str, recipe: Recipe) -> bool:
-    return name == QUANTIZATION or name.startswith(_ENV) or name in recipe.resolved
+    quantised = name == QUANTIZATION and "load_in_4bit" in recipe.resolved
+    return quantised or name.startswith(_ENV) or name in recipe.resolved
 
 
 def _usable(knob: Knob, recipe: Recipe, device: str) -> bool:

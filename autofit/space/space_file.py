@@ -7,36 +7,46 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, nearest
-from autofit.recipe.recipe import read_yaml_mapping
-from autofit.space.space import CHUNK, SPLIT, TIERS, Knob, Value
+from autofit.recipe.keys import TIERS
+from autofit.recipe.recipe import Recipe, read_yaml_mapping
+from autofit.space.space import Knob, Value
+
+StatedSpace = str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob]
 
 
-def load_space(name: str | None, *, trainer: str) -> tuple[Knob, ...]:
-    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's default."""
-    path = _space_path(name or trainer)
+def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
+    """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's own.
+
+    Without `trainer` it is only checked as a file, whatever it is for. Raises ConfigError.
+    """
+    path = _space_path(name or trainer or "")
     return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
 
 
-def read_space(
-    given: str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob] | None, *, trainer: str
-) -> tuple[Knob, ...]:
+def read_space(given: StatedSpace, *, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space as `load_space` takes it, of {knob: its entry in such a file}, or the knobs themselves."""
     if isinstance(given, Mapping):
-        whole = {"trainer": trainer, **given} if "knobs" in given else {"trainer": trainer, "knobs": dict(given)}
-        return _knobs(whole, "the search space", trainer)
-    if given is None or isinstance(given, str | os.PathLike):
-        return load_space(None if given is None else os.fspath(given), trainer=trainer)
+        content = dict(given) if "knobs" in given else {"knobs": dict(given)}
+        return _knobs({"trainer": trainer, **content}, "the search space", trainer)
+    if isinstance(given, str | os.PathLike):
+        return load_space(os.fspath(given), trainer=trainer)
     if not given or not all(isinstance(knob, Knob) for knob in given):
         raise ConfigError(f"--space must be a file, a mapping of knobs, or at least one Knob; got {given!r}")
     return tuple(given)
 
 
-def _knobs(content: Mapping[str, object], what: str, trainer: str) -> tuple[Knob, ...]:
+def space_knobs(recipe: Recipe, given: StatedSpace | None = None) -> tuple[Knob, ...]:
+    """The knobs of the space that is `given`, or of the default space of the recipe's trainer."""
+    default = str(recipe.space or recipe.trainer)
+    return read_space(default if given is None else given, trainer=recipe.trainer_name or recipe.trainer)
+
+
+def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space file's `content`; `what` names it in the errors."""
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
         raise ConfigError(f"{what} may have the keys trainer and knobs; got {', '.join(wrong)}")
-    if content.get("trainer") != trainer:
+    if trainer is not None and content.get("trainer") != trainer:
         raise ConfigError(f"{what} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}")
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
@@ -67,8 +77,6 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     values, memory = entry.get("values"), entry.get("memory", "any")
     if memory not in ("ascending", "any"):
         raise ConfigError(f"{where}: memory must be ascending or any; got {memory!r}")
-    if values == "solved" and name not in (SPLIT, CHUNK):
-        raise ConfigError(f"{where}: only {SPLIT} and {CHUNK} can be solved; list the values")
     if values != "solved" and (not isinstance(values, list) or not values):
         raise ConfigError(f"{where}: values must be a list with at least one value; got {values!r}")
     listed = () if values == "solved" else tuple(cast(list[Value], values))

@@ -10,10 +10,10 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down is said to be within seconds
@@ -30,7 +30,8 @@ from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space.describe import describe_changes
 from autofit.tracking.front_plot import front_figure
-from autofit.tuning.frontier import Trial, baseline, pareto_front, rule_of, winner
+from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
+from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
 from autofit.tuning.study import database_errors, database_path, exclusive, load_study, with_confirmations
 from autofit.units import format_bytes
@@ -113,16 +114,17 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
         if not new and mirrored:
             return len(finished)
         runs = _runs(api, experiment, None if len(new) > _FEW else [t.number for t in new.values()])
+        record = record_of(study)
         for (number, ended, _), trial in new.items():
             known = runs.get(str(number))
             if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):
                 api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
                 known = None
             if known is None or known.info.status == "RUNNING":
-                known = _mirror(api, experiment, study, trial, known, ended)
+                known = _mirror(api, experiment, study.study_name, record, trial, known, ended)
             if trial.confirmed is not None and CONFIRMED not in known.data.tags:
                 _mirror_confirmation(api, known.info.run_id, trial.confirmed, ended)
-        _summary(api, experiment, study, trials, runs.get("summary"))
+        _summary(api, experiment, study.study_name, record, trials, runs.get("summary"))
         mirrored.update(new)
     return len(finished)
 
@@ -166,13 +168,16 @@ def _mirror_confirmation(api: Any, run_id: str, result: ProbeResult, ended: date
     api.log_batch(run_id, metrics=metrics, tags=[tag])
 
 
-def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None, ended: datetime | None) -> Run:
+def _mirror(
+    api: Any, experiment: str, study_name: str, record: StudyRecord, trial: Trial, run: Run | None,
+    ended: datetime | None,
+) -> Run:  # fmt: skip
     result = trial.result
     assert result is not None
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
-    resolved = cast(dict[str, object], study.user_attrs.get("resolved", {}))
+    resolved = record.resolved
     tags = {
-        STUDY: study.study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", ENDED: str(ended),
+        STUDY: study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", ENDED: str(ended),
         "autofit.tier": trial.tier, "autofit.device": result.device,
         "autofit.changes": describe_changes(trial.changes, resolved),
         "autofit.shown_as": "pruned" if result.status is ProbeStatus.OOM else str(result.status),
@@ -190,7 +195,7 @@ def _mirror(api: Any, experiment: str, study: Any, trial: Trial, run: Run | None
     return run
 
 
-def _params(trial: Trial, resolved: dict[str, object]) -> dict[str, object]:
+def _params(trial: Trial, resolved: Mapping[str, object]) -> dict[str, object]:
     """Every knob's value, the derived ones included, so that parallel coordinates show what differs."""
     names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
     always = ("gradient_accumulation_steps", "steps_per_generation", "per_device_train_batch_size")
@@ -217,23 +222,24 @@ def _mean(values: Sequence[float]) -> float | None:
 # -- the study's own run ----------------------------------------------------------------------------------------------
 
 
-def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Run | None) -> None:
+def _summary(
+    api: Any, experiment: str, study_name: str, record: StudyRecord, trials: list[Trial], run: Run | None
+) -> None:
     """The study's run: its summary as text and JSON, and the plot of its front, as artifacts."""
-    attrs = study.user_attrs
     finished = [t for t in trials if t.result is not None]
     if not finished:
         return
     if run is None:
-        run = api.create_run(experiment, tags={STUDY: study.study_name, KIND: "study"}, run_name="summary")
+        run = api.create_run(experiment, tags={STUDY: study_name, KIND: "study"}, run_name="summary")
     run_id = run.info.run_id
     confirmed = sum(t.confirmed is not None for t in finished)
     known = (run.data.tags.get("autofit.trials"), run.data.tags.get("autofit.confirmations", "0"))
     if known == (str(len(finished)), str(confirmed)) and run.info.status == "FINISHED":
         return
-    target = cast(int | None, attrs.get("target_bytes"))
-    sentence = why(trials, attrs.get("resolved", {}), target, rule_of(attrs))
-    best, sure = winner(trials, **rule_of(attrs)), confirmation_note(trials, rule_of(attrs))
-    note = f"**{sentence}**\n\n{len(finished)} trials on {attrs.get('device')}"
+    target, rule = record.target_bytes, record.rule
+    sentence = why(trials, record.resolved, target, rule)
+    best, sure = winner(trials, **rule), confirmation_note(trials, rule)
+    note = f"**{sentence}**\n\n{len(finished)} trials on {record.device}"
     note += f", target {format_bytes(target)}" if target else ""
     note += f"\n\n{sure}" if sure else ""
     api.set_tag(run_id, "mlflow.note.content", note)
@@ -241,9 +247,9 @@ def _summary(api: Any, experiment: str, study: Any, trials: list[Trial], run: Ru
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "summary.md").write_text(note + "\n")
-        content = {"study": study.study_name, "why": sentence, "winner": None if best is None else best.number,
+        content = {"study": study_name, "why": sentence, "winner": None if best is None else best.number,
                    "front": [t.number for t in pareto_front(trials)],
-                   "confirmation": confirmation_json(trials, rule_of(attrs))}  # fmt: skip
+                   "confirmation": confirmation_json(trials, rule)}  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
         front_figure(trials, pareto_front(trials), baseline(trials), target).savefig(folder / "front.png", dpi=110)
         for path in sorted(folder.iterdir()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.space.space import TIERS
+from autofit.recipe.keys import TIERS
 from autofit.tuning.frontier import BAND, SLOWER_FRAC, Goal
 from autofit.tuning.grid import Floats, Grid, Mask
 from autofit.tuning.ledger import Observation

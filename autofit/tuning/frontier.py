@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Literal, TypedDict, cast, get_args
+from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import TIERS, Tier
+from autofit.recipe.keys import TIERS, Tier
 
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -31,6 +31,7 @@ SPEED: Rule = {"goal": "speed", "target_bytes": None}
 class Trial:
     """One candidate of a study and, once probed, what the device said. `changes` is empty for the baseline.
 
+    `yaml_changes` are the changes as keys of the recipe's YAML, where None takes a key away.
     `result` is the search's probe, `confirmed` the longer one that a finalist gets; figures are the longer one's.
     """
 
@@ -38,6 +39,7 @@ class Trial:
     tier: Tier
     changes: Mapping[str, object]
     params: Mapping[str, object]
+    yaml_changes: Mapping[str, object] = field(default_factory=dict)
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
 
@@ -164,13 +166,3 @@ def _from_band(share: float) -> tuple[int, float]:
 def baseline(trials: Iterable[Trial]) -> Trial | None:
     """The recipe as it is, or None when it was not probed because it is predicted not to fit."""
     return next((t for t in trials if not t.changes and (t.number == 0 or t.result is not None)), None)
-
-
-def rule_of(attrs: Mapping[str, object]) -> Rule:
-    """The winner rule of a study, from its user attributes: `winner(trials, **rule_of(study.user_attrs))`."""
-    target, headroom = attrs.get("target_bytes"), attrs.get("headroom_bytes") or 0
-    limit = target - headroom if isinstance(target, int) and isinstance(headroom, int) else None
-    return {"goal": cast(Goal, attrs.get("goal", "speed")), "target_bytes": limit}
-
-
-# -- the confirmation of the winner -----------------------------------------------------------------------------------

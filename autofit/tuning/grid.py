@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.space.space import CHUNK, SPLIT, TIERS, Candidate, Space, Tier, Value
+from autofit.recipe.keys import TIERS, Tier
+from autofit.space.space import Candidate, Space, Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,12 +41,13 @@ class Grid:
         names = [knob.name for knob in space.knobs]
         tiers = space.tiers
         grid = cls(names, _with_own(space), tuple(tiers), tiers=tuple(tiers.values()))
-        solved = {SPLIT, CHUNK} & set(names)
+        batch = (space.keys.micro_batch, space.keys.rollout)
+        solved = set(batch) & set(names)
         rising = [k.memory_ascending and k.name not in solved for k in space.knobs]
         equal = [not k.memory_ascending and k.name not in solved for k in space.knobs]
         grid._rising, grid._equal = grid.codes[:, rising], grid.codes[:, equal]
         if solved:  # memory grows with the micro-batch and with the completions of a rollout: Space.needs_no_less
-            places = [names.index(name) for name in (SPLIT, CHUNK) if name in names]
+            places = [names.index(name) for name in batch if name is not None and name in names]
             seen: dict[tuple[int, ...], tuple[int, int]] = {}
             pairs = []
             for row, candidate in zip(grid.codes[:, places].tolist(), grid.candidates, strict=True):

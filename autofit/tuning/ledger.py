@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.probing.result import ProbeStatus
 from autofit.tuning.grid import Grid, Mask
 
 
@@ -97,9 +98,8 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
     over = max(trial.constraints.values(), default=None) if trial.constraints else None
     values = trial.values or []
     bytes_told = None if over is None or target_bytes is None else target_bytes + over
-    fits = not (
-        trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == "oom" or (over is not None and over > 0)
-    )
+    oom = trial.state is TrialState.PRUNED or trial.user_attrs.get("status") == ProbeStatus.OOM
+    fits = not oom and (over is None or over <= 0)
     if fits:
         exact, step_s = True, values[0]
         held = values[1] if len(values) > 1 else bytes_told

@@ -17,6 +17,7 @@ from autofit.tuning.frontier import Goal
 from autofit.tuning.grid import Grid, Mask
 from autofit.tuning.ledger import Ledger
 from autofit.tuning.model import Model
+from autofit.tuning.stop import Stop, StopKind
 
 SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
@@ -68,10 +69,10 @@ class CandidateSampler(BaseSampler):
         """{knob: categorical distribution}, for `study.ask`."""
         return {n: CategoricalDistribution(c) for n, c in zip(self.grid.names, self.grid.choices, strict=True)}
 
-    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> str | None:
+    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> Stop | None:
         """Why no candidate is worth a probe any more, or None when one is."""
         if not self.read(study).free.any():
-            return "every candidate is tried or ruled out"
+            return Stop(StopKind.EXHAUSTED, "every candidate is tried or ruled out")
         return None
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
@@ -175,19 +176,20 @@ class PriorSampler(CandidateSampler):
             self._known = known
         return self._proposal
 
-    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> str | None:
-        reason = super().worth_another(study, min_gain_frac=min_gain_frac)
+    def worth_another(self, study: Study, *, min_gain_frac: float | None) -> Stop | None:
+        stop = super().worth_another(study, min_gain_frac=min_gain_frac)
         fits = sum(o.fits for o in self.ledger.observations)
         enough = 1 if self.predictions is not None else _FITS_TO_STOP
-        if reason is not None or min_gain_frac is None or not self.ledger.observations:
-            return reason
+        if stop is not None or min_gain_frac is None or not self.ledger.observations:
+            return stop
         found = self.proposal()
         assert found is not None
         if not found.anything_fits and self.predictions is not None and found.fits < _HOPELESS:
-            return f"nothing fits so far, and the likeliest candidate left fits with a probability of {found.fits:.1%}"
+            words = f"nothing fits so far, and the likeliest candidate left fits with a probability of {found.fits:.1%}"
+            return Stop(StopKind.HOPELESS, words)
         if fits >= enough and found.anything_fits and found.gain_frac < min_gain_frac:
             expected, wanted = (f"{100 * share:.2g} %" for share in (found.gain_frac, min_gain_frac))
-            return f"the best candidate left is expected to gain {expected}, below {wanted}"
+            return Stop(StopKind.GAIN, f"the best candidate left is expected to gain {expected}, below {wanted}")
         return None
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:

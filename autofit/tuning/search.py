@@ -1,15 +1,13 @@
 """The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
 
 import hashlib
-import itertools
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,26 +15,25 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import is_full
+from autofit.errors import ConfigError
 from autofit.forecast.predictions import Predictions
-from autofit.hardware.hardware import Device, slot_names
-from autofit.probing.launch import Launcher
+from autofit.hardware.hardware import Device
+from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.result import NO_SPACE, ProbeRequest, ProbeStatus
+from autofit.probing.result import ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.frontier import Goal, Trial, winner
 from autofit.tuning.grid import Grid
+from autofit.tuning.record import StudyRecord, keep_record, record_of
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
-from autofit.tuning.study import database_errors, database_path, open_storage, requeue, tell, to_trial
+from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.study import database_errors, database_path, note_candidate, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
 _POLL_S = 0.03
 _SHOW_S = 0.5
-_ATTEMPTS = 2  # a probe that was killed is tried once more
 _BROKEN_TRIALS = 2  # so many failures, and nothing else, end a search
-BROKEN = "no probe ran to its end"
 DEFAULT_MIN_GAIN_FRAC = 0.01  # what a candidate has to promise while one of a higher tier is left
 _GAIN = 0.01  # a winner less than this share faster is no improvement
 
@@ -89,6 +86,15 @@ class Plan:
     def probes_folder(self) -> Path:
         return self.folder / "probes" / self.name
 
+    def setup(self, *, server_socket: str | None) -> ProbeSetup:
+        """What the probes of the search and of its confirmation have in common."""
+        return ProbeSetup(
+            trainer=self.recipe.trainer, device=self.device, limit_bytes=self.limit_bytes,
+            worst_case=worst_case_path(self.probes_folder), deadline_s=self.deadline_s,
+            measured_steps=self.measured_steps, parallel=self.parallel, server_socket=server_socket,
+            least_of_fits=False,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -114,25 +120,13 @@ def open_study(plan: Plan) -> optuna.Study:
             plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
             seed=plan.seed, goal=plan.goal, min_gain_frac=plan.min_gain_frac or DEFAULT_MIN_GAIN_FRAC,
         )  # fmt: skip
-        known = study.user_attrs.get("fingerprint")
-        if known is not None and known != plan.fingerprint:
+        known = record_of(study)
+        if known.fingerprint not in ("", plan.fingerprint):
             raise ConfigError(
                 f"the study {plan.name!r} was made for another recipe, target, device or space; "
                 f"leave --study out or give it another name"
             )
-        attributes = {
-            "fingerprint": plan.fingerprint, "used": datetime.now(UTC).isoformat(), "device": plan.device,
-            "target_bytes": plan.target_bytes, "headroom_bytes": plan.headroom_bytes,
-            "values": dict(plan.recipe.values), "trainer": plan.recipe.trainer, "cwd": os.getcwd(),
-            "recipe_name": plan.recipe.name,
-            "effective_batch_size": plan.recipe.effective_batch_size, "resolved": dict(plan.recipe.resolved),
-            "allow": plan.space.allow, "goal": plan.goal, "sampler": plan.sampler,
-            "baseline_predicted": _baseline_predicted(plan),
-            "least_floor_bytes": None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
-        }  # fmt: skip
-        for key, value in attributes.items():
-            if study.user_attrs.get(key) != value:
-                study.set_user_attr(key, value)
+        keep_record(study, _asked(plan, known))
     return study
 
 
@@ -140,6 +134,20 @@ def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
     return optuna.create_study(
         study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"]
     )
+
+
+def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
+    """`known`, which a study has already, with what the plan asks."""
+    recipe = plan.recipe
+    return replace(
+        known, fingerprint=plan.fingerprint, used=datetime.now(UTC).isoformat(), device=plan.device,
+        target_bytes=plan.target_bytes, headroom_bytes=plan.headroom_bytes, trainer=recipe.trainer,
+        values=dict(recipe.values), resolved=dict(recipe.resolved), recipe_name=recipe.name,
+        effective_batch_size=recipe.effective_batch_size, cwd=Path.cwd(), allow=plan.space.allow, goal=plan.goal,
+        keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
+        sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan),
+        least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
+    )  # fmt: skip
 
 
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
@@ -159,7 +167,7 @@ class Search:
     ) -> None:
         self.plan = plan
         self.study = study
-        self._server_socket = server_socket
+        self._setup = plan.setup(server_socket=server_socket)
         self._launcher = launcher or Launcher()
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
@@ -170,18 +178,19 @@ class Search:
         self._began = time.monotonic()
         self._told: dict[int, Trial] = {}  # finished trials, each read once
 
-    def run(self) -> str:
-        """Probe until the trials, the time, the plateau or the space is used up; the reason, in words."""
+    def run(self) -> Stop:
+        """Probe until the trials, the time, the plateau or the space is used up; why it stopped."""
         with database_errors(database_path(self.plan.folder)):
             self._reconcile()
             while True:
-                reason = None
-                while len(self._live) < self.plan.parallel and (reason := self._enough()) is None:
+                stop = None
+                while len(self._live) < self.plan.parallel and (stop := self._enough()) is None:
                     self._ask()
                 if not self._live:
-                    assert reason is not None
-                    self.study.set_user_attr("screened", self._sampler.read(self.study).screened)
-                    return reason
+                    assert stop is not None
+                    screened = self._sampler.read(self.study).screened
+                    keep_record(self.study, replace(record_of(self.study), screened=screened))
+                    return stop
                 self._wait_for_one()
 
     def interrupt(self) -> None:
@@ -212,20 +221,20 @@ class Search:
             trials.append(trial)
         return tuple(trials)
 
-    def _enough(self) -> str | None:
+    def _enough(self) -> Stop | None:
         """Why no further trial may be asked for, or None."""
         plan, frozen = self.plan, self._frozen()
         waiting = sum(t.state is TrialState.WAITING for t in frozen)
         if plan.budget_s is not None and time.monotonic() - self._began > plan.budget_s:
-            return f"the time budget of {plan.budget_s:.0f} s is spent"
+            return Stop(StopKind.BUDGET, f"the time budget of {plan.budget_s:.0f} s is spent")
         if waiting:
             return None
         if _all_broken(frozen):
-            return BROKEN
+            return Stop(StopKind.BROKEN, "no probe ran to its end")
         if plan.max_trials is not None and len(frozen) >= plan.max_trials:
-            return f"{len(frozen)} of {plan.max_trials} trials are done"
+            return Stop(StopKind.TRIALS, f"{len(frozen)} of {plan.max_trials} trials are done")
         if plan.plateau_trials is not None and self._since_improvement() >= plan.plateau_trials:
-            return f"the last {plan.plateau_trials} trials did not improve on the winner"
+            return Stop(StopKind.PLATEAU, f"the last {plan.plateau_trials} trials did not improve on the winner")
         return self._sampler.worth_another(self.study, min_gain_frac=plan.min_gain_frac if frozen else None)
 
     def _since_improvement(self) -> int:
@@ -236,23 +245,16 @@ class Search:
         space = self.plan.space
         candidate = space.candidate(trial.params)
         yaml_changes = space.yaml_changes(candidate)
-        trial.set_user_attr("tier", space.tier(candidate))
-        trial.set_user_attr("changes", space.changes(candidate))
-        trial.set_user_attr("yaml_changes", yaml_changes)
+        note_candidate(trial, tier=space.tier(candidate), changes=space.changes(candidate), yaml_changes=yaml_changes)
         self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
 
     def _submit(self, number: int, values: dict[str, object]) -> None:
-        plan = self.plan
-        folder = _attempt_folder(plan.probes_folder, number, len(_attempts(plan.probes_folder, number)) + 1)
-        request = ProbeRequest(
-            folder=folder, trainer=plan.recipe.trainer, values=values, device=plan.device,
-            limit_bytes=plan.limit_bytes, worst_case=worst_case_path(plan.probes_folder),
-            measured_steps=plan.measured_steps, deadline_s=plan.deadline_s, server_socket=self._server_socket,
-            slots=slot_names(plan.device, plan.parallel), least_of_fits=False,
-        )  # fmt: skip
-        folder.mkdir(parents=True)
-        self._launcher.submit(request)
+        folder = self._attempts(number).new_folder()
+        self._launcher.submit(self._setup.request(folder, values))
         self._live[number] = folder
+
+    def _attempts(self, number: int) -> Attempts:
+        return Attempts(home=self.plan.probes_folder, name=f"trial-{number:04d}")
 
     # -- telling ----------------------------------------------------------------------------------------------------
 
@@ -272,14 +274,13 @@ class Search:
         result = self._launcher.result(folder)
         if result is None:
             return False
-        killed = result.status is ProbeStatus.LOST and "deadline" not in result.reason
-        if killed and len(_attempts(self.plan.probes_folder, number)) < _ATTEMPTS:
+        follows = what_next(result, folder, attempts=len(self._attempts(number).folders()))
+        if follows is not Next.KEEP:
             requeue(self.study, self._frozen()[number])
             del self._live[number]
+            if follows is Next.FREE_SPACE:
+                raise no_space_left(folder)
             return True
-        if result.reason.startswith(NO_SPACE) or (result.status is ProbeStatus.LOST and is_full(folder)):
-            requeue(self.study, self._frozen()[number])
-            raise EnvironmentFault(f"{NO_SPACE} in {folder}; free some and run the same command again")
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
         del self._live[number]  # told: from here on Ctrl-C finds nothing to tell
         shutil.rmtree(folder / "job", ignore_errors=True)
@@ -291,7 +292,7 @@ class Search:
         for frozen in self._frozen():
             if frozen.state is not TrialState.RUNNING:
                 continue
-            attempts = _attempts(self.plan.probes_folder, frozen.number)
+            attempts = self._attempts(frozen.number).folders()
             result = self._launcher.result(attempts[-1]) if attempts else None
             if attempts and result is None:
                 self._live[frozen.number] = attempts[-1]
@@ -346,13 +347,3 @@ def _clearly_better(new: Trial, best: Trial, goal: Goal) -> bool:
     if goal == "memory":
         return (new.device_used_bytes or 0) < (1 - _GAIN) * (best.device_used_bytes or 0)
     return (new.step_s or 0) < (1 - _GAIN) * (best.step_s or 0)
-
-
-def _attempt_folder(probes: Path, number: int, attempt: int) -> Path:
-    return probes / f"trial-{number:04d}-{attempt}"
-
-
-def _attempts(probes: Path, number: int) -> list[Path]:
-    """The folders of the attempts at trial `number`, oldest first."""
-    folders = (_attempt_folder(probes, number, attempt) for attempt in itertools.count(1))
-    return list(itertools.takewhile(Path.exists, folders))

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from autofit.probing.result import ProbeStatus
-from autofit.space.space import CHUNK, SPLIT, Candidate, Space, Tier, Value
+from autofit.probing.result import Fidelity, ProbeStatus
+from autofit.recipe.keys import Tier
+from autofit.space.space import Candidate, Space, Value
 from autofit.tuning.frontier import Trial
 
 # (device-used bytes, step seconds) of a candidate with so many completion tokens (None: its own), or None: not known
 Predict = Callable[[Candidate, int | None], tuple[float, float] | None]
 Direction = Literal["down", "up"]
-_LENGTH = {"grpo": "max_completion_length"}  # of the other trainers: max_length
 _LONGEST = 4  # a margin is looked for up to so many times the length
 
 
@@ -30,7 +30,7 @@ class Neighbour:
     step_delta_s: float | None
     at_least: bool  # it ran out of memory, and how much more it needs is not known
     fits: bool | None
-    fidelity: str | None  # predicted, or measured where it was probed
+    fidelity: Fidelity | None  # predicted, or measured where it was probed
     trial: int | None  # the trial that probed it
 
 
@@ -39,10 +39,10 @@ class Margin:
     """What the winner has left under the target less the headroom. None is "not known"."""
 
     bytes_left: int | None
-    key: str  # of the sequence length that could grow
+    key: str | None  # of the sequence length that could grow
     tokens: int | None  # by how many
     at_least: bool  # no end was found
-    fidelity: str | None
+    fidelity: Fidelity | None
 
 
 def neighbours(space: Space, candidate: Candidate) -> Iterator[tuple[str, Direction, Candidate]]:
@@ -64,8 +64,9 @@ def _with(space: Space, candidate: Candidate, knob: str, value: Value) -> Iterat
     """`candidate` with `value` of `knob`; for the micro-batch first the one whose rollout stays as large."""
     params = {**space.params(candidate), knob: value}
     micro, _, chunk, _ = space.split(candidate)
-    if knob == SPLIT and CHUNK in params and isinstance(value, int) and micro * chunk % value == 0:
-        yield space.candidate({**params, CHUNK: micro * chunk // value})
+    keys = space.keys
+    if knob == keys.micro_batch and keys.rollout in params and isinstance(value, int) and micro * chunk % value == 0:
+        yield space.candidate({**params, keys.rollout: micro * chunk // value})
     yield space.candidate(params)
 
 
@@ -124,33 +125,33 @@ def _neighbour(
 
 def _figures(
     other: Candidate, knob: str, trial: Trial | None, predict: Predict, limit_bytes: int | None
-) -> tuple[int | None, float | None, bool | None, str | None]:
+) -> tuple[int | None, float | None, bool | None, Fidelity | None]:
     """(device-used bytes, step seconds, whether it fits, how that is known)."""
     if trial is not None and trial.result is not None and trial.status in (ProbeStatus.FIT, ProbeStatus.OOM):
         return trial.device_used_bytes, trial.step_s, trial.fits, trial.result.fidelity
     found = None if knob.startswith("env.") else predict(other, None)  # the model knows nothing of the allocator
     if found is None:
         return None, None, None, None
-    return round(found[0]), found[1], limit_bytes is None or found[0] <= limit_bytes, "predicted"
+    return round(found[0]), found[1], limit_bytes is None or found[0] <= limit_bytes, Fidelity.PREDICTED
 
 
 def _margin(
     space: Space, candidate: Candidate, best: Trial, probed: Mapping[Candidate, Trial], predict: Predict,
     limit_bytes: int | None,
 ) -> Margin:  # fmt: skip
-    key = _LENGTH.get(space.recipe.trainer, "max_length")
-    now = {**space.recipe.resolved, **space.params(candidate)}.get(key)
+    key = space.keys.completion or space.keys.length
+    now = {**space.recipe.resolved, **space.params(candidate)}.get(key or "")
     used = best.device_used_bytes
     left = None if limit_bytes is None or used is None else limit_bytes - used
     nothing = Margin(bytes_left=left, key=key, tokens=None, at_least=False, fidelity=None)
-    if limit_bytes is None or not isinstance(now, int):
+    if limit_bytes is None or key is None or not isinstance(now, int):
         return nothing
     longer = _longest_probed(space, candidate, key, probed)
-    if key == "max_completion_length" and predict(candidate, now) is not None:
+    if key == space.keys.completion and predict(candidate, now) is not None:
         tokens, at_least = _most_tokens(lambda n: predict(candidate, n), now, limit_bytes)
-        return Margin(bytes_left=left, key=key, tokens=tokens - now, at_least=at_least, fidelity="predicted")
+        return Margin(bytes_left=left, key=key, tokens=tokens - now, at_least=at_least, fidelity=Fidelity.PREDICTED)
     if longer is not None and longer > now:
-        return Margin(bytes_left=left, key=key, tokens=longer - now, at_least=True, fidelity="measured")
+        return Margin(bytes_left=left, key=key, tokens=longer - now, at_least=True, fidelity=Fidelity.MEASURED)
     return nothing
 
 
@@ -182,8 +183,6 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
     return max(lengths, default=None)
 
 
-def of_winner(kept: object, best: Trial | None) -> Mapping[str, object] | None:
+def of_winner(kept: Mapping[str, object] | None, best: Trial | None) -> Mapping[str, object] | None:
     """What a study keeps of `sensitivity`, or None when it is of another trial than the winner."""
-    if not isinstance(kept, Mapping) or best is None or kept.get("trial") != best.number:
-        return None
-    return kept
+    return kept if kept is not None and best is not None and kept.get("trial") == best.number else None

@@ -1,12 +1,12 @@
 """Why a trial won, what to relax when nothing fits, and how sure that is: sentences for people."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
-from autofit.probing.result import ProbeStatus
+from autofit.probing.result import Fidelity, ProbeStatus
+from autofit.recipe.keys import TIERS
 from autofit.space.describe import describe_changes, samples_word
-from autofit.space.space import TIERS
-from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, rule_of, winner
+from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
+from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
 _RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --target-vram"
@@ -64,18 +64,18 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX}"
 
 
-def predicted_note(trials: Sequence[Trial], attrs: Mapping[str, object]) -> str:
-    """What is said of candidates that were not probed because they are predicted not to fit, or an empty string."""
-    predicted, limit = attrs.get("baseline_predicted"), rule_of(attrs)["target_bytes"]
+def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
+    """Why candidates were skipped: they are predicted not to fit. An empty string where none was."""
+    predicted, limit = record.baseline_predicted, record.limit_bytes
     if not trials:
-        least = cast("float | None", attrs.get("least_floor_bytes"))
+        least = record.least_floor_bytes
         if least is None or limit is None or least <= limit:
             return "; run the same command again to go on"
         return (
             f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
             f"{format_bytes(int(least))} or more; {_RELAX}"
         )
-    if not isinstance(predicted, Mapping) or limit is None or baseline(trials) is not None:
+    if predicted is None or limit is None or baseline(trials) is not None:
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
     return f"; the recipe as it is was not probed: predicted {format_bytes(int(used))}, which does not fit"
@@ -112,7 +112,7 @@ def _how_sure(best: Trial) -> str:
             f"trial {best.number} is confirmed: {len(long.step_s)} steps, saved and resumed, under the target as a "
             f"hard cap: {format_bytes(best.device_used_bytes or 0)}, {format_seconds(best.step_s or 0)} a step"
         )
-    if best.result is not None and best.result.fidelity == "predicted":
+    if best.result is not None and best.result.fidelity is Fidelity.PREDICTED:
         return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
     if not best.changes:
         return "the recipe as it is needs no confirmation"
@@ -125,7 +125,7 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
     best = winner(trials, **rule)
     if best is None:
         return None
-    predicted = best.result is not None and best.result.fidelity == "predicted"
+    predicted = best.result is not None and best.result.fidelity is Fidelity.PREDICTED
     open_status = "predicted" if predicted else "not confirmed" if best.changes else "baseline"
     long = best.confirmed
     return {

@@ -3,8 +3,9 @@
 import contextlib
 import fcntl
 import logging
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
@@ -17,10 +18,9 @@ from optuna.trial import FrozenTrial, TrialState
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.space.space import Tier
+from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Trial
-
-_CONFIRMATION = "confirmation"  # of the study's attribute for trial N: "confirmation N"
+from autofit.tuning.record import confirmations, record_of
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -38,7 +38,25 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
     with database_errors(path):
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        return RDBStorage(f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}})
+        storage = RDBStorage(
+            f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
+            skip_compatibility_check=True,  # which would raise a plain RuntimeError
+        )  # fmt: skip
+        _check_version(path, storage)
+        return storage
+
+
+def _check_version(path: Path, storage: RDBStorage) -> None:
+    """Raise EnvironmentFault for tables that this Optuna does not read."""
+    version = storage.get_current_version()
+    if version == storage.get_head_version():
+        return
+    older = version in storage.get_all_versions()
+    fix = f"run `optuna storage upgrade --storage {storage.url}`" if older else "update it: pip install -U optuna"
+    raise EnvironmentFault(
+        f"{path} was written by another version of Optuna: its tables are {version}, and Optuna {optuna.__version__} "
+        f"has {storage.get_head_version()}; {fix}, or choose another folder with --dir"
+    )
 
 
 @contextlib.contextmanager
@@ -46,25 +64,19 @@ def database_errors(path: Path) -> Iterator[None]:
     """Turn what the database raises into one clear EnvironmentFault."""
     try:
         yield
-    except sqlalchemy.exc.DBAPIError as error:
-        reason = str(error.orig)
-        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
-    except optuna.exceptions.StorageInternalError as error:
-        cause = error.__cause__
-        reason = str(cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause or error)
-        raise EnvironmentFault(f"{path} cannot be used as a database: {reason}; {_advice(reason)}") from error
+    except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        cause = error if isinstance(error, sqlalchemy.exc.DBAPIError) else error.__cause__ or error
+        at_fault = cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause
+        raise EnvironmentFault(f"{path} cannot be used as a database: {at_fault}; {_advice(at_fault)}") from error
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
-    except RuntimeError as error:
-        if "version" not in str(error):
-            raise
-        raise EnvironmentFault(f"{path} was written by another version of Optuna: {error}") from error
 
 
-def _advice(reason: str) -> str:
-    if "full" in reason:
+def _advice(error: BaseException | None) -> str:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
+    if code == sqlite3.SQLITE_FULL:
         return "free some space and run the same command again: nothing told so far is lost"
-    if "readonly" in reason or "unable to open" in reason:
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
     return "move it away, or choose another folder with --dir"
 
@@ -104,7 +116,7 @@ def study_names(storage: RDBStorage) -> list[str]:
     """All studies, the one used last at the end. Optuna's own summaries read every trial of every study."""
     with database_errors(Path(storage.engine.url.database or "")):
         studies = storage.get_all_studies()
-    return [s.study_name for s in sorted(studies, key=lambda s: str(s.user_attrs.get("used", "")))]
+    return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
@@ -129,6 +141,7 @@ def to_trial(frozen: FrozenTrial) -> Trial:
         tier=cast(Tier, attrs.get("tier", "neutral")),
         changes=attrs.get("changes", {}),
         params=frozen.params,
+        yaml_changes=attrs.get("yaml_changes", {}),
         result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
     )
 
@@ -140,17 +153,16 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 
 def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
     """`frozen`, which are trials of `study`, as `trials_of` has them."""
-    attrs = study.user_attrs
-    trials = []
-    for trial in map(to_trial, frozen):
-        long = attrs.get(f"{_CONFIRMATION} {trial.number}")
-        trials.append(trial if long is None else replace(trial, confirmed=ProbeResult.from_json(long)))
-    return trials
+    confirmed = confirmations(study, (t.number for t in frozen))
+    return [replace(to_trial(t), confirmed=confirmed.get(t.number)) for t in frozen]
 
 
-def keep_confirmation(study: optuna.Study, number: int, result: ProbeResult) -> None:
-    """Keep what the longer probe of trial `number` said: with the study, as a finished trial takes no attributes."""
-    study.set_user_attr(f"{_CONFIRMATION} {number}", result.to_json())
+def note_candidate(
+    trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object]
+) -> None:
+    """Keep with a new trial which candidate it is."""
+    for name, value in (("tier", tier), ("changes", dict(changes)), ("yaml_changes", dict(yaml_changes))):
+        trial.set_user_attr(name, value)
 
 
 def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:

@@ -29,10 +29,10 @@ import psutil
 
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
-from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Fidelity, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
 from autofit.tracking.follower import following
-from autofit.tuning.frontier import rule_of
+from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of
@@ -81,7 +81,7 @@ class AtOnce(Launcher):
             limit_bytes=request.limit_bytes, phases=tuple(peaks), step_s=() if oom else (step_s, step_s),
             rollout_s=() if oom else (rollout_s,) * 2, update_s=() if oom else (step_s - rollout_s,) * 2,
             categories={phase: dict.fromkeys(names, used // len(names)) for phase in _PHASES},
-            completions_per_step=64, tokens_per_step=10**5, fidelity="predicted", wall_s=0.1, process_s=0.1,
+            completions_per_step=64, tokens_per_step=10**5, fidelity=Fidelity.PREDICTED, wall_s=0.1, process_s=0.1,
         )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
 
     def chosen() -> None:
         study = load_study(folder, "large")
-        choose(trials_of(study), "best", rule_of(study.user_attrs))
+        choose(trials_of(study), "best", record_of(study).rule)
 
     def reported() -> None:
         command = [sys.executable, "-m", "autofit", "report", "--dir", str(folder), "--json"]

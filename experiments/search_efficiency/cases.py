@@ -6,8 +6,9 @@ import numpy as np
 from law import SHAPES, Card, Columns, Shape, columns, predict
 
 from autofit.forecast.predictions import Predictions
+from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import Recipe
-from autofit.space.space import Knob, Space, Tier
+from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
 from autofit.tuning.grid import Floats, Grid
 

@@ -33,6 +33,7 @@ from autofit.recipe.recipe import Recipe
 from autofit.space.space import Space
 from autofit.space.space_file import load_space
 from autofit.tuning.grid import Grid
+from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study
 
 SHARES = (0.3, 0.6, 0.9)  # of the candidates fit
@@ -62,7 +63,7 @@ def measure() -> None:
                      "step_s": result["step_s"], "rollout_s": result["rollout_s"]})  # fmt: skip
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     content = {"date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
-               "versions": versions, "resolved": study.user_attrs["resolved"], "rows": rows}  # fmt: skip
+               "versions": versions, "resolved": dict(record_of(study).resolved), "rows": rows}  # fmt: skip
     content["resolved"] |= {"model_name_or_path": "a Llama of 4 layers, 128 wide", "output_dir": "out",
                             "dataset_name": "24 made-up prompts"}  # fmt: skip
     _TABLE.write_text(json.dumps(content) + "\n")

@@ -5,8 +5,6 @@ from collections.abc import Callable
 import numpy as np
 from cases import Case
 
-from autofit.space.space import SPLIT
-
 Probe = Callable[[int], tuple[float | None, float]]
 _PATIENCE = 5  # DeepSpeed's autotuner: `tuner_early_stopping` trials without a better one
 
@@ -17,7 +15,7 @@ def grid_early_stop(case: Case, probe: Probe, probes: int) -> None:
     The baseline's own settings come first; the tuner gives up after `_PATIENCE` settings without a better one.
     """
     grid = case.grid
-    column = grid.names.index(SPLIT)
+    column = grid.names.index("per_device_train_batch_size")
     others = np.delete(grid.codes, column, axis=1)
     keys, first, inverse = np.unique(others, axis=0, return_index=True, return_inverse=True)
     order = sorted(range(len(keys)), key=lambda k: int(first[k]))
@@ -48,7 +46,7 @@ def halve_on_oom(case: Case, probe: Probe, probes: int) -> None:
     tried: set[int] = set()
     while micro >= 1 and len(tried) < probes:
         chunk = max(1, space.split(own)[0] * space.split(own)[2] // micro)
-        place = grid.find({**base, SPLIT: micro, "steps_per_generation": chunk})
+        place = grid.find({**base, "per_device_train_batch_size": micro, "steps_per_generation": chunk})
         if place is not None and place not in tried:
             tried.add(place)
             if probe(place)[0] is not None:

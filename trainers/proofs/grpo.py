@@ -8,8 +8,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer, get_peft_config
 
-from autofit.recipe.trl_config import TrlConfig
-
+from ..trl_config import TrlConfig
 from .samples import LONGEST, name_of, number_of, sample
 from .small_model import tokenizer
 

@@ -6,8 +6,7 @@ from typing import Any
 from datasets import Dataset
 from trl import get_peft_config
 
-from autofit.recipe.trl_config import TrlConfig
-
+from ..trl_config import TrlConfig
 from .samples import sample
 from .small_model import tokenizer
 

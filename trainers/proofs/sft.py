@@ -2,8 +2,7 @@
 
 from trl import SFTTrainer
 
-from autofit.recipe.trl_config import TrlConfig
-
+from ..trl_config import TrlConfig
 from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, steps_of_a_round
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]

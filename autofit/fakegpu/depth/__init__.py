@@ -1,1 +1,1 @@
-"""A few layers stand for many."""
+"""A run of a few layers, expanded to the run of all layers."""

@@ -1,9 +1,9 @@
-"""Expand the run of a shallow model to that of a deep one: its events, its categories and its clock.
+"""Expand the run of a shallow model to the run of a deep one: its events, its categories and its clock.
 
-A run goes over the layers in sweeps: forward, backward (with recomputation), a decode step, one foreach operation, the
-release of a cache. In each sweep the middle layers do the same, so what one does is repeated to the full depth, and a
-free in one repetition gives back what the same repetition (or its neighbour) took. Allocator, least capacity and
-timeline then work on events that are those of the deep run. Whatever does not repeat raises `NotRepeatingError`.
+A run visits the layers in sweeps: forward, backward (with recomputation), a decode step, one foreach operation, the
+release of a cache. Within a sweep all middle layers have the same events, so the events of one are repeated to the full
+depth; a free in one repetition frees an allocation of the same repetition or of its neighbour. Allocator, least
+capacity and timeline then process the events of the deep run. A run without this structure raises `NotRepeatingError`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,34 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import EventLog
-from autofit.fakegpu.timeline import category_numbers
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
 
 Ints = npt.NDArray[np.int64]
 
 
+class FollowedCard(Protocol):
+    """The parts of a simulated card that an expansion reads (`FakeGpu`, made with `follow_layers`)."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def memory(self) -> SimulatedMemory: ...
+    @property
+    def layers(self) -> LayerRecorder | None: ...
+    def category_numbers(self) -> Ints: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A moment of a run: so many events and stretches of time lie before it."""
+    """A moment of a run, as the number of events and of time segments before it."""
 
     name: str
     event: int
@@ -39,12 +49,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All that a run did, in order: allocations (+) and frees (-), and what each stretch did to the time."""
+    """The events of a run in order, allocations (+) and frees (-), and the delay of each time segment."""
 
     ids: Ints
     nbytes: Ints
     tags: Ints
-    categories: Ints  # of the storage of each event, as an index of CATEGORIES
+    categories: Ints  # category of each event's storage, as an index of CATEGORIES
     stretches: tuple[tuple[int, Delay], ...]
     marks: tuple[Mark, ...]
     streams: Mapping[int, int] = field(default_factory=dict)
@@ -68,13 +78,12 @@ class Run:
         return found
 
 
-def run_of(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
-    """What a card whose layers were followed has recorded."""
-    gpu._mark_gradients()
+def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
+    """The recorded run of a card made with `follow_layers`."""
+    category = gpu.category_numbers()
     clock, log, allocations = gpu.clock, gpu.memory.log, gpu.memory.allocations
     assert isinstance(clock, LayerClock)
     clock.cut()
-    category = category_numbers(allocations, gpu._backward_starts)
     end = marks[-1].event if marks else len(log)
     ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
     owner = np.asarray([_data_code(a.layer) for a in allocations], np.int64)
@@ -94,8 +103,8 @@ def run_of(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
     )
 
 
-def expanded(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
-    """The run as it would have been with all layers; as it was if no model was shrunk."""
+def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
+    """The run at full depth; the recorded run itself if no model was shrunk."""
     layers, run = gpu.layers, run_of(gpu, marks)
     assert layers is not None
     if not layers.stacks:
@@ -106,10 +115,10 @@ def expanded(gpu: FakeGpu, marks: Sequence[Mark]) -> Run:
 
 
 def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints) -> Ints:
-    """Sort what is freed in a row outside the layers by layer and birth.
+    """Sort consecutive frees outside the layers by (layer, allocation order).
 
-    The order in which blocks are freed, with nothing taken between, does not matter to the allocator; torch frees some
-    sets in the order of their addresses (autocast's copies of weights).
+    The allocator's state does not depend on the order of consecutive frees. torch frees some sets in the order of their
+    addresses (autocast's copies of weights), which is arbitrary.
     """
     outside = (nbytes < 0) & ((tags == 0) | (tags > Tag(DATA, 0, 0).encode() - 1))
     row = np.cumsum(~outside | np.concatenate([[True], ~outside[:-1]])) if len(ids) else ids
@@ -117,7 +126,7 @@ def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints) -> Ints:
 
 
 def _own_what_loops_take(owner: Ints, ids: Ints, nbytes: Ints, tags: Ints) -> None:
-    """What a loop over parameters takes between two layers' storages (a step counter) is the earlier one's."""
+    """Assign an allocation between storages of the same or adjacent layers (a step counter) to the earlier layer."""
     filled = np.maximum.accumulate(np.where(tags > 0, np.arange(len(tags)), 0)) if len(tags) else tags
     follows = np.minimum.accumulate(np.where(tags > 0, np.arange(len(tags)), len(tags) - 1)[::-1])[::-1]
     before, after = tags[filled], tags[follows]
@@ -138,7 +147,7 @@ def _array(values: Ints) -> array[int]:
 
 
 def _grown(run: Run, shares: Mapping[int, Mapping[int, int]], stacks: Sequence[Stack]) -> Run:
-    """With what was gathered from all layers (a stack of norms) as large as it would be."""
+    """The run with tensors gathered from all layers (a stack of norms) at their full-depth size."""
     if not shares:
         return run
     more = np.zeros(int(run.ids.max()) + 1, np.int64)
@@ -150,7 +159,7 @@ def _grown(run: Run, shares: Mapping[int, Mapping[int, int]], stacks: Sequence[S
 # ---------------------------------------------------------------------- sweeps
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Where a sweep's middle units lie, in the order of the sweep: unit `order[p]` is items `bounds[p]:bounds[p+1]`."""
+    """The middle units of a sweep in visiting order: unit `order[p]` has items `bounds[p]:bounds[p+1]`."""
 
     stack: int
     order: tuple[int, ...]
@@ -158,12 +167,12 @@ class Sweep:
 
 
 def find_sweeps(tags: Ints, stacks: Sequence[Stack], taken: npt.NDArray[np.bool_]) -> list[Sweep]:
-    """The sweeps over middle layers, in order; raises where a middle layer by itself takes something."""
+    """The sweeps over middle layers, in order; raises if one covers only some middle units, beyond frees at one end."""
     if not len(tags):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(tags)) + 1])
     sweeps: list[Sweep] = []
-    current: list[tuple[int, int, int]] = []  # (layer, start, end) of runs of one sweep
+    current: list[tuple[int, int, int]] = []  # (layer, start, end) of the items of one sweep
     key: tuple[int, int] | None = None
     ends = [*starts[1:].tolist(), len(tags)]
     for start, end, code in zip(starts.tolist(), ends, tags[starts].tolist(), strict=True):
@@ -179,7 +188,7 @@ def find_sweeps(tags: Ints, stacks: Sequence[Stack], taken: npt.NDArray[np.bool_
 
 
 def _continues(runs: list[tuple[int, int, int]], layer: int, period: int) -> bool:
-    """Whether a sweep that visited these layers may come to `layer` next (in a pattern, some may do nothing)."""
+    """Whether a sweep over these layers can visit `layer` next (within a period, layers without events are skipped)."""
     first, last = runs[0][0], runs[-1][0]
     ahead = layer - last if last >= first else last - layer
     return layer == last or 0 < ahead <= period or (first == last and 0 < -ahead <= period)
@@ -213,7 +222,7 @@ def _close(
     wanted = list(range(stack.traced_units))
     alone = order in ([wanted[0]], [wanted[-1]])
     if alone and not any(taken[a:b].any() for unit, (_, a, b) in zip(units, runs, strict=True) if unit is not None):
-        return  # the last layer's input is freed by what comes after the layers, say
+        return  # for example, code after the layers frees the last layer's input
     if order not in (wanted, wanted[::-1]):
         raise NotRepeatingError(f"a sweep over the layers visits middle units {order} only")
     sweeps.append(Sweep(key[1], tuple(order), (*bounds, end)))
@@ -224,17 +233,17 @@ _FIXED = -1
 
 
 class Expansion:
-    """Repeats the middle units of each sweep of a run."""
+    """Repeats the middle units in each sweep of a run."""
 
     def __init__(self, run: Run, stacks: Sequence[Stack]) -> None:
         self._run = run
         self._stacks = stacks
         self._sweeps = find_sweeps(run.tags, stacks, run.nbytes > 0)
         count = int(run.ids.max()) + 1 if len(run.ids) else 0
-        self._step = count  # the id of repetition U of a storage is the id in the first unit + (U + 1) * step
+        self._step = count  # id of a storage in repetition U = its id in the first unit + (U + 1) * step
         self._sweep_of = np.full(count, _FIXED, np.int64)
         self._unit_of = np.zeros(count, np.int64)
-        self._first_of = np.arange(count)  # the same storage in the first unit
+        self._first_of = np.arange(count)  # id of the corresponding storage in the first unit
         self._born_in_units()
 
     def run(self) -> Run:
@@ -287,7 +296,7 @@ class Expansion:
                 self._first_of[mine] = run.ids[first][born]
 
     def _blocks(self, sweep: Sweep) -> list[Ints]:
-        """The events of each unit, by the number of the unit."""
+        """The event indices of each unit, sorted by unit number."""
         ranges = zip(sweep.order, sweep.bounds, sweep.bounds[1:], strict=False)
         return [np.arange(start, end) for _, start, end in sorted(ranges)]
 
@@ -296,18 +305,18 @@ class Expansion:
         return stacks[np.maximum(self._sweep_of[ids], 0)]
 
     def _name(self, ids: Ints, unit: Ints | int) -> Ints:
-        """The storages that stand for `ids` in a repetition; others keep their names."""
+        """Ids of the storages of `ids` in repetition `unit`; storages outside the sweeps keep their ids."""
         return np.where(self._sweep_of[ids] == _FIXED, ids, self._first_of[ids] + (unit + 1) * self._step)
 
     def _edge_ids(self, ids: Ints) -> Ints:
-        """What the first and last layers name: units at the near end keep their distance to it."""
+        """Ids as the first and last layers refer to them: the last traced unit becomes the last full-depth unit."""
         traced = np.asarray([stack.traced_units for stack in self._stacks])[self._stack_of(ids)]
         units = np.asarray([stack.units for stack in self._stacks])[self._stack_of(ids)]
         unit = self._unit_of[ids]
         return self._name(ids, np.where(unit >= traced - 1, unit + units - traced, unit))
 
     def _repeated(self, number: int, sweep: Sweep) -> tuple[Ints, Ints]:
-        """The names of the storages of a sweep's events at full depth, and which traced event each comes from."""
+        """Storage ids of a sweep's events at full depth, and the traced event behind each."""
         stack, ids = self._stacks[sweep.stack], self._run.ids
         blocks = self._blocks(sweep)
         near, far = ids[blocks[0]], ids[blocks[-1]]
@@ -322,7 +331,7 @@ class Expansion:
         return names.reshape(-1), events.reshape(-1)
 
     def _inner(self, number: int, sweep: Sweep, near: Ints, far: Ints) -> tuple[Ints, Ints]:
-        """For each event of an inner unit: the storage, and how many units away it was born."""
+        """For each event of an inner unit: the storage, and the distance in units to the unit that allocated it."""
         last = self._stacks[sweep.stack].traced_units - 1
         moved_near = self._unit_of[near]
         moved_far = self._unit_of[far] - last
@@ -340,7 +349,7 @@ class Expansion:
         return np.where(use_near, near, far), np.where(use_near, moved_near, moved_far)
 
     def _check_repetitions(self, run: Run) -> None:
-        """What is given back in one repetition is given back in all."""
+        """Raise unless each storage is freed in all repetitions or in none."""
         given = run.ids[run.nbytes < 0]
         counts = np.bincount(given[given >= self._step] % max(self._step, 1), minlength=self._step)
         units = np.asarray([stack.units for stack in self._stacks])[self._stack_of(np.arange(self._step))]
@@ -349,7 +358,7 @@ class Expansion:
 
     # ------------------------------------------------------------------ time
     def _with_time(self, run: Run, places: list[tuple[int, int]]) -> Run:
-        """Repeat the stretches too, and move the marks to where they are then."""
+        """Repeat the time segments too, and move the marks to their expanded positions."""
         tags = np.asarray([tag for tag, _ in self._run.stretches], np.int64)
         stretches: list[tuple[int, Delay]] = []
         moved = [(0, 0)]
@@ -371,13 +380,13 @@ class Expansion:
 
 
 def _moved(place: int, places: list[tuple[int, int]]) -> int:
-    """Where a place between the sweeps is after the expansion."""
+    """The expanded position of a position between two sweeps."""
     old, new = places[bisect_right(places, (place, 1 << 62)) - 1]
     return new + place - old
 
 
 def _check(run: Run) -> None:
-    """Each storage is taken once and given back at most once, later; nothing else would be a run."""
+    """Raise unless each storage is allocated once and freed at most once, later, with the same size."""
     taken, given = run.nbytes > 0, run.nbytes < 0
     order = np.arange(len(run.ids))
     born, first = np.unique(run.ids[taken], return_index=True)

@@ -1,8 +1,8 @@
-"""Which decoder layer does what: the tags that let a shallow run be expanded to a deep one (`expand.py`).
+"""Tags that attribute events to decoder layers, so that a shallow run can be expanded to a deep one (`expand.py`).
 
-A model with equal layers is built with a few of them (`shrink`); while it runs, each allocation, free and kernel is
-tagged with the layer at work. Inside a layer's forward or backward that is known from hooks. Outside (construction,
-optimizer, clipping, release of a cache) it follows the data: what is made from a layer's tensor is that layer's.
+A model with equal layers is built with a few of them (`shrink`). While it runs, each allocation, free and kernel is
+tagged with its layer. Inside a layer's forward or backward, hooks give the layer. Outside (construction, optimizer,
+clipping, release of a cache) the tag follows the data: the result of an operation on a layer's tensor is that layer's.
 """
 
 from __future__ import annotations
@@ -12,32 +12,30 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.memory import SimulatedMemory
-
-TRACED_UNITS = 2  # two middle units show that a unit repeats
-_PLAN = "autofit_depth"  # attribute of a shrunken config
+TRACED_UNITS = 2  # two middle units are enough to check that units repeat
+_PLAN = "autofit_depth"  # name of the attribute on a shrunken config
 NEVER = float("-inf")
 
 
 class NotRepeatingError(FakeGpuError):
-    """This run cannot be expanded: its layers, or what is done with them, do not repeat."""
+    """This run cannot be expanded: its layers, or the events of its layers, do not repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """How the layers of one model stand for a deeper one: `first` layers, `traced_units` units of `period`, the rest.
+    """Layout of a shrunken model: `first` layers, then `traced_units` units of `period` layers, then the last layers.
 
-    A unit is what repeats: one layer, or a whole pattern such as five sliding-window layers and a full one.
+    A unit is one repeating layer, or one repeating pattern such as five sliding-window layers and a full one.
     """
 
     first: int
@@ -48,17 +46,17 @@ class Stack:
 
     @property
     def growth(self) -> float:
-        """By how much the middle layers' share grows."""
+        """Ratio of full-depth middle units to traced ones."""
         return self.units / self.traced_units
 
     def unit(self, layer: int) -> int | None:
-        """Which middle unit a traced layer belongs to; None for the first and last layers."""
+        """The middle unit of a traced layer; None for the first and last layers."""
         unit = (layer - self.first) // self.period
         return unit if layer >= self.first and unit < self.traced_units else None
 
     @property
     def kept(self) -> list[int]:
-        """The full model's layers that are built."""
+        """Indices of the full model's layers that the shrunken model keeps."""
         traced = self.first + self.period * self.traced_units
         last = self.first + self.period * self.units
         return [*range(traced), *range(last, self.layers)]
@@ -66,7 +64,7 @@ class Stack:
 
 # ---------------------------------------------------------------------- fewer layers
 def plan_stack(config: Any) -> Stack | None:
-    """How few layers stand for all of a transformers text config's; None where too few could be left out."""
+    """The smallest stack that represents a transformers text config; None if it would leave out too few layers."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
@@ -81,7 +79,7 @@ def plan_stack(config: Any) -> Stack | None:
 
 
 def shrink(config: Any) -> bool:
-    """Give a transformers config fewer layers, in place, and remember how it was; false where that is not possible."""
+    """Reduce the layers of a transformers config in place and keep the original; false if no stack represents it."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     stack = plan_stack(text)
     if stack is None:
@@ -98,7 +96,7 @@ def shrink(config: Any) -> bool:
 
 @contextlib.contextmanager
 def fewer_layers(count: int) -> Iterator[None]:
-    """Within, every architecture has `count` layers, in the pattern in which it repeats them."""
+    """Inside, `AutoConfig.from_pretrained` returns configs with `count` layers in their own repeating pattern."""
     from transformers import AutoConfig
 
     original = AutoConfig.from_pretrained
@@ -121,7 +119,7 @@ def fewer_layers(count: int) -> Iterator[None]:
 
 
 def repeats_after(config: Any) -> tuple[int, int]:
-    """(layers, the number after which their pattern repeats) of a transformers text config."""
+    """(number of layers, period of their pattern) of a transformers text config."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     fits = (p for p in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False)))
     return config.num_hidden_layers, next(fits)
@@ -131,13 +129,13 @@ _FULL_CONFIGS: dict[int, Any] = {}
 
 
 def stack_of(config: Any) -> Stack | None:
-    """How a text config was shrunken; None where it was not."""
+    """The stack of a shrunken text config; None for any other config."""
     plan = getattr(config, _PLAN, None)
     return None if plan is None else Stack(**{k: v for k, v in plan.items() if k != "full"})
 
 
 def full_config(config: Any) -> Any:
-    """A text config as it was before it was shrunken."""
+    """The text config before shrinking."""
     plan = getattr(config, _PLAN, None)
     return config if plan is None else _FULL_CONFIGS[plan["full"]]
 
@@ -148,7 +146,7 @@ def _per_layer(config: Any, layers: int) -> dict[str, Sequence[object]]:
 
 
 def _same_layers(built: torch.nn.ModuleList, full: Any, stack: Stack) -> bool:
-    """Whether the layers built are those of the full model, and its left-out ones repeat them."""
+    """Whether the built layers equal those of the full model, and the omitted layers repeat them."""
     kind = type(built[0])
     with torch.device("meta"):
         prints = [_fingerprint(cast("Any", kind)(full, i)) for i in range(stack.layers)]
@@ -159,7 +157,7 @@ def _same_layers(built: torch.nn.ModuleList, full: Any, stack: Stack) -> bool:
 
 
 def _fingerprint(layer: torch.nn.Module) -> list[object]:
-    """Classes, shapes and plain settings of everything in a layer but its number."""
+    """Classes, shapes and plain settings of all modules in a layer, without layer numbers."""
     found: list[object] = []
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, type(None)))}
@@ -174,7 +172,7 @@ FORWARD, BACKWARD, DATA = range(3)
 
 
 class Tag(NamedTuple):
-    """How a layer is known (forward, backward, or by its data), of which stack, and its number."""
+    """A layer: how it was attributed (forward, backward, or by data), its stack, and its number."""
 
     kind: int
     stack: int
@@ -189,21 +187,21 @@ class Tag(NamedTuple):
 
 
 class LayerRecorder:
-    """Knows, at any moment of a run, which layer is at work, and whose each storage is. Codes are `Tag.encode()`."""
+    """Tracks the current layer during a run, and the layer of each storage. Codes are `Tag.encode()`."""
 
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
         self.clock: LayerClock | None = None
         self.stacks: list[Stack] = []
         self.problem = ""
-        self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes that grow with the middle layers
+        self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes from middle layers
         self._code = 0
         self._backward = False
-        self._owner: dict[int, int] = {}  # id of a module inside a layer -> DATA code of the layer
+        self._owner: dict[int, int] = {}  # id of a module in a layer -> DATA code of that layer
 
     # ------------------------------------------------------------------ when
     def code(self) -> int:
-        """The tag of the layer at work now, 0 outside of all."""
+        """The code of the current layer, 0 outside all layers."""
         if self._backward and not _in_backward():
             self.set(0)
         return self._code
@@ -216,7 +214,7 @@ class LayerRecorder:
         self._backward = backward
 
     def module_registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """torch's hook on every `parent.name = child`: finds stacks of layers, and what joins a layer later."""
+        """torch's hook on every `parent.name = child`: finds stacks of layers, and modules added to a layer later."""
         if child is None:
             return
         owner = self._owner.get(id(parent))
@@ -265,7 +263,7 @@ class LayerRecorder:
 
     # ------------------------------------------------------------------ whose
     def give(self, tensor: torch.Tensor, code: int) -> None:
-        """Say whose a tensor is, on the card or not."""
+        """Attribute a tensor, on the card or not, to the layer of `code`."""
         cast("Any", tensor)._autofit_layer = code
         index = self.memory.index_of(tensor)
         if index is not None:
@@ -278,7 +276,7 @@ class LayerRecorder:
         return cast("int", getattr(tensor, "_autofit_layer", 0))
 
     def follow(self, args: Sequence[object], out: object) -> None:
-        """What an operation outside the layers made from a layer's tensors is that layer's."""
+        """Attribute the outputs of an operation outside the layers to the layer of its inputs."""
         if isinstance(out, torch.Tensor):
             self._inherit(out, args)
         elif isinstance(out, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
@@ -317,7 +315,7 @@ class LayerRecorder:
             self.shares[index] = shares
 
     def growth(self, args: Sequence[object]) -> tuple[float, float]:
-        """By how much an operation outside the layers (its launch, its kernel) grows with the middle layers."""
+        """Factors for the launches and the kernel time of an operation outside the layers, at full depth."""
         first = args[0] if args else None
         if isinstance(first, torch.Tensor):
             growth = self._growth(first)
@@ -346,14 +344,14 @@ def _in_backward() -> bool:
 
 # ---------------------------------------------------------------------- time
 class Delay(NamedTuple):
-    """What a stretch of the run does to (host, gpu) time: each entry the longest way from one to the other.
+    """The effect of a time segment on (host, gpu) time, as a 2x2 matrix of the (max, +) algebra.
 
-    Launches, kernels and waits only add and take maxima, so any stretch is such a matrix of the (max, +) algebra, and
-    stretches are joined by its product.
+    Each entry is the longest path from one time to the other. Launches, kernels and waits only add and take maxima, so
+    every segment is such a matrix, and consecutive segments are joined by the matrix product.
     """
 
     host_host: float = 0.0
-    gpu_host: float = NEVER  # from the GPU's time to the host's: a wait
+    gpu_host: float = NEVER  # from GPU time to host time: a wait
     host_gpu: float = NEVER
     gpu_gpu: float = 0.0
 
@@ -372,14 +370,14 @@ class Delay(NamedTuple):
         )
 
     def grown(self, before: Delay, times: int) -> Delay:
-        """The stretch `times` steps later, if each step adds what this one added to the one before."""
+        """The segment `times` steps later, by linear extrapolation from `before` (one step earlier)."""
         return Delay(
             *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
         )
 
 
 class LayerClock(Clock):
-    """A clock that also keeps, for each stretch between two changes of layer, what it did to the time."""
+    """Clock that also records a (max, +) delay matrix per layer segment."""
 
     def __init__(self, spec: GpuSpec, costs: HostCosts, recorder: LayerRecorder) -> None:
         super().__init__(spec, costs)
@@ -388,7 +386,7 @@ class LayerClock(Clock):
         self._delay = [0.0, NEVER, NEVER, 0.0]
 
     def cut(self) -> int:
-        """End the running stretch; how many there are."""
+        """End the current segment; returns the number of segments so far."""
         delay = Delay(*self._delay)
         if delay != Delay():
             self.stretches.append((self._recorder._code, delay))
@@ -420,6 +418,6 @@ class LayerClock(Clock):
         self._delay = [to_host, to_gpu, to_host, to_gpu]
 
     def play(self, stretches: Sequence[tuple[int, Delay]]) -> None:
-        """Time that passed without a traced kernel."""
+        """Append segments of time without a traced kernel."""
         self.cut()
         self.stretches += stretches

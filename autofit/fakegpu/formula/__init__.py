@@ -1,1 +1,1 @@
-"""One trace stands for many configurations."""
+"""Memory and time of any configuration as formulas, fitted to a few short traces."""

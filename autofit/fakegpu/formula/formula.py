@@ -1,8 +1,8 @@
-"""Trace a structure once, evaluate it many times: live bytes and seconds of any configuration, from a few short traces.
+"""Live bytes and seconds of any configuration, fitted to a few short traces and then cheap to evaluate.
 
-Every moment of a training step at which something is allocated is a polynomial of the configuration (`shapes`), and
-linear in the number of equal layers. The peak of a phase is the highest of its moments. Moments that are never the
-highest are dropped, so a configuration costs a small matrix product. Evaluating a model needs no torch.
+The live bytes at each allocation of a training step are a polynomial of the configuration (`polynomials.py`), and
+linear in the number of equal layers. The peak of a phase is the maximum over its allocations. Allocations that are
+never the maximum are dropped, so one configuration costs a small matrix product. Evaluating a model needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +21,37 @@ from autofit.fakegpu.formula.polynomials import Basis, Exponents, Kind, Polynomi
 from autofit.fakegpu.formula.seconds import KernelRows
 
 if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
     from autofit.fakegpu.formula.kernel_log import KernelKinds
+    from autofit.fakegpu.memory import SimulatedMemory
     from autofit.fakegpu.specs import HostCosts
 
 Floats = npt.NDArray[np.float64]
-_POSITION = "T"  # the variable of a decode step: how many tokens were generated before it
+_POSITION = "T"  # the variable of a decode step: the number of tokens generated before it
 _PRUNING_POINTS = 1500
-_WORST_POINTS = 12  # configurations for which the highest moment of each kind is looked up
+_WORST_POINTS = 12  # configurations at which the highest moment of each kind is kept
+
+
+class TracedCard(Protocol):
+    """The part of a simulated card that a trace reads."""
+
+    @property
+    def memory(self) -> SimulatedMemory: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One short simulated training, reduced to what `MassModel.fit` needs. Phase names are the recorder's."""
+    """One short simulated training, reduced to the input of `MassModel.fit`. The recorder chooses the phase names."""
 
     layers: int
-    kinds: tuple[Kind, ...]  # of each allocation
-    unit_bytes: tuple[int, ...]  # bytes of an element of each allocation
-    phases: tuple[str, ...]  # phase in which each was made
+    kinds: tuple[Kind, ...]  # kind of each allocation
+    unit_bytes: tuple[int, ...]  # element size of each allocation
+    phases: tuple[str, ...]  # phase of each allocation
     ids: npt.NDArray[np.int64]  # allocation of each event
     signs: npt.NDArray[np.int64]  # +1 allocated, -1 freed
     kernels: KernelKinds
 
     @classmethod
-    def of(cls, gpu: FakeGpu, layers: int, kernels: KernelKinds) -> Trace:
+    def of(cls, gpu: TracedCard, layers: int, kernels: KernelKinds) -> Trace:
         kinds, units, phases = [], [], []
         for a in gpu.memory.allocations:
             unit = _itemsize(a.dtype)
@@ -62,7 +69,7 @@ class Trace:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Most live bytes in each phase, at the moment of an allocation; no rounding."""
+        """Peak live bytes of each phase over its allocations, without rounding."""
         sizes = np.asarray([u * prod(k.shapes[0]) for k, u in zip(self.kinds, self.unit_bytes, strict=True)])
         live = np.cumsum(self.signs * sizes[self.ids])
         found: dict[str, int] = {}
@@ -73,7 +80,7 @@ class Trace:
 
     @property
     def counts(self) -> dict[Kind, int]:
-        """Allocations of each kind, in the order of their first appearance."""
+        """Number of allocations of each kind, in order of first appearance."""
         found: dict[Kind, int] = {}
         for kind in self.kinds:
             found[kind] = found.get(kind, 0) + 1
@@ -82,7 +89,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """A trace in which one variable differs from the base; `instead_of`: another that necessarily varied with it."""
+    """A trace in which one variable differs from the base, and with it, by necessity, the variable `instead_of`."""
 
     variable: str
     value: float
@@ -95,10 +102,10 @@ class MassModel:
     """Live bytes by phase and seconds by segment, as functions of the variables and the number of layers."""
 
     variables: tuple[str, ...]
-    layers: int  # of the base trace
+    layers: int  # layers of the base trace
     exponents: tuple[Exponents, ...]
-    rows: Floats  # (moments, monomials): bytes
-    slopes: Floats  # the same, for each further layer
+    rows: Floats  # bytes, (moments, monomials)
+    slopes: Floats  # bytes for each further layer, (moments, monomials)
     row_phases: tuple[str, ...]
     time: KernelRows
     unmatched: Mapping[str, int] = field(default_factory=dict)
@@ -108,7 +115,7 @@ class MassModel:
         cls, base: Trace, deeper: Trace, variations: Sequence[Variation], *, at: Mapping[str, float],
         ranges: Mapping[str, tuple[float, float]], layers: int, bandwidth_bytes_per_s: float, costs: HostCosts,
     ) -> MassModel:  # fmt: skip
-        """The model of `base`, whose variables are `at`, and its variations, for values within `ranges`."""
+        """Fit a model to the trace `base` at the point `at` and to its variations; valid within `ranges`."""
         names = (*at, _POSITION)
         point = (*map(float, at.values()), float(base.kernels.position))
         sizes, kernels = Symbols(names, point), Symbols(names, point)
@@ -131,7 +138,7 @@ class MassModel:
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
-        """Keep the model in `path` (.npz); `load` reads it."""
+        """Write the model to `path` (.npz) for `load`."""
         time = self.time
         rest = {
             "variables": self.variables, "layers": self.layers, "exponents": self.exponents,
@@ -164,7 +171,7 @@ class MassModel:
         )  # fmt: skip
 
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
-        """Most live bytes in each phase, one per configuration; `values` has an array for each variable."""
+        """Peak live bytes of each phase, one per configuration; `values` has an array for each variable."""
         table = self._table(values)
         x = Basis(self.exponents).at(np.concatenate([table, np.zeros((len(table), 1))], axis=1))
         matrix = self.rows + (layers - self.layers) * self.slopes
@@ -172,7 +179,7 @@ class MassModel:
         return {phase: (x @ matrix[names == phase].T).max(axis=1) for phase in dict.fromkeys(self.row_phases)}
 
     def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
-        """Seconds of each segment (a phase, once), one per configuration; `decode` is that of all `decode_steps`."""
+        """Seconds of one pass of each segment (phase), one per configuration; `decode` sums all `decode_steps`."""
         return self.time.seconds(self._table(values), layers, decode_steps)
 
     def _table(self, values: Mapping[str, Floats]) -> Floats:
@@ -181,7 +188,7 @@ class MassModel:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """The moments that can be a phase's highest, as rows of coefficients."""
+    """The moments (allocations) that can be the peak of a phase, as rows of coefficients."""
 
     basis: Basis
     rows: Floats
@@ -222,7 +229,7 @@ class _Moments:
 def _moments(
     trace: Trace, table: Floats, order: Mapping[tuple[Kind, int], int], x: Floats
 ) -> tuple[Floats, dict[tuple[object, ...], int]]:
-    """Live-byte coefficients after each event, and where each kind of moment is: first, last, or highest at a point."""
+    """Live-byte coefficients after each event; event index of the first, last and highest moments of each kind."""
     of_allocation = np.asarray([order[k, u] for k, u in zip(trace.kinds, trace.unit_bytes, strict=True)])
     live = np.cumsum(trace.signs[:, None] * table[of_allocation[trace.ids]], axis=0)
     names: dict[tuple[str, int], int] = {}
@@ -241,7 +248,7 @@ def _moments(
 
 
 def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float]]) -> Floats:
-    """Corners, and points spread evenly in the logarithm, of the box `ranges`."""
+    """Sample points of the box `ranges`: log-uniform, with some coordinates at an edge."""
     random = np.random.default_rng(0)
     columns = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Which kernels a step launches, by kind: what `MassModel` needs to tell its seconds."""
+"""The kernels that a step launches, by kind: the input of `MassModel` for its seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from autofit.fakegpu.formula.polynomials import Affine, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.specs import HostCosts
 
-# Whose dimensions make the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
+# The dimensions that determine the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
 _SDPA = (0, (0, 1, 2, 3), 1, 2)
 _SDPA_BACKWARD = (1, (0, 1, 2, 3), 2, 2)
 _FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
@@ -26,13 +26,13 @@ _FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
 
 
 class Info(NamedTuple):
-    """What a kind of kernel does at the base point."""
+    """Work of one kind of kernel at the base point."""
 
     name: str
     flops: int
     rate: float
-    item_bytes: tuple[int, ...]  # bytes of an element of each tensor
-    moved: tuple[int, ...]  # how often each tensor is read or written
+    item_bytes: tuple[int, ...]  # element size of each tensor
+    moved: tuple[int, ...]  # number of reads and writes of each tensor
 
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
         factors: list[Affine] = []
@@ -64,7 +64,7 @@ class KernelKinds:
     counts: dict[Kind, int] = field(default_factory=dict)
     infos: dict[Kind, Info] = field(default_factory=dict)
     host_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # segment -> launches, views
-    repeats: Mapping[str, int] = field(default_factory=dict)  # how often each segment ran while it was recorded
+    repeats: Mapping[str, int] = field(default_factory=dict)  # number of recorded passes of each segment
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
@@ -77,7 +77,7 @@ class KernelKinds:
 
     @property
     def per_segment(self) -> dict[Kind, float]:
-        """Kernels of each kind in one run of its segment, in the order of their first launch."""
+        """Number of kernels of each kind per pass of its segment, in order of first launch."""
         return {kind: self.count_per_segment(kind) for kind in self.counts}
 
     def count_per_segment(self, kind: Kind) -> float:
@@ -89,7 +89,7 @@ class KernelKinds:
 
 
 class KernelLog:
-    """Collects kernels while it is on; the clock calls it, and a rollout says where its decode steps begin."""
+    """Collects kernels while `on`. The clock reports the kernels, and a rollout the start of each decode step."""
 
     def __init__(self) -> None:
         self.on = False
@@ -102,7 +102,7 @@ class KernelLog:
         self._hosts: dict[str, list[int]] = {}
 
     def decode_step(self, number: int) -> None:
-        """A decode step begins: the `number`-th of this rollout."""
+        """Start decode step `number` of this rollout."""
         if number == 0:
             self._steps, self._step_hosts = [], []
         self._decoding = True
@@ -138,7 +138,7 @@ class KernelLog:
             self._infos[kind] = Info(name, flops, rate, tuple(sizes), moved)
 
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
-        """What was collected; `repeats`: how often each phase ran."""
+        """The collected kernels; `repeats` is the number of passes of each phase."""
         steps = [s for s in self._steps if s]
         counts, hosts = dict(self._counts), {k: (v[0], v[1]) for k, v in self._hosts.items()}
         if len(steps) >= 2:

@@ -1,7 +1,7 @@
-"""Sizes as polynomials: how each dimension of each tensor follows the variables of a configuration. No torch here.
+"""Tensor sizes as polynomials of the variables of a configuration. Needs no torch.
 
-A tensor of training has dimensions such as B, P + C, r, or B * (P + C): products of one affine factor a variable. So
-one trace at a base point, and one more for each variable in which only that differs, determine each size everywhere.
+Dimensions of tensors in training are products with one affine factor per variable, such as B, P + C, r or B * (P + C).
+So a trace at a base point, and one more per variable with only that variable changed, determine every size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Polynomial = dict[Exponents, float]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What tells equal things apart in traces of different points: where they come from, and their shapes."""
+    """Identity of an allocation or a kernel across traces of different points: its origin and its shapes."""
 
     origin: Hashable
     shapes: tuple[Shape, ...]
@@ -28,7 +28,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`1 + slope * (x - base)`: how a dimension follows the variable number `variable`, relative to the base point."""
+    """The factor `1 + slope * (x - base)` of a dimension for variable number `variable`, relative to the base point."""
 
     variable: int
     slope: float
@@ -39,14 +39,14 @@ Factors = tuple[tuple[tuple[Affine, ...], ...], ...]  # for each shape, for each
 
 @dataclass(slots=True)
 class Symbols:
-    """For each kind seen at the base point, the factors of its dimensions. Filled one variable at a time."""
+    """The factors of the dimensions of each kind at the base point, learned one variable at a time."""
 
     variables: tuple[str, ...]
     base: tuple[float, ...]
     factors: dict[Kind, Factors] = field(default_factory=dict)
     counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
-    repeated: set[Kind] = field(default_factory=set)  # as often as the variable that was varied with another tells
-    unmatched: dict[str, int] = field(default_factory=dict)  # variable -> kinds whose counterpart was not found
+    repeated: set[Kind] = field(default_factory=set)  # kinds with a count proportional to a variable with `instead_of`
+    unmatched: dict[str, int] = field(default_factory=dict)  # variable -> number of kinds without a counterpart
 
     def start(self, kinds: Iterable[Kind]) -> None:
         for kind in kinds:
@@ -61,10 +61,10 @@ class Symbols:
         *,
         instead_of: str | None = None,
     ) -> None:
-        """Learn how kinds follow variable `name` from a trace in which it is `value` (kinds in order, with counts).
+        """Learn the dependence on variable `name` from a trace at `value` (kinds in order, with counts).
 
-        With `instead_of`, what follows `name` does not follow that other variable, which was varied together with it.
-        What then occurs more often, in proportion, is `repeated`: once for each such part of the whole.
+        With `instead_of`, that other variable was varied together with `name`, and a changed dimension is attributed to
+        `name` instead. A kind whose count grows in proportion is then `repeated`: once for each part of the whole.
         """
         at = self.variables.index(name)
         step = value - self.base[at]
@@ -89,12 +89,12 @@ class Symbols:
                 self.counts[kind] = (*self.counts.get(kind, ()), Affine(at, slope))
 
     def numel(self, kind: Kind, which: int = 0) -> Polynomial:
-        """The number of elements of shape number `which` of `kind`, as a polynomial of the variables."""
+        """Number of elements of shape number `which` of `kind`, as a polynomial of the variables."""
         size = float(prod(kind.shapes[which]))
         return self.product(size, [f for dim in self.factors.get(kind, ((),) * (which + 1))[which] for f in dim])
 
     def product(self, scale: float, factors: Iterable[Affine]) -> Polynomial:
-        """`scale` times the affine factors."""
+        """The product of `scale` and the affine factors, as a polynomial."""
         result: Polynomial = {(0,) * len(self.variables): scale}
         for factor in factors:
             constant = 1 - factor.slope * self.base[factor.variable]
@@ -109,7 +109,7 @@ def _follow(factors: tuple[Affine, ...], new: Affine, instead_of: int | None) ->
 
 
 def _pairs(base: Mapping[Kind, float], varied: Mapping[Kind, float]) -> Iterable[tuple[Kind, Kind | None]]:
-    """Each kind at the base point with its counterpart: same origin, and the same place among that origin's kinds."""
+    """Each kind at the base point with its counterpart: the same origin and the same position among its kinds."""
     theirs: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
     for kind in varied:
         theirs.setdefault(_signature(kind), []).append(kind)
@@ -144,7 +144,7 @@ def _times(polynomial: Polynomial, factor: Affine, constant: float) -> Polynomia
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The monomials that occur, so that polynomials become rows of a matrix."""
+    """The monomials of a set of polynomials, so that polynomials become rows of a matrix."""
 
     exponents: tuple[Exponents, ...]
 
@@ -153,7 +153,7 @@ class Basis:
         return cls(tuple(sorted({e for p in polynomials for e in p})))
 
     def rows(self, polynomials: Sequence[Polynomial]) -> npt.NDArray[np.float64]:
-        """Coefficients, (polynomials, monomials)."""
+        """Coefficients as a matrix, (polynomials, monomials)."""
         place = {e: i for i, e in enumerate(self.exponents)}
         out = np.zeros((len(polynomials), len(self.exponents)))
         for row, polynomial in enumerate(polynomials):
@@ -162,7 +162,7 @@ class Basis:
         return out
 
     def at(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The monomials at each row of `values` (points, variables): (points, monomials)."""
+        """Values of the monomials, (points, monomials), at `values`, (points, variables)."""
         out = np.ones((len(values), len(self.exponents)))
         for column, exponents in enumerate(self.exponents):
             for variable, exponent in enumerate(exponents):

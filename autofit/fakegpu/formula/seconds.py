@@ -1,4 +1,4 @@
-"""Seconds of any configuration: each kind of kernel as polynomials of FLOPs, bytes and how often it runs."""
+"""Seconds of any configuration: polynomials of FLOPs, bytes and count for each kind of kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 DECODE = "decode"  # the segment of one decode step; every other segment has the name of its phase
-REPEATED = "*"  # ends the name of what a segment does once for each micro-batch of a rollout
-# Where a rollout's decode steps are evaluated, as shares of its length, and their weights (Gauss-Legendre).
+REPEATED = "*"  # suffix of a segment's part that runs once per micro-batch of a rollout
+# Gauss-Legendre nodes (as fractions of a rollout's length) and weights for the decode steps.
 _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 18))
 
 
@@ -26,8 +26,8 @@ _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 1
 class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
-    A segment takes the longer of the host's launches and the GPU's kernels, each bound by FLOPs, bytes or the shortest
-    time of any kernel. `sums` holds the seconds of kernels that are bound by the same thing everywhere, added up.
+    A segment's time is the maximum of its host launches and its GPU kernels; a kernel is bound by FLOPs, bytes or the
+    minimum kernel time. `sums` holds the summed seconds of kernels whose bound is the same at all sample points.
     """
 
     layers: int
@@ -35,9 +35,9 @@ class KernelRows:
     flop_s: Floats
     move_s: Floats
     counts: Floats
-    count_slopes: Floats  # for each further layer
+    count_slopes: Floats  # counts for each further layer
     segments: tuple[str, ...]
-    host: Mapping[str, tuple[float, float]]  # seconds of each segment on the host: at `layers`, and a further layer
+    host: Mapping[str, tuple[float, float]]  # host seconds of each segment: at `layers`, and per further layer
     shortest_kernel_s: float
     sums: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class KernelRows:
         cls, low: KernelKinds, high: KernelKinds, symbols: Symbols, *, layers: tuple[int, int],
         bandwidth_bytes_per_s: float, costs: HostCosts,
     ) -> KernelRows:  # fmt: skip
-        """From the kernels at the base point at two depths, `low` and `high`."""
+        """Rows from the kernels at the base point at two depths, `low` and `high`."""
         kinds = list({**low.counts, **high.counts})
         infos = {**high.infos, **low.infos}
         flops = [infos[k].flop_seconds(k, symbols, costs.flops_frac) for k in kinds]
@@ -78,9 +78,9 @@ class KernelRows:
         return self.exponents.index((0,) * len(self.exponents[0]))
 
     def folded(self, sample: Floats) -> KernelRows:
-        """The same, with the kernels of a segment added up that are bound by the same thing at each point of `sample`.
+        """The same rows, with kernels summed whose bound is the same at every point of `sample`.
 
-        Only kernels that run a fixed number of times can be added up: their seconds are then one polynomial.
+        Only kernels with a constant count are summed, since the sum of their seconds is one polynomial.
         """
         x = Basis(self.exponents).at(sample)
         flop, move = x @ self.flop_s.T, x @ self.move_s.T
@@ -107,7 +107,7 @@ class KernelRows:
         )  # fmt: skip
 
     def seconds(self, values: Floats, layers: int, decode_steps: Floats) -> dict[str, Floats]:
-        """Seconds of each segment for each row of `values` (points, variables but the decode step).
+        """Seconds of each segment at each row of `values` (points, variables without the decode step).
 
         `decode` is the sum over `decode_steps` steps.
         """

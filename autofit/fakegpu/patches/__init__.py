@@ -1,1 +1,1 @@
-"""What torch and other libraries are made to believe while a simulated card is active."""
+"""Changes to torch and other libraries while a simulated card is active."""

@@ -1,6 +1,6 @@
-"""bitsandbytes on the simulated card: its real Python code runs, and its CUDA kernels are shapes and scratch.
+"""bitsandbytes on the simulated card: its Python code runs unchanged; its CUDA kernels become shapes and scratch bytes.
 
-`quantize_model` stands in for `from_pretrained(..., quantization_config=...)` where there are no weights to load.
+`quantize_model` replaces `from_pretrained(..., quantization_config=...)` when there are no weights to load.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.kernels import GEMMS, add_scratch_rule
+from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import BitsAndBytesConfig
 
-    from autofit.fakegpu.card import FakeGpu
-
 Target = tuple[object, str, object, str]
-OUTLIER_COLUMNS = 16  # of an 8-bit matmul; depends on the data, a few on real models (LLM.int8() paper, section 4)
-CUSTOM_KERNEL_ROWS = 512  # above it bitsandbytes dequantises the weight (_gemm_4bit_use_custom_cuda); fewer may too
+OUTLIER_COLUMNS = 16  # per 8-bit matmul; data-dependent, a few on real models (LLM.int8() paper, section 4)
+CUSTOM_KERNEL_ROWS = 512  # above it bitsandbytes dequantises the weight, below it may (_gemm_4bit_use_custom_cuda)
 
 
 def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Quantised parameters made of fakes: classes that are both, and a `_make_subclass` that hands them out."""
+    """Quantised parameters as fake tensors: classes that are both, and a `_make_subclass` that returns them."""
     classes = {module.Params4bit: _also_fake(module.Params4bit), module.Int8Params: _also_fake(module.Int8Params)}
     original = cast("Callable[..., torch.Tensor]", torch.Tensor._make_subclass)
 
@@ -44,7 +45,7 @@ def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         return made
 
     yield torch.Tensor, "_make_subclass", staticmethod(make_subclass), "torch refuses to subclass a fake tensor"
-    _register_kernels(gpu)
+    _register_kernels(gpu.tracer)
 
 
 def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -61,7 +62,7 @@ def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target
 
 
 def transformers_quantising(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """`from_pretrained` with a bitsandbytes config: transformers only warns when there is nothing to quantise."""
+    """`from_pretrained` with a bitsandbytes config: an error if no layer is quantised (transformers only warns)."""
     original = cast("Callable[..., torch.nn.Module]", module.replace_with_bnb_linear)
 
     def replace(model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
@@ -81,7 +82,7 @@ _NOTHING_TO_QUANTISE = (
 
 
 def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
-    """A FakeTensor that passes `isinstance(..., Params4bit)`; the fake's dispatch wins, bitsandbytes' methods stay."""
+    """A FakeTensor that passes `isinstance(..., Params4bit)`; dispatch is the fake's, methods are bitsandbytes'."""
 
     def make(cls: type[torch.Tensor], *args: object, **options: object) -> torch.Tensor:
         return parameter_class.__new__(parameter_class, *args, **options)
@@ -94,13 +95,13 @@ def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
     return cast("type[torch.Tensor]", type(f"Fake{parameter_class.__name__}", (FakeTensor, parameter_class), body))
 
 
-def _register_kernels(gpu: FakeGpu) -> None:
+def _register_kernels(tracer: Tracer) -> None:
     ops = torch.ops.bitsandbytes
     if hasattr(ops, "gemm_4bit"):
         add_scratch_rule(ops.gemm_4bit.default, _gemm_4bit)
         GEMMS.add(ops.gemm_4bit.default)
-    gpu.tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
-    gpu.tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(gpu)
+    tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
+    tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(tracer.memory)
 
 
 def _gemm_4bit(
@@ -115,7 +116,7 @@ def _gemm_4bit(
 
 
 def _int8_quant(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """int8_vectorwise_quant: int8 rows, their scales, and the outlier columns (how many depends on the data)."""
+    """int8_vectorwise_quant: int8 rows, their scales, and the outlier columns (a data-dependent number)."""
     a = cast("torch.Tensor", args[0])
     threshold = cast("float", args[1] if len(args) > 1 else kwargs.get("threshold", 0.0))
     rows = a.numel() // a.shape[-1]
@@ -127,7 +128,7 @@ def _int8_quant(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     )
 
 
-def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+def _int8_mixed(memory: SimulatedMemory) -> Callable[[Sequence[object], Mapping[str, object]], object]:
     """int8_mixed_scaled_mm: the int32 product, its fp16 rescaling, and the outlier columns in full precision."""
 
     def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -137,9 +138,9 @@ def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object
         count = outliers.numel() if isinstance(outliers, torch.Tensor) else 0
         sub_a = a.new_empty((a.numel() // a.shape[-1], count) if count else (0,))
         product = torch.empty(shape, dtype=torch.int32, device=a.device)
-        gpu.memory.track(product, "int8_linear_matmul")
+        memory.track(product, "int8_linear_matmul")
         out = torch.empty(shape, dtype=torch.float16, device=a.device)
-        gpu.memory.track(out, "int8_mm_dequant")
+        memory.track(out, "int8_mm_dequant")
         del product
         return (out if a.dtype is torch.float16 else out.to(a.dtype)), sub_a
 
@@ -147,7 +148,7 @@ def _int8_mixed(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object
 
 
 def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConfig) -> PreTrainedModel:
-    """The model on the card, its linear layers quantised one by one, as loading it with that config would leave it."""
+    """Move the model to the card with its linear layers quantised one by one, as if loaded with that config."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -173,7 +174,7 @@ def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConf
 
 
 def _fill(layer: torch.nn.Module, original: torch.nn.Linear) -> None:
-    """Give a bitsandbytes layer, made on meta, the values of the layer it replaces; it quantises when it is moved."""
+    """Give a bitsandbytes layer, made on meta, the values of the replaced layer; moving it to the card quantises it."""
     old = layer._parameters["weight"]
     kept = {key: value for key, value in vars(old).items() if key in _PARAMETER_OPTIONS}
     weight = cast("torch.nn.Parameter", type(old)(original.weight.data, requires_grad=False, **kept))  # type: ignore[misc]

@@ -1,16 +1,14 @@
-"""What `torch.cuda` answers inside the block. Plain functions and classes; `patches.py` puts them in place."""
+"""The `torch.cuda` functions and classes inside the block. `registry.py` installs them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """torch.cuda.Stream: memory allocated on it comes from its own pools; time is one queue for all streams."""
+    """torch.cuda.Stream: its allocations come from its own pools; all streams share one time queue."""
 
     _count = 0
 
@@ -119,7 +117,7 @@ class FakeStreamContext:
 
 
 class FakeDeviceContext:
-    """`with torch.cuda.device(0)`: there is one card."""
+    """`with torch.cuda.device(0)`: no effect, since there is only one card."""
 
     def __init__(self, device: object = None) -> None:
         self.idx = 0
@@ -174,7 +172,7 @@ class CudaApi:
         return self.gpu.memory.free_bytes, self.gpu.spec.capacity_bytes
 
     def memory_stats(self, device: object = None) -> dict[str, object]:
-        """The part of torch's nested statistics that its public functions and its summary read."""
+        """torch's nested statistics, limited to the entries that its public functions and its summary read."""
         allocator = self.gpu.memory.allocator
         inactive = allocator.reserved_bytes - allocator.allocated_bytes
         zero = _stat(0, 0)
@@ -231,7 +229,7 @@ class CudaApi:
 
 
 class FakeCudaGraph:
-    """torch.cuda.CUDAGraph: capturing runs the code; a replay takes the time that the capture took."""
+    """torch.cuda.CUDAGraph: a capture runs the code; a replay takes as long as the capture."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._gpu = _current()
@@ -256,12 +254,12 @@ class FakeCudaGraph:
 
 
 def scatter_to_one(tensor: torch.Tensor, *args: object) -> tuple[torch.Tensor, ...]:
-    """torch._C._scatter for `nn.DataParallel` on the only card."""
+    """torch._C._scatter for `nn.DataParallel` on a single card."""
     return (tensor.to("cuda"),)
 
 
 def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
-    """What a CPU build lacks of CUDA's lesser functions: graphs, snapshots, markers, DataParallel."""
+    """Patches of less common CUDA functions that a CPU build lacks: graphs, snapshots, markers, DataParallel."""
     import torch.cuda.graphs
     import torch.cuda.memory
     import torch.cuda.nvtx
@@ -289,11 +287,11 @@ def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
 
 
 def nothing(*args: object, **kwargs: object) -> None:
-    """For calls that only matter to a real device: seeding it, collecting its handles, initialising it."""
+    """No-op for calls that only matter to a real device: seeding, collecting handles, initialising."""
 
 
 def always(value: object) -> object:
-    """A function that takes anything and answers `value`."""
+    """A function that accepts any arguments and returns `value`."""
 
     def answer(*args: object, **kwargs: object) -> object:
         return value
@@ -306,7 +304,7 @@ _STACK: list[FakeGpu] = []
 
 @contextlib.contextmanager
 def current_gpu(gpu: FakeGpu) -> Iterator[None]:
-    """While inside, events, streams and patches that need a card find this one."""
+    """Inside, this is the card of new events, streams and graphs."""
     _STACK.append(gpu)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The fallback for builds where fake CUDA tensors do not work: whatever asks for `cuda` gets `cpu`."""
+"""The fallback for builds where fake CUDA tensors do not work: device `cuda` becomes `cpu`."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
-"""Several cards: this process is one rank of a fake process group, and holds that rank's memory.
+"""Several cards: this process is one rank of a fake process group, and the simulated memory is that rank's.
 
 Use `torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)` before the block. FSDP2's
-Python code runs as it is. DDP's C++ reducer reads gradients' memory, so a stand-in holds its buckets.
+Python code runs unchanged. DDP's C++ reducer reads the memory of gradients, so a Python class with the same buckets
+replaces it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.tracer import Tracer
 
 Target = tuple[object, str, object, str]
 
 
 class BucketReducer:
-    """The memory of DDP's Reducer: flat buckets as large as the gradients; as views, they are the gradients.
+    """The memory of DDP's Reducer: flat buckets of the gradients' total size; with bucket views, gradients are views.
 
-    A gradient that is not a bucket view lives beside its bucket (torch/csrc/distributed/c10d/reducer.cpp).
+    Without bucket views, gradients need memory in addition to the buckets (torch/csrc/distributed/c10d/reducer.cpp).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ def _into(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 class SilentLogger:
-    """DDP's C++ logger reads its reducer; nothing is logged here."""
+    """Replaces DDP's C++ logger, which reads the C++ reducer; logs nothing."""
 
     def __init__(self, *args: object) -> None: ...
 
@@ -81,28 +81,28 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     yield module, "_sync_module_states", lambda *args, **kwargs: None, reason
 
 
-def note_collectives(gpu: FakeGpu) -> None:
-    """The clock knows one card: what crosses between cards is not in its time, nor NCCL's own buffers in its bytes."""
+def note_collectives(note: Callable[[str], None]) -> None:
+    """Note that communication between cards is not in the time, and NCCL's buffers are not in the bytes."""
     import torch.distributed as distributed
 
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        gpu.note("the time of collectives between cards and NCCL's own buffers are not counted")
+        note("the time of collectives between cards and NCCL's own buffers are not counted")
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """DTensor finds output shapes by running operations on fakes of the whole, unsharded size: not memory."""
+    """Do not track DTensor's shape propagation, which runs operations on fakes of the full, unsharded size."""
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):
-            yield owner, name, _untracked(gpu, vars(owner)[name]), "its fakes are no memory of the card"
+            yield owner, name, _untracked(gpu.tracer, vars(owner)[name]), "its fakes are no memory of the card"
 
 
-def _untracked(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
     def propagate(*args: object, **kwargs: object) -> object:
-        before, gpu.tracer.paused = gpu.tracer.paused, True
+        before, tracer.paused = tracer.paused, True
         try:
             return original(*args, **kwargs)
         finally:
-            gpu.tracer.paused = before
+            tracer.paused = before
 
     return propagate

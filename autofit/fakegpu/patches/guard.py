@@ -1,13 +1,13 @@
-"""Let fake tensors live on `cuda:0` where torch has no CUDA: the one place that reaches into torch's C++ tables.
+"""Let fake tensors live on `cuda:0` where torch has no CUDA: the only module that touches torch's C++ tables.
 
-Two things are missing in a CPU-only build: a device guard for CUDA (the registry slot is null), and hooks that say CUDA
-is there (autograd refuses otherwise). Both are C++ objects with a table of virtual functions. We copy the table of an
-object that exists (the no-op guard of `meta`; the stub hooks), point some entries at functions that return a constant,
-and put the copy in place. `remove` restores what was there.
+A CPU-only build lacks two things: a device guard for CUDA (the registry slot is null), and hooks that report CUDA as
+available (autograd refuses otherwise). Both are C++ objects with a table of virtual functions. We copy the table of an
+existing object (the no-op guard of `meta`; the stub hooks), point some entries at functions that return a constant, and
+install the copy. `remove` restores the original.
 
-Entry numbers are read from the headers in torch's wheel, so they follow the version, and are checked by calling
-entries whose answer is known before anything is written. Whatever looks wrong raises `GuardUnavailableError`, and the
-caller falls back to fake `cpu` tensors. Tested with torch 2.13 (CPU build, Linux x86-64).
+Entry numbers are read from the headers in torch's wheel, so they match the version, and are checked before any write by
+calling entries with a known answer. Any mismatch raises `GuardUnavailableError`, and the caller falls back to fake
+`cpu` tensors. Tested with torch 2.13 (CPU build, Linux x86-64).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Pointers = ctypes.POINTER(ctypes.c_void_p)
 
 
 class GuardUnavailableError(RuntimeError):
-    """This torch or machine is not one the guard knows how to serve."""
+    """The guard does not support this torch or this machine."""
 
 
 class CudaGuard:
-    """Puts the CUDA guard and hooks in place, and takes them away again. Install and remove nest by count."""
+    """Installs and removes the CUDA guard and hooks. Calls nest by a counter."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -49,7 +49,7 @@ class CudaGuard:
         self._prepared: list[tuple[int, int]] | None = None
 
     def install(self) -> None:
-        """Put the tables in place; a no-op guard is left alone where the build has a CUDA guard of its own."""
+        """Install the tables; on a CUDA build, its own guard stays and only the hooks are replaced."""
         if self._count == 0:
             if self._prepared is None:
                 self._prepared = self._prepare()
@@ -67,7 +67,7 @@ class CudaGuard:
                 slot.value = value
 
     def _prepare(self) -> list[tuple[int, int]]:
-        """(address, value) pairs to write; everything is looked up and checked here, nothing is written."""
+        """(address, value) pairs to write. Looks up and checks all of them, writes none."""
         machine = platform.machine()
         if sys.platform != "linux" or machine not in _STREAM_CODE:
             raise GuardUnavailableError(
@@ -151,7 +151,7 @@ def _table_of(instance: object) -> ctypes._Pointer[ctypes.c_void_p]:
 
 
 def _check(table: ctypes._Pointer[ctypes.c_void_p], slots: list[str], expected: dict[str, int]) -> None:
-    """Call entries that take no argument and whose low byte is known; a mismatch means the header was misread."""
+    """Call entries without arguments and with a known low byte; a mismatch means that the header was misread."""
     for name, value in expected.items():
         function = ctypes.CFUNCTYPE(ctypes.c_uint8, ctypes.c_void_p)(table[slots.index(name)])
         answer = function(None)

@@ -1,17 +1,14 @@
-"""Operations that fakes cannot run, or whose cost is not simulated and is said in `gpu.notes`."""
+"""Operations that fake tensors cannot run, and operations with a cost that is noted in `gpu.notes`, not simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.patches.gradient_sums import accumulation_in_place
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
 
 aten = torch.ops.aten
 
@@ -23,14 +20,14 @@ _CONVOLUTION_NOTE = (
 
 
 def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Operations that fakes cannot run or that need a word in `gpu.notes`; there is nothing to patch for them."""
+    """Register handlers for operations that fakes cannot run or that need a note; yields no patches."""
     handlers = gpu.tracer.handlers
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             if "out" not in overload:
-                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, and nothing beside
-    accumulation_in_place(gpu)
+                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, without scratch
+    accumulation_in_place(gpu.tracer)
     if gpu.mode == "cuda":
         for function in (aten.convolution.default, aten.convolution_backward.default):
             handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
@@ -46,13 +43,13 @@ def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[
     return run
 
 
-def other_ways(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """`nn.TransformerEncoder`'s fast path in inference needs nested tensors, which fakes are not."""
+def other_ways(note: Callable[[str], None]) -> Iterable[tuple[object, str, object, str]]:
+    """Disable the inference fast path of `nn.TransformerEncoder`, since it needs nested tensors."""
     enabled = torch.backends.mha.get_fastpath_enabled
 
     def fast_path() -> bool:
         if enabled() and not torch.is_grad_enabled():
-            gpu.note("the fast path of nn.TransformerEncoder and nn.MultiheadAttention was not simulated")
+            note("the fast path of nn.TransformerEncoder and nn.MultiheadAttention was not simulated")
         return False
 
     yield torch.backends.mha, "get_fastpath_enabled", fast_path, "it makes nested tensors of fakes"

@@ -1,4 +1,4 @@
-"""How other packages are made to treat the simulated card as a real one. `patches.py` puts these in place."""
+"""Patches with which other packages treat the simulated card as a real one. `registry.py` installs them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.memory import SimulatedMemory
 
 Target = tuple[object, str, object, str]
 
 
 def load_in_process(loader: DataLoader[object]) -> _BaseDataLoaderIter:
-    """A DataLoader iterates in this process and thread, whatever its num_workers: fakes cannot travel."""
+    """Iterate a DataLoader in this process and thread for any num_workers: fakes cannot cross processes."""
     workers, timeout = loader.num_workers, loader.timeout
     try:
         loader.num_workers, loader.timeout = 0, 0
@@ -37,17 +37,17 @@ class _GeneratorType(type):
 
 
 class FakeGenerator(metaclass=_GeneratorType):
-    """`torch.Generator(device="cuda")` is a CPU generator: its numbers are not used on the simulated card."""
+    """`torch.Generator(device="cuda")` as a CPU generator; the simulated card does not use its numbers."""
 
     def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
         return _RealGenerator()
 
 
-def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
-    """`torch.compile` that returns what it got, and says so in `gpu.notes`."""
+def not_compiled(note: Callable[[str], None]) -> Callable[..., object]:
+    """`torch.compile` that returns its argument unchanged and adds a note to `gpu.notes`."""
 
     def compile_(model: object = None, *args: object, **kwargs: object) -> object:
-        gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
+        note("torch.compile was asked for and not simulated: the model ran eagerly")
         return model if model is not None else (lambda function: function)
 
     return compile_
@@ -69,7 +69,7 @@ def safetensors_save(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def save_pretrained(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """A model of fakes saves its configuration and an empty weights file; saving takes no memory on the card."""
+    """Let a model of fakes save an empty weights file; saving takes no memory on the card."""
     for name in ("PreTrainedModel", "PeftModel"):
         owner = getattr(module, name, None)
         if owner is not None and owner.__module__ == module.__name__:
@@ -95,7 +95,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def transformers_loading(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """`from_pretrained` reads the shapes in a safetensors file, not its values."""
+    """Let `from_pretrained` read only the shapes in a safetensors file, not the values."""
 
     def materialize(
         source: object, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
@@ -115,19 +115,19 @@ def transformers_tracing(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Whatever a cache layer allocates while it takes in keys and values is KV cache."""
+    """Categorise allocations in the `update` of a cache layer as KV cache."""
     for layer in vars(module).values():
         if isinstance(layer, type) and "update" in vars(layer) and layer.__name__.endswith("Layer"):
-            yield layer, "update", _as_cache(gpu, vars(layer)["update"]), "names the KV cache in the timeline"
+            yield layer, "update", _as_cache(gpu.memory, vars(layer)["update"]), "names the KV cache in the timeline"
 
 
-def _as_cache(gpu: FakeGpu, update: Callable[..., object]) -> Callable[..., object]:
+def _as_cache(memory: SimulatedMemory, update: Callable[..., object]) -> Callable[..., object]:
     def labelled(*args: object, **kwargs: object) -> object:
-        before, gpu.memory.category = gpu.memory.category, "KV cache"
+        before, memory.category = memory.category, "KV cache"
         try:
             return update(*args, **kwargs)
         finally:
-            gpu.memory.category = before
+            memory.category = before
 
     return labelled
 
@@ -142,7 +142,7 @@ class _Launch:
 
 
 def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """TRL's chunked LM head runs Triton kernels in place on CUDA; without Triton it would take the CPU's way."""
+    """Let TRL's chunked LM head take its CUDA path (Triton kernels, in place) even without Triton installed."""
     reason = "the CUDA path writes in place where the CPU path allocates"
     if gpu.mode != "cuda":
         return
@@ -157,14 +157,14 @@ def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def accelerate_state(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """accelerate remembers the device in shared dictionaries: fresh ones inside, the old ones back afterwards."""
+    """Give accelerate fresh shared dictionaries inside the block, since it stores the device in them."""
     for name in ("PartialState", "AcceleratorState", "GradientState"):
         owner = getattr(module, name)
         yield owner, "_shared_state", {}, "the device chosen inside must not outlive the block"
 
 
 def clear_answers_of_caches() -> None:
-    """Forget what packages cached about CUDA being there or not (functools caches in their import helpers)."""
+    """Clear cached answers about CUDA availability (functools caches in the import helpers of packages)."""
     import sys
 
     for name in _CACHING_MODULES:

@@ -1,27 +1,26 @@
-"""Recurrent layers as a CUDA build runs them: one cuDNN call for a whole sequence, also for a packed one.
+"""Recurrent layers as a CUDA build runs them: one cuDNN call for a whole padded or packed sequence.
 
-On fakes torch takes its own step-by-step loop, of which a CUDA build has other kernels, some without a fake. Follows
-`_cudnn_rnn` and `_cudnn_rnn_backward` in aten/src/ATen/native/cudnn/RNN.cpp. What cuDNN keeps for the backward pass
-(its reserve space) it decides itself and does not publish; here it is what the mathematics needs: gates, cells, the
-hidden states between layers and dropout's masks, and `gpu.notes` says so.
+On fakes torch runs its own step-by-step loop; a CUDA build uses other kernels, some without a fake implementation.
+Follows `_cudnn_rnn` and `_cudnn_rnn_backward` in aten/src/ATen/native/cudnn/RNN.cpp. The size of cuDNN's reserve space
+(data kept for backward) is not documented. It is estimated from the mathematics: gates, cells, the hidden states
+between layers and dropout masks. `gpu.notes` says that it is an estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu
 
 aten = torch.ops.aten
 Target = tuple[object, str, object, str]
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-_KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}  # of hidden size, a step: gates, and a cell or candidate
+_KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}  # kept per step, in hidden sizes: gates, cell or candidate
 _RESERVE_NOTE = "what cuDNN's recurrent layers keep for backward (reserve space) is estimated from the mathematics"
 
 
@@ -48,7 +47,7 @@ class _Shape:
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """The tensors that `_cudnn_rnn` makes and keeps; their values do not exist."""
+    """Allocates the tensors that `_cudnn_rnn` makes and keeps, without values."""
 
     @staticmethod
     def forward(
@@ -92,7 +91,7 @@ class _CudnnRnn(torch.autograd.Function):
 
 
 def _spend(gpu: FakeGpu, shape: _Shape, weights: Sequence[torch.Tensor], *, times: int) -> None:
-    """The clock's time for the matrix products; each layer's steps come one after another."""
+    """Charge the clock for the matrix products of one call, as one kernel."""
     flops = 2 * shape.rows * sum(w.numel() for w in weights if w.dim() == 2) * times
     nbytes = sum(w.numel() * w.element_size() for w in weights) * times
     half = weights[0].dtype in (torch.float16, torch.bfloat16)
@@ -100,7 +99,7 @@ def _spend(gpu: FakeGpu, shape: _Shape, weights: Sequence[torch.Tensor], *, time
 
 
 def _layer(gpu: FakeGpu, kind: str, original: Callable[..., object]) -> Callable[..., object]:
-    """`torch._VF.lstm` and its like, for a padded batch and for a packed one."""
+    """`torch._VF.lstm` and the other recurrent layers, for padded and for packed sequences."""
 
     def run(x: torch.Tensor, *args: object) -> object:
         packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
@@ -130,8 +129,8 @@ def _layer(gpu: FakeGpu, kind: str, original: Callable[..., object]) -> Callable
     return run
 
 
-def _pack(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
-    """`_pack_padded_sequence`: rows of all steps, longest sequences first; torch's own reads the lengths' memory."""
+def _pack(original: Callable[..., object]) -> Callable[..., object]:
+    """`_pack_padded_sequence`: rows of all steps, longest sequences first; torch's version reads tensor memory."""
 
     def pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> object:
         if not isinstance(x, FakeTensor):
@@ -147,8 +146,8 @@ def _pack(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object
     return pack
 
 
-def _pad(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
-    """`_pad_packed_sequence`: the rows back in a padded batch, and the lengths."""
+def _pad(original: Callable[..., object]) -> Callable[..., object]:
+    """`_pad_packed_sequence`: the rows as a padded batch again, and the lengths."""
 
     def pad(
         data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
@@ -167,12 +166,12 @@ def _pad(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]
 
 
 def recurrent_layers(gpu: FakeGpu) -> Iterable[Target]:
-    """Patches of `torch._VF`, which `nn.LSTM` and its like call."""
+    """Patches of `torch._VF`, which `nn.LSTM`, `nn.GRU` and `nn.RNN` call."""
     reason = "a CUDA build runs cuDNN, which fakes do not reach"
     for kind in _GATES:
         yield torch._VF, kind, _layer(gpu, kind, getattr(torch._VF, kind)), reason
-    yield torch._VF, "_pack_padded_sequence", _pack(gpu, torch._VF._pack_padded_sequence), reason
-    yield torch._VF, "_pad_packed_sequence", _pad(gpu, torch._VF._pad_packed_sequence), reason
+    yield torch._VF, "_pack_padded_sequence", _pack(torch._VF._pack_padded_sequence), reason
+    yield torch._VF, "_pad_packed_sequence", _pad(torch._VF._pad_packed_sequence), reason
     if gpu.mode == "cuda":
         yield torch.backends.cudnn, "is_acceptable", lambda tensor: True, "a card has cuDNN"
     gpu.tracer.handlers[aten._thnn_fused_gru_cell.default] = _gru_cell

@@ -1,7 +1,7 @@
-"""Every change made to torch and other packages while a block runs, in one place; all undone when it ends.
+"""All patches of torch and other packages while a block runs; all are undone when it ends.
 
-Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. A patch whose target
-a version lacks is skipped, and `Registry.skipped` names it.
+Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. If a
+version lacks the target of a patch, the patch is skipped and listed in `Registry.skipped`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.patches import (
     bitsandbytes,
     cuda_api,
@@ -36,15 +37,12 @@ from autofit.fakegpu.patches import (
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.patches.sdpa import Attention
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
-
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """`owner.name` becomes `value`; `create` where the attribute need not exist before."""
+    """Set `owner.name` to `value`; with `create`, even if the attribute does not exist yet."""
 
     owner: object
     name: str
@@ -97,7 +95,7 @@ class Registry:
         self._undo.append(action)
 
     def _allow_foreach(self) -> None:
-        """Optimizers pick the foreach and fused kernels by exact tensor type; fakes must count as tensors there."""
+        """Add FakeTensor to the exact tensor types for which optimizers choose foreach and fused kernels."""
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             types = cast("list[type]", import_module(name)._foreach_supported_types)
             if FakeTensor not in types:
@@ -170,39 +168,45 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     import torch._subclasses.fake_tensor as fake_tensor_module
     import torch.utils.data.dataloader as dataloader
 
+    memory, shadows = gpu.memory, gpu.tracer.shadows
     tensor, parameter_list = torch.Tensor, "fakes have no numbers of their own"
     yield Patch(fake_tensor_module, "init_gpu_context", nothing, "it would allocate on a card that is not there")
     lifts = property(lambda mode: True)
     yield Patch(FakeTensorMode, "avoid_device_init", lifts, "torch.tensor(..., device='cuda') lifts from the CPU")
     yield Patch(
-        torch.nn.Module, "_apply", tensors.apply_to_module(gpu), "torch swaps fake parameters, which weakrefs forbid"
+        torch.nn.Module,
+        "_apply",
+        tensors.apply_to_module(memory, shadows),
+        "torch swaps fake parameters, which weakrefs forbid",
     )
     data = cast("property", torch._C.TensorBase.data)
-    yield Patch(tensor, "data", tensors.set_data(gpu, data), "assigning .data must move a fake's device", create=True)
-    to_list = tensors.to_list(gpu, tensor.tolist)
+    yield Patch(
+        tensor, "data", tensors.set_data(shadows, data), "assigning .data must move a fake's device", create=True
+    )
+    to_list = tensors.to_list(gpu.tracer, tensor.tolist)
     yield Patch(tensor, "tolist", to_list, parameter_list)
     yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
-    yield Patch(tensor, "numpy", tensors.to_numpy(gpu, tensor.numpy), parameter_list)
-    yield Patch(tensor, "__array__", tensors.to_array(gpu, tensor.__array__), parameter_list)
+    yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, tensor.numpy), parameter_list)
+    yield Patch(tensor, "__array__", tensors.to_array(tensor.__array__), parameter_list)
     yield Patch(tensor, "__format__", tensors.formatted(tensor.__format__), parameter_list)
     yield Patch(
-        tensor, "__deepcopy__", tensors.deep_copied(gpu, tensor.__deepcopy__), "a fake's storage cannot be copied"
+        tensor, "__deepcopy__", tensors.deep_copied(memory, tensor.__deepcopy__), "a fake's storage cannot be copied"
     )
     yield Patch(tensor, "pin_memory", tensors.itself, "host memory is not simulated")
     yield Patch(tensor, "is_pinned", always(False), "host memory is not simulated")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
     yield Patch(
-        torch.UntypedStorage, "resize_", tensors.resize_storage(gpu, torch.UntypedStorage.resize_), "FSDP frees so"
+        torch.UntypedStorage, "resize_", tensors.resize_storage(memory, torch.UntypedStorage.resize_), "FSDP frees so"
     )
     yield Patch(
         dataloader.DataLoader, "_get_iterator", libraries.load_in_process, "fakes cannot cross processes or threads"
     )
     yield Patch(torch, "Generator", libraries.FakeGenerator, "a CPU build has no CUDA generator")
-    yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
-    distributed.note_collectives(gpu)
+    yield Patch(torch, "compile", libraries.not_compiled(gpu.note), "compiling is not simulated; code runs eagerly")
+    distributed.note_collectives(gpu.note)
     for owner, name, value, reason in (
-        *saving.torch_checkpoints(gpu), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
-        *handlers.other_kernels(gpu), *handlers.other_ways(gpu),
+        *saving.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason, create=True)
     original = torch._C._nn.scaled_dot_product_attention
@@ -212,7 +216,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
             yield Patch(module, "scaled_dot_product_attention", attention, "on fakes torch chooses the math kernel")
 
 
-# Third-party packages: (owner, name, value, reason) for each module, applied if and when it is loaded.
+# Third-party packages: module -> function that yields (owner, name, value, reason); applied when the module is loaded.
 _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str, object, str]]]] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
     "transformers.modeling_utils": libraries.save_pretrained,
@@ -233,10 +237,10 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
 }
 
 
-# What these import only where another package is installed is created.
+# In these modules missing targets are created: they are imported only if another package is installed.
 _COMPLETED = ("trl.generation.vllm_generation",)
 
-# These bind CUDA libraries while they are imported, so they must not see the simulated card then.
+# These load CUDA libraries at import, so the simulated card is hidden from them while they are imported.
 _LOADED_WITHOUT_CUDA = ("bitsandbytes",)
 
 

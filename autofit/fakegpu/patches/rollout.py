@@ -1,10 +1,10 @@
-"""Generation without simulating each token: two equal decode steps are seen, the rest is played from them.
+"""Generation without tracing each token: after two equal decode steps, the rest is extrapolated from them.
 
-A decode step repeats the one before it with tensors that grow linearly (the KV cache). Once two consecutive steps have
-the same allocations and frees in the same order, the remaining steps are played straight into the allocator, with
-sizes extrapolated. Of most of those steps only what grows or outlives the step is played, since the rest reuses the
-same cached blocks. In every 16th step what the large pool serves is played too, because there a growing cache may have
-taken the block that the rest lay in; the last two steps are played whole, so the peak is that of a whole last step.
+A decode step repeats the previous one with tensors that grow linearly (the KV cache). Once two consecutive steps have
+the same allocations and frees in the same order, the remaining steps are played into the allocator directly, with
+extrapolated sizes. Most of these steps play only the tensors that grow or outlive the step, since all others reuse the
+same cached blocks. Every 16th step also plays the tensors of the large pool, because a growing cache may have taken
+their block. The last two steps are played completely, so the peak is that of a complete last step.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.allocator import SMALL_BYTES
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import Delay, LayerClock
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
-
-FIRST_TRY = 4  # steps traced before looking for a steady state; the first ones contain the prefill
+FIRST_TRY = 4  # traced steps before the first comparison; the first ones contain the prefill
 LAST_TRY = 40
 LARGE_EVERY = 16
 
@@ -40,7 +38,7 @@ class _Event:
 
 @dataclass(slots=True)
 class _Step:
-    """A decode step as it was traced: its events, and the index and size of each allocation."""
+    """A traced decode step: its events, and the index and size of each allocation."""
 
     events: list[_Event]
     ids: list[int]
@@ -50,7 +48,7 @@ class _Step:
 
 
 class RolloutSynthesis:
-    """Watches the decode steps of one `generate` call; skips the rest once they repeat."""
+    """Compares the decode steps of one `generate` call, and extrapolates the rest once they repeat."""
 
     def __init__(self, gpu: FakeGpu, total_steps: int) -> None:
         self.gpu = gpu
@@ -59,7 +57,7 @@ class RolloutSynthesis:
         self._marks: list[tuple[int, float, int]] = []
 
     def at_boundary(self) -> bool:
-        """Called before each decode step; true if the remaining steps have just been played and the loop may end."""
+        """Called before each decode step; true if the remaining steps were just played and the loop can end."""
         memory, clock = self.gpu.memory, self.gpu.clock
         stretch = clock.cut() if isinstance(clock, LayerClock) else 0
         self._marks.append((len(memory.log), clock.now_s, stretch))
@@ -78,7 +76,7 @@ class RolloutSynthesis:
         return True
 
     def _step(self, number: int) -> _Step | None:
-        """The traced step `number`; None if it freed something older than the steps traced so far."""
+        """The traced step `number`; None if it freed an allocation older than the two steps before it."""
         log = self.gpu.memory.log
         born: dict[int, tuple[int, int]] = {}
         for step in range(max(0, number - 2), number):
@@ -123,7 +121,7 @@ class RolloutSynthesis:
         seconds, slope = last.seconds, last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock
         first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
-        if first > done:  # what the first step played frees is what the last step traced left
+        if first > done:  # the first played step frees allocations of the last traced steps
             ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
             skipped = first - done
             seconds += slope * skipped
@@ -152,7 +150,7 @@ class RolloutSynthesis:
         self._hand_over(ids, before, last)
 
     def _hand_over(self, ids: dict[int, dict[int, int]], before: _Step, last: _Step) -> None:
-        """The real tensors alive now stand for those of the last step played."""
+        """Map the tensors alive now to the allocations of the last played steps."""
         stand_ins: dict[int, int] = {}
         for steps_ago, step in ((0, last), (1, before)):
             played = ids.get(self.total_steps - 1 - steps_ago, {})
@@ -163,12 +161,12 @@ class RolloutSynthesis:
 
 
 def _grown(before: tuple[int, ...], last: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """The shape `steps` decode steps after `last`, which came one step after `before`."""
+    """The shape `steps` decode steps after `last`, extrapolated from `before` (one step earlier)."""
     return tuple(b + (b - a) * steps for a, b in zip(before, last, strict=True))
 
 
 def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
-    """Patches of `GenerationMixin`: where a decode loop starts, and where it asks whether to go on."""
+    """Patches of `GenerationMixin`: the start of a decode loop, and its check for unfinished sequences."""
     mixin = module.GenerationMixin
     running: list[RolloutSynthesis | _Countdown] = []
     reason = "a rollout is played from its first tokens, not simulated token by token"
@@ -206,7 +204,7 @@ def _sample(
 
 
 class _Countdown:
-    """A beam search whose scores are unknown: it goes on to the last token, as the worst case does."""
+    """Runs a beam search to its last token, the worst case, since its scores are unknown."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
@@ -247,7 +245,7 @@ def _has_unfinished(running: list[RolloutSynthesis | _Countdown], original: Call
 
 
 def _grows(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> bool:
-    """Whether the cache grows by the same amount at each step up to the end (a sliding window stops growing)."""
+    """Whether the cache grows by the same amount at every step (a full sliding window does not grow)."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     window = getattr(text, "sliding_window", None)

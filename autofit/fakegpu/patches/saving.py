@@ -1,53 +1,51 @@
-"""Checkpoints inside the block: `torch.save` writes shapes in place of values, and `torch.load` makes fakes of them.
+"""Checkpoints inside the block: `torch.save` writes shapes instead of values, and `torch.load` makes fakes from them.
 
-A saved fake becomes a small dictionary (and its known values, if it has any), so files stay small, `weights_only=True`
-accepts them, and what a loop saves it can load again. Files saved outside are read for their shapes.
+A fake is saved as a small dictionary with its known values, if any. So files stay small, `weights_only=True` accepts
+them, and a loop can load its own checkpoints. Files saved outside the block are loaded too, as their shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.errors import FakeGpuError
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.known_values import Shadows
 
 Target = tuple[object, str, object, str]
 _KEY = "autofit fake tensor"
 _MODULE = "autofit fake module"
-KNOWN_LIMIT = 4096  # elements whose known values are saved too (step counters, token counts)
+KNOWN_LIMIT = 4096  # most elements of saved known values (step counters, token counts)
 
 
-def torch_checkpoints(gpu: FakeGpu) -> Iterable[Target]:
+def torch_checkpoints(shadows: Shadows) -> Iterable[Target]:
     reason = "fakes have no bytes to save"
-    yield torch, "save", _save(gpu, torch.save), reason
-    yield torch, "load", _load(gpu, torch.load), reason
+    yield torch, "save", _save(shadows, torch.save), reason
+    yield torch, "load", _load(torch.load), reason
 
 
-def _save(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., None]:
+def _save(shadows: Shadows, original: Callable[..., object]) -> Callable[..., None]:
     def save(obj: object, *args: object, **kwargs: object) -> None:
         with unset_fake_temporarily():
-            original(_described(gpu, obj), *args, **kwargs)
+            original(_described(shadows, obj), *args, **kwargs)
 
     return save
 
 
-def _load(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def _load(original: Callable[..., object]) -> Callable[..., object]:
     def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
-        return _restored(gpu, original(f, "cpu", *args, **kwargs), map_location)
+        return _restored(original(f, "cpu", *args, **kwargs), map_location)
 
     return load
 
 
-def _described(gpu: FakeGpu, value: object) -> object:
-    """The same containers with each fake as its description."""
+def _described(shadows: Shadows, value: object) -> object:
+    """`value` with each fake in its containers replaced by a description."""
     if isinstance(value, FakeTensor):
-        known = gpu.tracer.shadows.of(value)
+        known = shadows.of(value)
         return {
             _KEY: list(value.shape), "dtype": value.dtype, "device": str(value.device),
             "parameter": isinstance(value, torch.nn.Parameter), "requires_grad": value.requires_grad,
@@ -55,10 +53,10 @@ def _described(gpu: FakeGpu, value: object) -> object:
         }  # fmt: skip
     if isinstance(value, torch.nn.Module):
         return {_MODULE: type(value).__name__}
-    return _rebuilt(value, lambda item: _described(gpu, item))
+    return _rebuilt(value, lambda item: _described(shadows, item))
 
 
-def _restored(gpu: FakeGpu, value: object, map_location: object) -> object:
+def _restored(value: object, map_location: object) -> object:
     if isinstance(value, dict) and _MODULE in value:
         raise FakeGpuError(f"a whole {value[_MODULE]} saved inside the block cannot be loaded; save its state_dict()")
     if isinstance(value, dict) and _KEY in value:
@@ -72,7 +70,7 @@ def _restored(gpu: FakeGpu, value: object, map_location: object) -> object:
         return made.requires_grad_(value["requires_grad"])
     if isinstance(value, torch.Tensor):
         return value.to(_device("cpu", map_location))
-    return _rebuilt(value, lambda item: _restored(gpu, item, map_location))
+    return _rebuilt(value, lambda item: _restored(item, map_location))
 
 
 def _rebuilt(value: object, change: Callable[[object], object]) -> object:

@@ -1,6 +1,6 @@
-"""scaled_dot_product_attention as a CUDA build would run it: which kernel is chosen, and what is allocated for it.
+"""scaled_dot_product_attention as a CUDA build runs it: the choice of kernel, and its allocations.
 
-On a fake tensor torch's own C++ falls to the math kernel, which holds the whole score matrix. This follows
+On a fake tensor torch's C++ code chooses the math kernel, which stores the whole score matrix. This module follows
 `select_sdp_backend` in sdp_utils.cpp and `scaled_dot_product_attention` in attention.cpp (torch 2.13, dense tensors).
 """
 
@@ -21,7 +21,7 @@ _PRIORITY: tuple[Kernel, ...] = ("flash", "efficient", "math")
 
 @dataclass(slots=True)
 class Attention:
-    """The replacement for `torch.nn.functional.scaled_dot_product_attention` on one card; counts what it chose."""
+    """The replacement for `torch.nn.functional.scaled_dot_product_attention` on one card; counts the chosen kernels."""
 
     capability: tuple[int, int]
     original: Callable[..., torch.Tensor]
@@ -73,7 +73,7 @@ class Attention:
         is_causal: bool,
         gqa: bool,
     ) -> Kernel:
-        """The first kernel in torch's order that is switched on and can take these tensors."""
+        """The first kernel in torch's priority order that is enabled and supports these tensors."""
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or 0 in (*query.shape, *key.shape):
             return "math"
         flash = self._flash_can(query, key, value, mask, dropout_p, is_causal, gqa)
@@ -116,7 +116,7 @@ class Attention:
             return False
         # check_head_dim_size_mem_efficient: 16 bytes on sm80, 4 elements of half on sm70, one of float before tf32
         align = (8 if half else 4) if self.capability >= (8, 0) else (4 if half else 1)
-        heads_fit = _heads_fit(query, key, gqa=False)  # it knows no grouped queries, so those fall to the math kernel
+        heads_fit = _heads_fit(query, key, gqa=False)  # no support for grouped queries: they use the math kernel
         return query.shape[-1] % align == 0 and value.shape[-1] % align == 0 and heads_fit
 
     def _cudnn_can(
@@ -168,7 +168,7 @@ def _efficient(
 
 
 def _additive_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """convert_boolean_attn_mask: a bool mask becomes one of the query's dtype, anew in every layer."""
+    """convert_boolean_attn_mask: a bool mask is converted to the query's dtype, again in each layer."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -179,7 +179,7 @@ def _additive_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | 
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """preprocess_mask: the efficient kernel wants rows of a multiple of 16 elements; padded, then sliced back."""
+    """preprocess_mask: the efficient kernel needs rows of a multiple of 16 elements: pad, then slice."""
     length = mask.shape[-1]
     if length % 16:
         return torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]

@@ -1,26 +1,27 @@
-"""Tensor and module methods that need another way round with fake tensors; put in place by `patches.py`."""
+"""Replacements for tensor and module methods that do not work on fake tensors. `registry.py` installs them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from autofit.fakegpu.tracer import real_value
-
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.known_values import Shadows
+from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.tracer import Tracer, real_value
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def apply_to_module(gpu: FakeGpu) -> Callable[..., torch.nn.Module]:
-    """`nn.Module._apply` that keeps Parameter objects: torch's own swaps fakes, which fails while a weakref is held.
+def apply_to_module(memory: SimulatedMemory, shadows: Shadows) -> Callable[..., torch.nn.Module]:
+    """`nn.Module._apply` that keeps Parameter objects: torch's version swaps fakes, which fails if a weakref is held.
 
-    A real parameter (built before the block) cannot become fake in place, so it is replaced, once for all its owners.
+    A real parameter (built before the block) cannot become fake in place, so a new one replaces it, the same one in all
+    modules that share it.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
 
@@ -30,11 +31,11 @@ def apply_to_module(gpu: FakeGpu) -> Callable[..., torch.nn.Module]:
                 child._apply(fn)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = _converted(parameter, fn, gpu, replaced)
+                module._parameters[name] = _converted(parameter, fn, memory, shadows, replaced)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = new = fn(buffer)
-                gpu.memory.mark(new, "weights")
+                memory.mark(new, "weights")
         return module
 
     return _apply
@@ -43,7 +44,8 @@ def apply_to_module(gpu: FakeGpu) -> Callable[..., torch.nn.Module]:
 def _converted(
     parameter: torch.nn.Parameter,
     fn: Convert,
-    gpu: FakeGpu,
+    memory: SimulatedMemory,
+    shadows: Shadows,
     replaced: dict[int, tuple[torch.Tensor, torch.nn.Parameter]],
 ) -> torch.nn.Parameter:
     done = replaced.get(id(parameter))
@@ -59,7 +61,7 @@ def _converted(
         return parameter
     result = parameter
     if isinstance(parameter, FakeTensor) and type(value) is FakeTensor:
-        _become(parameter, value, gpu)
+        _become(parameter, value, shadows)
         if new_grad is not None:
             result.grad = None
     else:
@@ -68,7 +70,7 @@ def _converted(
             replaced[id(parameter)] = (parameter, result)
     if new_grad is not None:
         result.grad = new_grad.detach()
-    gpu.memory.mark(result, "weights")
+    memory.mark(result, "weights")
     return result
 
 
@@ -76,40 +78,40 @@ def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return bool(value.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
-def _become(parameter: FakeTensor, value: FakeTensor, gpu: FakeGpu) -> None:
-    """Give a fake parameter another one's storage, device and value, keeping its identity (for optimizers, ties)."""
+def _become(parameter: FakeTensor, value: FakeTensor, shadows: Shadows) -> None:
+    """Give a fake parameter the storage, device and values of another, but keep its identity (optimizers, ties)."""
     parameter.data = value
     parameter.fake_device = value.fake_device
-    gpu.tracer.shadows.give(parameter, gpu.tracer.shadows.of(value))
+    shadows.give(parameter, shadows.of(value))
 
 
-def set_data(gpu: FakeGpu, original: property) -> property:
-    """`tensor.data = other` for two fakes also moves the device, which torch keeps in a Python attribute."""
+def set_data(shadows: Shadows, original: property) -> property:
+    """`tensor.data = other` for two fakes that also copies the device, which is a Python attribute of a fake."""
 
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(tensor, value)
         if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
             tensor.fake_device = value.fake_device
-            gpu.tracer.shadows.give(tensor, gpu.tracer.shadows.of(value))
+            shadows.give(tensor, shadows.of(value))
 
     return property(original.__get__, assign)
 
 
-def to_list(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def to_list(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
     """`Tensor.tolist`: the known values, or ones."""
 
     def tolist(tensor: torch.Tensor) -> object:
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
-        _synchronize(gpu, tensor)
+        _synchronize(tracer.clock, tensor)
         with unset_fake_temporarily():
-            return cast("object", real_value(gpu.tracer, tensor).tolist())
+            return cast("object", real_value(tracer, tensor).tolist())
 
     return tolist
 
 
-def to_numpy(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.numpy`: the known values, or ones; a GPU tensor is refused as on a card."""
+def to_numpy(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
+    """`Tensor.numpy`: the known values, or ones; a GPU tensor raises TypeError, as on a card."""
 
     def values(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if not isinstance(tensor, FakeTensor):
@@ -117,12 +119,12 @@ def to_numpy(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., obj
         if tensor.device.type == "cuda":
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         with unset_fake_temporarily():
-            return cast("object", real_value(gpu.tracer, tensor).detach().numpy())
+            return cast("object", real_value(tracer, tensor).detach().numpy())
 
     return values
 
 
-def to_array(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def to_array(original: Callable[..., object]) -> Callable[..., object]:
     """`numpy.asarray(tensor)`."""
 
     def array(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -144,8 +146,8 @@ def formatted(original: Callable[..., str]) -> Callable[..., str]:
     return text
 
 
-def deep_copied(gpu: FakeGpu, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`copy.deepcopy` of a fake: torch would copy its storage, which is not there."""
+def deep_copied(memory: SimulatedMemory, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`copy.deepcopy` of a fake: torch would copy its storage, which does not exist."""
 
     def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, FakeTensor):
@@ -156,7 +158,7 @@ def deep_copied(gpu: FakeGpu, original: Callable[..., torch.Tensor]) -> Callable
             copied: torch.Tensor = tensor.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-            gpu.memory.mark(copied, "weights")
+            memory.mark(copied, "weights")
         else:
             copied.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = copied
@@ -170,19 +172,19 @@ def itself(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tenso
     return tensor
 
 
-def resize_storage(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
+def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> Callable[..., object]:
     """`UntypedStorage.resize_`: FSDP frees and refills parameters through it."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> object:
         before = storage.nbytes()
         result = original(storage, size)
-        if size != before and gpu.owns(storage):
-            gpu.memory.resized(storage)
+        if size != before and memory.knows(storage):
+            memory.resized(storage)
         return result
 
     return resize_
 
 
-def _synchronize(gpu: FakeGpu, tensor: torch.Tensor) -> None:
+def _synchronize(clock: Clock, tensor: torch.Tensor) -> None:
     if tensor.device.type == "cuda":
-        gpu.clock.copy_to_host(tensor.numel() * tensor.element_size())
+        clock.copy_to_host(tensor.numel() * tensor.element_size())

@@ -1,12 +1,13 @@
-"""A stand-in for vLLM in TRL's colocate and server modes, where vLLM is not installed or has no card to start on.
+"""A simulated vLLM for TRL's colocate and server modes, since vLLM may not be installed and cannot start here.
 
-What TRL 1.16 does (`trl/generation/vllm_generation.py`): one engine in the training process, given a share `u` of the
-card; with sleep mode it sleeps at level 2 outside of generation, wakes its weights when they are synchronised and its
-KV cache when it generates. Here the engine takes its weights and, for the rest of `u` times the card, its KV cache from
-the simulated allocator, on a stream of its own so that nothing else reuses them; sleeping gives both back.
+TRL 1.16 (`trl/generation/vllm_generation.py`) runs one engine in the training process with a fraction `u` of the card.
+In sleep mode the engine sleeps at level 2 outside of generation, wakes its weights for synchronisation and its KV cache
+for generation. Here the engine allocates its weights and a KV cache that fills the rest of `u` times the card. Both
+come from the simulated allocator, on a separate stream so that no other tensor reuses them; sleeping frees both.
 
-Not known without a card, and in `gpu.notes`: what vLLM keeps while it sleeps (CUDA graphs, its own workspaces) and what
-it takes beside its share. Its seconds are a roofline: weights and KV cache read once a token, no scheduling.
+Two quantities are unknown without a card and listed in `gpu.notes`: the memory that vLLM keeps during sleep (CUDA
+graphs, workspaces), and memory in addition to its fraction. Its seconds are a roofline: weights and KV cache are read
+once per token, without scheduling.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from unittest import mock
 
 import torch
 
+from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock, Stack, full_config, stack_of
 from autofit.fakegpu.errors import FakeGpuError
 
-if TYPE_CHECKING:
-    from autofit.fakegpu.card import FakeGpu
-
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_STREAM = 1 << 20  # no stream of the training code has this number
+_STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
     "takes beside its share is not known, and its seconds are a roofline without scheduling"
@@ -38,18 +37,18 @@ _SERVER_NOTE = (
     "vLLM's server was not run: it holds nothing of this card, and its seconds are a roofline of one more card of this "
     "kind, without scheduling or network"
 )
-_SERVER_SHARE = 0.9  # of its own card: the default of `trl vllm-serve` (--gpu_memory_utilization)
+_SERVER_SHARE = 0.9  # fraction of the server's card: the default of `trl vllm-serve` (--gpu_memory_utilization)
 
 
 class _Settings(Protocol):
-    """What TRL gives `vllm.SamplingParams`, as far as it matters here."""
+    """The fields of `vllm.SamplingParams` that the simulation reads."""
 
     max_tokens: int
     logprobs: int | None
 
 
 class SamplingParams(SimpleNamespace):
-    """vllm.SamplingParams: whatever it is given."""
+    """vllm.SamplingParams: stores all its arguments."""
 
 
 class FakeEngine:
@@ -96,7 +95,7 @@ class FakeEngine:
 
     # ------------------------------------------------------------------ memory
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the weights, the KV cache, or both; raises torch.OutOfMemoryError where the card is too full."""
+        """Allocate the weights, the KV cache, or both; may raise torch.OutOfMemoryError."""
         memory = self._gpu.memory
         for tag, nbytes in (("weights", self._weights_bytes), ("kv_cache", self._kv_bytes)):
             if self._elsewhere or tag in self._held or (tags is not None and tag not in tags):
@@ -108,7 +107,7 @@ class FakeEngine:
                 memory.stream = before
 
     def sleep(self, level: int = 1) -> None:
-        """Give weights and KV cache back to the driver (level 1 keeps a copy of the weights on the host)."""
+        """Free weights and KV cache, back to the driver (level 1 keeps a copy of the weights on the host)."""
         for index in self._held.values():
             self._gpu.memory.release(index)
         self._held.clear()
@@ -127,7 +126,7 @@ class FakeEngine:
     def generate(
         self, prompts: Sequence[dict[str, list[int]]], sampling_params: _Settings, use_tqdm: bool = False
     ) -> list[SimpleNamespace]:
-        """Completions of full length, as the worst case has them; the clock moves by what decoding takes."""
+        """Completions of full length (the worst case); advances the clock by the time of decoding."""
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         self._spend([len(row) for row in ids], sampling_params.max_tokens)
         token = int(getattr(self._config, "vocab_size", 3)) // 3  # never an end-of-sequence token
@@ -154,7 +153,7 @@ class FakeEngine:
         self._pass(prefill_s + waves * tokens * step_s)
 
     def _pass(self, seconds: float) -> None:
-        """Let the time go on, for the host and the card."""
+        """Advance the clock, for the host and the card."""
         clock = self._gpu.clock
         clock.advance(seconds)
         if isinstance(clock, LayerClock):
@@ -169,7 +168,7 @@ class FakeEngine:
 
 
 class FakeClient:
-    """TRL's `VLLMClient`: the server's engine is on another card, so here only its seconds count."""
+    """TRL's `VLLMClient`: the server's engine is on another card, so only its time counts here."""
 
     def __init__(self, gpu: FakeGpu, model: torch.nn.Module) -> None:
         self._engine = FakeEngine(
@@ -216,9 +215,9 @@ def _text_config(model: torch.nn.Module) -> object:
 
 
 def _weights_bytes(model: torch.nn.Module) -> int:
-    """vLLM's copy of the base model: 2 bytes a weight (dtype "auto" makes half of fp32), packed ones as they are.
+    """vLLM's copy of the base model: 2 bytes per weight (dtype "auto" turns fp32 to half), packed weights unchanged.
 
-    All layers count, also where only some were built to stand for the rest (`layers.shrink`).
+    All layers of the full model count, even if the model was built with fewer (`layers.shrink`).
     """
     stack = stack_of(_text_config(model))
     seen: dict[int, float] = {}
@@ -231,20 +230,20 @@ def _weights_bytes(model: torch.nn.Module) -> int:
 
 
 def _repeats(name: str, stack: Stack | None) -> float:
-    """How many of the full model's parameters the one of this name stands for."""
+    """Number of the full model's parameters that the parameter of this name represents."""
     layer = _LAYER.search(name)
     return 1.0 if stack is None or layer is None or stack.unit(int(layer[1])) is None else stack.growth
 
 
 def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Patches of `trl.generation.vllm_generation`: vLLM is there, and its engine or client is the stand-in."""
+    """Patches of `trl.generation.vllm_generation`: vLLM appears installed, with the simulated engine and client."""
     owner = module.VLLMGeneration
     models: list[torch.nn.Module] = []
 
     def start(self: object) -> None:
         models.append(self.model)  # type: ignore[attr-defined]
         try:
-            with mock.patch.dict(os.environ):  # it sets RANK and its like, from which accelerate would start NCCL
+            with mock.patch.dict(os.environ):  # it sets RANK and similar, with which accelerate would start NCCL
                 original(self)
         finally:
             models.pop()

@@ -4,7 +4,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from autofit.errors import ConfigError, nearest
-from autofit.recipe.trl_config import TrlConfig
+
+from .trl_config import TrlConfig
 
 _ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _SHOWN = 12  # names of modules in one error

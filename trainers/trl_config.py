@@ -4,8 +4,6 @@ import argparse
 import copy
 import importlib
 import os
-import re
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from autofit.errors import ConfigError, nearest
+from autofit.plugin.fields import accepts, readable
 from autofit.recipe.recipe import merge
 
 _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -88,14 +87,14 @@ def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions
         if isinstance(value, str):
             convert = actions[key].type if key in actions else None
             try:
-                if convert is not None and not _accepts(value, hints[key]):
+                if convert is not None and not accepts(value, hints[key]):
                     convert(value)
             except (ValueError, TypeError, argparse.ArgumentTypeError):
-                wrong.append(f"{key} must be {_readable(hints[key])}; got the text {value!r}")
+                wrong.append(f"{key} must be {readable(hints[key])}; got the text {value!r}")
         elif key == "scale_rewards" and isinstance(value, bool):
             continue  # TRL reads "group" and "none" from it, though it is annotated as text
-        elif not _accepts(value, hints[key]):
-            wrong.append(f"{key} must be {_readable(hints[key])}; got {value!r}")
+        elif not accepts(value, hints[key]):
+            wrong.append(f"{key} must be {readable(hints[key])}; got {value!r}")
         choices = getattr(actions.get(key), "choices", None)
         if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
             wrong.append(f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}")
@@ -109,33 +108,6 @@ def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions
             wrong.append(f"{key} must be 1 or more; got {value!r}")
     if wrong:
         raise ConfigError("; ".join(wrong))
-
-
-def _accepts(value: object, hint: Any) -> bool:
-    """Whether a YAML value can stand for a field annotated `hint` (int passes for float, not bool for int)."""
-    origin = typing.get_origin(hint)
-    if hint is Any or isinstance(hint, str) or hint is object:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_accepts(value, arm) for arm in typing.get_args(hint))
-    if origin is typing.Literal:
-        return value in typing.get_args(hint)
-    if origin in (list, tuple):
-        return isinstance(value, list)
-    if origin is dict or hint is dict:
-        return isinstance(value, dict)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is type(None):
-        return value is None
-    return isinstance(value, hint) if isinstance(hint, type) and hint in (str, bool, list) else True
-
-
-def _readable(hint: Any) -> str:
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", str(hint)).replace("typing.", "")
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}.get(text, text)
 
 
 def _parse(trainer: str, parser: Any) -> tuple[Any, ...]:

@@ -6,11 +6,13 @@ A simulated card keeps no values, so a model is its config.json, and a prompt is
 import difflib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from autofit.errors import ConfigError
+from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
 _MODEL = "stand_in_model"  # the folders below the one that an inspection leaves to its probes
@@ -24,6 +26,7 @@ _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 # Columns of a made-up sample, and the share of its tokens that each has; DPO's answers follow its prompt.
 _COLUMNS = {
     "grpo": {"prompt": 1.0},
+    "rloo": {"prompt": 1.0},
     "sft": {"text": 1.0},
     "dpo": {"prompt": 0.5, "chosen": 0.5, "rejected": 0.5},
     "reward": {"chosen": 1.0, "rejected": 1.0},
@@ -46,18 +49,24 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     return changes
 
 
+STATE_IT = "or give --prompt-tokens N, the longest prompt in tokens, and a made-up one stands in for the dataset"
+
+
+@contextmanager
+def or_stated(inspection: Inspection) -> Iterator[None]:
+    """On a simulated card an error about the dataset says what would do without one."""
+    try:
+        yield
+    except ConfigError as error:
+        if not inspection.simulated or inspection.prompt_tokens is not None:
+            raise
+        raise ConfigError(f"{error}; {STATE_IT}") from error
+
+
 def clear(folder: Path) -> None:
     """Remove what an earlier inspection left in `folder`."""
     for name in (_MODEL, _SAMPLES):
         shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def keep(source: Path, target: Path) -> None:
-    """Move the stand-ins of the inspection in `source` to `target`."""
-    clear(target)
-    for name in (_MODEL, _SAMPLES):
-        if (source / name).is_dir():
-            shutil.move(source / name, target / name)
 
 
 def no_reward(completions: list[object], **_: object) -> list[float]:

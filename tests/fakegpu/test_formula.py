@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from recipes import inspect
 from tiny import write_model, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
 from autofit.forecast.worker import Point, Structure, trace
-from autofit.probing.inspection import inspect
+from autofit.plugin.registry import load
+from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
 GRPO_SPACE = {"B": (1, 64), "G": (1, 256), "C": (8, 200), "r": (2, 32)}
 HOLD_OUT = {"B": 3, "accumulation": 4, "chunk": 2, "C": 20, "r": 5}
@@ -35,7 +37,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 def model(recipe: tuple[dict[str, object], Path], tmp_path_factory: pytest.TempPathFactory) -> MassModel:
     values, worst_case = recipe
     structure = Structure(
-        trainer="grpo", values=values, device="sim:l4", worst_case=str(worst_case), large=False, reused=False,
+        trainer="grpo", keys=ROLLOUTS, tile_tokens=TILE_TOKENS, values=values, device="sim:l4",
+        worst_case=str(worst_case), large=False, reused=False,
         varies_rank=True, ranges=GRPO_SPACE, hold_out=HOLD_OUT,
     )  # fmt: skip
     made, mismatch = structure.model()
@@ -49,7 +52,9 @@ def test_a_configuration_is_evaluated_as_it_would_be_traced(
 ) -> None:
     values, worst_case = recipe
     point = Point(micro_batch=5, completion=33, rank=7, accumulation=2, chunk=2, layers=5)
-    traced = trace(point, trainer="grpo", values=values, device="sim:l4", worst_case=worst_case).peaks
+    traced = trace(
+        point, trainer=load("grpo"), keys=ROLLOUTS, values=values, device="sim:l4", worst_case=worst_case
+    ).peaks
     x = {name: np.array([float(v)]) for name, v in {"B": 5, "G": 10, "C": 33, "r": 7}.items()}
     peaks = model.peaks(x, 5)
     for phase in ("load", "rollout", "update", "update+", "optimizer"):

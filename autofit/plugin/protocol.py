@@ -1,0 +1,257 @@
+"""What a trainer tells autofit: one typed protocol, for TRL's trainers, RLOO and a loop of one's own alike.
+
+A trainer is one object that is named as `module:object`, or by an entry point of the group `autofit.trainers`. It is
+only loaded in processes that may import torch (the fork server's children, a proof, a promoted run); the search itself
+knows the `Facts` that it told. `autofit.plugin.transformers_run` and `autofit.plugin.loop` are adapters: with them, a
+`transformers.Trainer` or a plain torch loop is a few methods (trainers/README.md).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from autofit.files import read_json
+from autofit.recipe.keys import BatchKeys, Tier
+
+if TYPE_CHECKING:
+    import torch
+
+# Phases whose seconds count as the rollout's; `update` is every moment of a step that is in no other phase.
+LOAD, UPDATE, OPTIMIZER, SAVE = "load", "update", "optimizer", "save"
+WAKE_UP, ROLLOUT, SCORING = "wake-up", "rollout", "scoring"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a recipe means to its trainer, as plain values: all that the search knows of the trainer.
+
+    `tiers` has the knobs that change more under this recipe than their space declares (a loss that weighs micro-batches
+    by themselves makes the split `approximate`). `compared` has the keys that the trainer's gradient proof trains with:
+    a neutral claim of any other key is not believed.
+    """
+
+    name: str  # what its search spaces call the trainer
+    resolved: Mapping[str, object]  # every key of the recipe and its value, defaults included
+    values: Mapping[str, object]  # the recipe as given, where the trainer has one way to say a thing
+    keys: BatchKeys
+    space: str  # path of the trainer's default search space
+    model: str = ""
+    command: str | None = None  # what runs a tuned recipe without autofit, before its file's name
+    trains_on_data: bool = True  # False: the samples are made up, so there is nothing to train on
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    compared: tuple[str, ...] = ()
+    longest_prompt_tokens: int | None = None  # for trainers that generate
+    longest_sample_tokens: int | None = None  # for those that do not
+    num_prompts: int | None = None
+    model_parameters: int | None = None
+    weights_bytes: int | None = None
+    tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
+    forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
+    content_hash: str = ""  # of the data and the code that the recipe only names
+    architecture_hash: str = ""  # of the model's shape, where the recipe only names it
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Facts":
+        keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], content["keys"]))
+        compared = tuple(cast(list[str], content["compared"]))
+        return cls(**{**content, "keys": keys, "compared": compared})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstCase:
+    """The folder in which a trainer's `inspect` left its longest sample, and what it noted of that sample."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `inspect` noted: JSON."""
+        found = read_json(self.path)
+        assert found is not None, self.path
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What `Trainer.inspect` is asked: leave the longest sample in `worst_case`.
+
+    On a simulated card `prompt_tokens` asks for a made-up sample of that many tokens in place of the data.
+    """
+
+    device: str  # "cpu", "cuda" or "sim:NAME"
+    worst_case: WorstCase
+    prompt_tokens: int | None = None
+
+    @property
+    def simulated(self) -> bool:
+        return self.device.startswith("sim:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a run is for.
+
+    With `worst_case` it trains random weights on that sample alone, every sequence at full length, for `steps`
+    optimizer steps; without, it trains what the recipe says, and logs every step.
+    """
+
+    device: str
+    output: Path  # where checkpoints go, as output/checkpoint-N
+    worst_case: WorstCase | None = None
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What the receiver of a report wants after an optimizer step."""
+
+    save: bool = False
+    stop: bool = False
+
+
+class Report:
+    """Where a run says what it does. Every method does nothing here; a receiver overrides what it wants to hear."""
+
+    def enter(self, phase: str) -> str:
+        """The run goes on in `phase`; the phase that it left."""
+        return UPDATE
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside is the phase `name`. After an error the phase stays where the error happened."""
+        left = self.enter(name)
+        yield
+        self.enter(left)
+
+    def train_begins(self) -> None: ...
+
+    def step_begins(self, step: int) -> None:
+        """The optimizer step after `step` finished ones begins."""
+
+    def micro_step_ends(self) -> None:
+        """The gradients of one micro-batch are added, and another follows before the optimizer."""
+
+    def gradient_is_whole(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
+        """Every gradient of the optimizer step is accumulated, and the optimizer has not used them yet."""
+
+    def optimizer_ends(self) -> None: ...
+
+    def step_ends(self, step: int) -> Control:
+        """`step` optimizer steps are finished."""
+        return Control()
+
+    def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
+        """What the trainer logs of step number `step` of `last_step`: loss, reward, lengths, ..."""
+
+
+class Run(Protocol):
+    """One training, ready to start. Weights and optimizer live as long as it does."""
+
+    @property
+    def model(self) -> "torch.nn.Module":
+        """The module whose parameters are trained."""
+        ...
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples (completions, where the trainer generates) that one optimizer step of one rank trains on."""
+        ...
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Prompt and completion tokens of one optimizer step of one rank at full length; None: not known."""
+        ...
+
+    @property
+    def scoring_share(self) -> float:
+        """How often what is scored once before training happens for each optimizer step of the whole training; or 0."""
+        ...
+
+    @property
+    def steps_between_saves(self) -> int:
+        """A checkpoint continues exactly after multiples of so many optimizer steps (a rollout in use is not saved)."""
+        ...
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps of the whole training; known while it trains."""
+        ...
+
+    def train(self, report: Report, *, resume_from: Path | None = None) -> None:
+        """Train to the end or until a `Control` says stop, telling `report`; continue exactly after a checkpoint."""
+        ...
+
+    def checkpoint_is_whole(self, checkpoint: Path) -> bool:
+        """Whether training can continue from `checkpoint`, which may have been torn by a kill while it was saved."""
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """What was trained, for use after training."""
+        ...
+
+
+class SmallTrainings(Protocol):
+    """The small trainings of a gradient proof: one small model, identical samples, a run for each recipe by name.
+
+    Nothing random differs from run to run, gradients are neither clipped nor scaled, and the model is float32 on a CPU.
+    """
+
+    @property
+    def model(self) -> str:
+        """What the small model is, in words."""
+        ...
+
+    @property
+    def stand_in(self) -> str | None:
+        """Why another architecture stands in for the recipe's; None: it does not."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of each run."""
+        ...
+
+    @property
+    def samples_per_step(self) -> int: ...
+
+    @property
+    def divided_by(self) -> int:
+        """By how much the accumulation of every recipe was divided, so that a step is small; 1: not at all."""
+        ...
+
+    def run(self, name: str) -> Run:
+        """The training of the recipe `name`."""
+        ...
+
+
+class Trainer(Protocol):
+    """What a trainer tells."""
+
+    name: str
+
+    def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        """What the recipe `values` means; leaves its longest sample in `inspection.worst_case`. Raises ConfigError."""
+        ...
+
+    def build(self, values: Mapping[str, object], task: Task) -> Run:
+        """The training of the recipe `values`, for `task`. Raises ConfigError."""
+        ...
+
+    def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
+        """The transformers config whose layers repeat, for `Facts.forecasts`; asked for nothing else."""
+        ...
+
+    def small_trainings(
+        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int
+    ) -> SmallTrainings:
+        """The trainings of a gradient proof, with files in `folder`. Raises ConfigError where there can be none."""
+        ...

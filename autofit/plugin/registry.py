@@ -1,0 +1,68 @@
+"""Finds a trainer by its name: an entry point of the group `autofit.trainers`, or `module:object`."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, nearest
+from autofit.plugin.protocol import Trainer
+from autofit.recipe.trainer_keys import trainer_of
+
+GROUP = "autofit.trainers"
+_METHODS = ("inspect", "build", "layers", "small_trainings")
+
+
+def names() -> tuple[str, ...]:
+    """The installed trainers, by name."""
+    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is an installed trainer or has the form module:object. Imports no trainer."""
+    module, colon, target = name.partition(":")
+    if colon and (not target or not all(part.isidentifier() for part in [*module.split("."), *target.split(".")])):
+        raise ConfigError(f"--trainer takes module:object, for example my_loop:TRAINER; got {name!r}")
+    if not colon and name not in (known := names()):
+        raise ConfigError(
+            f"--trainer must be one of {', '.join(known)}, or module:object for one of your own; got {name!r}"
+            f"{nearest(name, known)}"
+        )
+
+
+def trainer_for(values: Mapping[str, object], asked: str | None) -> str:
+    """The trainer of a recipe: `asked` where it is given, else told by the recipe's keys. Raises ConfigError."""
+    if asked is not None:
+        check_name(asked)
+    return trainer_of(values, asked)
+
+
+def load(name: str) -> Trainer:
+    """The trainer `name`, imported. Raises ConfigError where it cannot be imported or tells too little."""
+    check_name(name)
+    points = [point for point in entry_points(group=GROUP) if point.name == name]
+    spec = points[0].value if points else name
+    module_name, _, target = spec.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"the trainer {name!r} must be importable from {Path.cwd()} or the installed packages; importing "
+            f"{module_name} gave {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    for part in target.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{module_name} has no {target!r}{nearest(part, vars(found))}")
+        found = getattr(found, part)
+    if isinstance(found, type):
+        raise ConfigError(f"--trainer names an object, and {spec} is a class; name an instance: {target}()")
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(
+            f"the trainer {spec} must have the methods {', '.join(_METHODS)}; it lacks {', '.join(missing)}"
+        )
+    return cast(Trainer, found)

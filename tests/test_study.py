@@ -1,0 +1,64 @@
+"""The database of the studies: what it raises becomes one clear error, told by type and by code."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+import pytest
+import sqlalchemy.exc
+from optuna.storages import RDBStorage
+
+from autofit.errors import EnvironmentFault
+from autofit.tuning.study import database_errors, load_study, open_storage
+
+
+def _full(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA max_page_count=1")
+    connection.execute("CREATE TABLE t (a)")
+
+
+def _read_only(path: Path) -> None:
+    path.touch()
+    sqlite3.connect(f"file:{path}?mode=ro", uri=True).execute("CREATE TABLE t (a)")
+
+
+def _not_there(path: Path) -> None:
+    sqlite3.connect(path / "no" / "folder")
+
+
+def _no_database(path: Path) -> None:
+    path.write_bytes(b"no database" * 100)
+    sqlite3.connect(path).execute("CREATE TABLE t (a)")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "advice"),
+    [(_full, "free some space"), (_read_only, "make the file writable"), (_not_there, "make the file writable"),
+     (_no_database, "move it away")],
+)  # fmt: skip
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_advice_follows_from_sqlites_code_and_not_from_its_words(
+    tmp_path: Path, break_it: Callable[[Path], None], advice: str, wrapped: bool
+) -> None:
+    with pytest.raises(sqlite3.Error) as raised:
+        break_it(tmp_path / "a.db")
+    raised.value.args = ("reworded",)
+    told = sqlalchemy.exc.DBAPIError("INSERT", {}, raised.value)
+    error = optuna.exceptions.StorageInternalError("reworded as well") if wrapped else told
+    error.__cause__ = told if wrapped else raised.value
+    with pytest.raises(EnvironmentFault, match=f"reworded; {advice}"), database_errors(tmp_path):
+        raise error
+
+
+def test_a_database_of_another_optuna_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna.create_study(study_name="s", storage=open_storage(tmp_path, create=True))
+    monkeypatch.setattr(RDBStorage, "get_head_version", lambda self: "v9.9.9.a")
+    with pytest.raises(EnvironmentFault, match=r"another version of Optuna.*optuna storage upgrade --storage sqlite"):
+        load_study(tmp_path, None)
+
+
+def test_what_is_no_fault_of_the_database_is_raised_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="version"), database_errors(tmp_path):
+        raise RuntimeError("another version of something else")

@@ -1,0 +1,77 @@
+"""What TRL's keys mean to the search, and which knobs change more under some losses. No torch here.
+
+The tiers were measured (experiments/neutrality, TRL 1.16): rounding for the rest, 0.1 % to more than the whole gradient
+for these.
+"""
+
+from collections.abc import Mapping
+
+from autofit.recipe.keys import BatchKeys, Tier
+
+SPLIT, ROLLOUT = "per_device_train_batch_size", "steps_per_generation"
+SAMPLES = BatchKeys(length="max_length")
+ROLLOUTS = BatchKeys(
+    rollout=ROLLOUT, rollout_batch="generation_batch_size", group="num_generations", reuse="num_iterations",
+    completion="max_completion_length",
+)  # fmt: skip
+_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
+_ROLLOUT_CHANGES_GRPO = ("dapo", "cispo", "vespo", "bnpo")
+
+# Tokens of a micro-batch that TRL 1.16's losses take at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
+TILE_TOKENS = 4096
+
+# Keys that the small trainings of a gradient proof take as they are.
+COMPARED = (
+    SPLIT, "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "pad_to_multiple_of", "router_aux_loss_coef",
+)  # fmt: skip
+
+
+def grpo_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tiers of GRPO's split and rollout.
+
+    Another rollout puts other completions together in a micro-batch, and pads them to another length, which learned
+    positions may count (`counts_padding`).
+    """
+    loss = resolved.get("loss_type", "grpo")
+    bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
+    split = loss == "bnpo" or resolved.get("top_entropy_quantile", 1.0) != 1.0 or bonus or balances_experts
+    rollout = (
+        split
+        or loss in _ROLLOUT_CHANGES_GRPO
+        or resolved.get("scale_rewards") == "batch"
+        or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
+        or counts_padding
+    )
+    return _tiers(split, rollout)
+
+
+def rloo_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tiers of RLOO: its loss is a mean over completions, and advantages may be normalised over a rollout."""
+    rollout = balances_experts or bool(resolved.get("normalize_advantages")) or counts_padding
+    return _tiers(balances_experts, rollout)
+
+
+def dpo_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tier of DPO's split."""
+    given = resolved.get("loss_type")
+    losses = given if isinstance(given, list) else [given]
+    return _tiers(balances_experts or any(name in _SPLIT_CHANGES_DPO for name in losses), False)
+
+
+def sample_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tier of the split where the loss is a mean over a whole optimizer step: SFT's, a reward model's."""
+    return _tiers(balances_experts, False)
+
+
+def _tiers(split: bool, rollout: bool) -> dict[str, Tier]:
+    changed = {SPLIT: split, ROLLOUT: rollout}
+    return {key: "approximate" for key, more in changed.items() if more}

@@ -1,0 +1,80 @@
+"""The small trainings of a gradient proof of TRL's trainers: one small model, fixed samples, a run for each recipe."""
+
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
+
+from autofit.errors import ConfigError
+from autofit.plugin.attention import compared_attention
+from autofit.plugin.protocol import Run
+
+from ..trl_config import TrlConfig
+from .samples import SAME
+from .small_model import model_config, small_model
+
+if TYPE_CHECKING:
+    from ..trl import TrlTrainer
+
+
+class TrlSmallTrainings:
+    """Recipes (TRL's YAML values by name, "baseline" among them) over one small model saved in `folder`."""
+
+    def __init__(
+        self, trainer: "TrlTrainer", recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int,
+        most_steps: int,
+    ) -> None:  # fmt: skip
+        self._trainer = trainer
+        self._samples = importlib.import_module(f".{trainer.name}", __package__)
+        known, fixed = trainer.takes(), {**SAME, **self._samples.SAME}
+        self._fixed = {key: value for key, value in fixed.items() if value is None or key in known}
+        self._folder = folder
+        config = _config_of_model(recipes["baseline"])
+        self.model, self.stand_in = small_model(config, folder / "model")
+        self._layers = AutoConfig.from_pretrained(folder / "model").num_hidden_layers
+        parsed = {name: self._parsed(values, {}) for name, values in recipes.items()}
+        self.divided_by = self._samples.common_factor(list(parsed.values()), most_samples)
+        self.samples_per_step = self._samples.samples_per_step(parsed["baseline"]) // self.divided_by
+        self.steps = min(most_steps, self._samples.steps_of_a_round(parsed["baseline"]))
+        self._configs = {name: self._small(recipes[name], config) for name, config in parsed.items()}
+
+    def _parsed(self, values: Mapping[str, object], more: Mapping[str, object]) -> TrlConfig:
+        places = {"model_name_or_path": str(self._folder / "model"), "output_dir": str(self._folder / "output")}
+        overrides = {**self._fixed, **places, **more}
+        if not compared_attention(values.get("attn_implementation")):
+            overrides["attn_implementation"] = None  # what the architecture takes by itself: not every one has sdpa
+        for key in ("lora_target_modules", "lora_target_parameters"):
+            if isinstance(named := values.get(key), list):
+                overrides[key] = [_of_few_layers(name, self._layers) for name in named]
+        return self._trainer.parse(values, overrides=overrides)
+
+    def _small(self, values: Mapping[str, object], config: TrlConfig) -> TrlConfig:
+        if self.divided_by > 1:
+            config = self._parsed(values, self._samples.shrunken(config, self.divided_by))
+        config.training.max_steps = self.steps
+        return config
+
+    def run(self, name: str) -> Run:
+        config = self._configs[name]
+        training = config.training
+        training.model_init_kwargs = {"dtype": "float32", "attn_implementation": config.model.attn_implementation}
+        return self._trainer.run(self._samples.build(config, self.steps), config)
+
+
+def _of_few_layers(name: object, layers: int) -> str:
+    """`name` of a module with the number of its layer, if it has one, among those of the small model."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", lambda found: str(int(found[0]) % layers), str(name))
+
+
+def _config_of_model(values: Mapping[str, object]) -> Any:
+    name = str(values.get("model_name_or_path"))
+    try:
+        return model_config(
+            name, revision=str(values.get("model_revision", "main")),
+            trust_remote_code=bool(values.get("trust_remote_code", False)),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the config of {name!r} cannot be read: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,29 @@
+"""TRL's RLOOTrainer: as `trl rloo` builds it, or on its longest prompt with random weights for a probe."""
+
+from collections.abc import Mapping
+
+import trl.trainer.rloo_trainer as trl_rloo
+from trl import RLOOTrainer
+
+from autofit.recipe.keys import Tier
+
+from .grpo import RolloutTrainer
+from .keys import COMPARED, rloo_tiers
+
+
+class RlooTrainer(RolloutTrainer):
+    """`trl rloo`. Its loss computes the logits of a whole micro-batch, so no tile bounds them."""
+
+    name = "rloo"
+    trl_class, trl_module = RLOOTrainer, trl_rloo
+    compared = (
+        *COMPARED,
+        "steps_per_generation", "generation_batch_size", "num_iterations", "beta", "normalize_advantages",
+        "mask_truncated_completions", "reward_weights", "reward_clip_range",
+    )  # fmt: skip
+
+    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
+        return rloo_tiers(resolved, **facts)
+
+
+TRAINER = RlooTrainer()

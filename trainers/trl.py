@@ -1,0 +1,175 @@
+"""What TRL's trainers share as plug-ins: a recipe is what `trl NAME --config` takes, a run is TRL's own trainer."""
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
+from autofit.plugin.transformers_run import TransformersRun
+from autofit.recipe.keys import BatchKeys, Tier
+
+from . import offline
+from .common import read_worst_case, samples_per_step
+from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
+from .trl_config import TrlConfig, parse, plain
+
+# What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
+QUIET: dict[str, object] = {
+    "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
+    "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
+    "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
+}  # fmt: skip
+
+
+class TrlRun(TransformersRun):
+    """A run of TRL's trainer."""
+
+    @property
+    def scoring_share(self) -> float:
+        return float(getattr(self.trainer, "scoring_share", 0.0))
+
+
+class TrlTrainer:
+    """One of TRL's trainers. A subclass says how it is built, what its longest sample is and what its keys mean."""
+
+    name: str
+    keys: BatchKeys
+    phases: Mapping[str, str]  # method of TRL's trainer -> the phase that is at work while it runs
+    quiet: Mapping[str, object] = {}  # what a probe turns off besides QUIET
+    auto_class: Any
+    tile_tokens: int | None = None
+    compared: tuple[str, ...]  # keys that its gradient proof trains with
+    run_class: type[TrlRun] = TrlRun
+
+    def __init__(self) -> None:
+        importlib.import_module(f"trl.scripts.{self.name}")  # a second, which the fork server spends once for all
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+
+    def real(self, config: TrlConfig) -> Any:
+        """TRL's trainer of `config`, as TRL's own script makes it."""
+        raise NotImplementedError
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
+        """TRL's trainer of random weights on the longest sample (`rows`) alone."""
+        raise NotImplementedError
+
+    def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
+        """Keep the longest sample in the inspection's folder; what `Facts` says of it."""
+        raise NotImplementedError
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        """Tokens that one optimizer step of one rank trains on, at full length."""
+        raise NotImplementedError
+
+    def tiers(
+        self, resolved: Mapping[str, object], *, balances_experts: bool, counts_padding: bool
+    ) -> Mapping[str, Tier]:
+        """Knobs that change more under this recipe than their space declares."""
+        raise NotImplementedError
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    @property
+    def space(self) -> Path:
+        return Path(str(resources.files("autofit.search_spaces").joinpath(f"{self.name}.yaml")))
+
+    def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
+        """`values` with `overrides` laid over them, as TRL's own parser reads them."""
+        return parse(self.name, values, overrides=overrides)
+
+    def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        offline.clear(inspection.worst_case.folder)
+        with offline.or_stated(inspection):
+            given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
+        go_offline_without_a_hub()
+        config = self.parse(given, overrides=device_overrides(inspection.device))
+        resolved = config.resolved
+        if inspection.simulated:
+            config = with_stand_ins(self.name, given, config, inspection)
+        model = model_facts(config, self.auto_class)
+        longest = self.longest(config, inspection)
+        return Facts(
+            name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
+            space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
+            trains_on_data=bool(given.get("dataset_name") or given.get("datasets")),
+            tiers=self.tiers(
+                resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
+            ),
+            compared=self.compared, tile_tokens=self.tile_tokens, forecasts=True,
+            architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
+            model_parameters=model.parameters, weights_bytes=model.weights_bytes,
+            **longest,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def build(self, values: Mapping[str, object], task: Task) -> TrlRun:
+        if task.worst_case is None:
+            return self._real_run(values, task)
+        folder = task.worst_case.folder
+        standing_in = offline.overrides(values, folder)
+        if not Path(str({**values, **standing_in}.get("model_name_or_path"))).is_dir():
+            go_offline_without_a_hub()
+        device = {"use_cpu": True} if task.device == "cpu" else {}
+        overrides = {**QUIET, **self.quiet, **device, **standing_in}
+        config = self.parse(values, overrides={**overrides, "max_steps": task.steps, "output_dir": str(task.output)})
+        worst_case = read_worst_case(task.worst_case)
+        return self.run(self.probed(config, worst_case), config, self.tokens_per_step(config, worst_case))
+
+    def _real_run(self, values: Mapping[str, object], task: Task) -> TrlRun:
+        go_offline_without_a_hub()
+        overrides: dict[str, object] = {
+            **device_overrides(task.device), "report_to": values.get("report_to", "none"), "logging_steps": 1,
+            "logging_strategy": "steps", "disable_tqdm": True, "save_only_model": False, "resume_from_checkpoint": None,
+            "save_total_limit": values.get("save_total_limit", 2), "output_dir": str(task.output),
+        }  # fmt: skip
+        config = self.parse(values, overrides=overrides)
+        return self.run(self.real(config), config)
+
+    def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
+        """TRL's `trainer` as a run."""
+        samples = samples_per_step(config)
+        return self.run_class(trainer, phases=self.phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+
+    def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
+        standing_in = offline.overrides(values, worst_case.folder)
+        name = standing_in.get("model_name_or_path", values["model_name_or_path"])
+        return AutoConfig.from_pretrained(name, trust_remote_code=bool(values.get("trust_remote_code")))
+
+    def small_trainings(
+        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int
+    ) -> SmallTrainings:
+        from .proofs.trainings import TrlSmallTrainings
+
+        return TrlSmallTrainings(self, recipes, folder, most_samples=most_samples, most_steps=most_steps)
+
+    def takes(self) -> set[str]:
+        """The keys of the trainer's recipes."""
+        parser = importlib.import_module(f"trl.scripts.{self.name}").make_parser()
+        return {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
+
+
+def device_overrides(device: str) -> dict[str, object]:
+    """What a recipe written for a GPU needs to be parsed, or to run, where there is none."""
+    return {} if device == "cuda" else {"use_cpu": True}
+
+
+class SamplesTrainer(TrlTrainer):
+    """What SFT, DPO and a reward model's trainer share: they train on the rows of a dataset."""
+
+    def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any]]:
+        """The longest row as TRL tokenises, truncates and packs it, and its facts."""
+        raise NotImplementedError
+
+    def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
+        with offline.or_stated(inspection):
+            row, facts = self.worst_case(config)
+        keep(row, facts, inspection.worst_case)
+        digest = hashlib.sha256(repr((facts, row[0])).encode())
+        return {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
