@@ -1,6 +1,7 @@
 """What a gradient proof of GRPO trains on: fixed completions and rewards in the place of generation and scoring."""
 
 from collections import Counter
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -9,7 +10,7 @@ from datasets import Dataset
 from trl import GRPOTrainer, get_peft_config
 
 from ..trl_config import TrlConfig
-from .samples import LONGEST, name_of, number_of, sample
+from .samples import LONGEST, Sample, name_of, number_of, sample
 from .small_model import tokenizer
 
 # The prompts in order, so that whole optimizer steps hold the same ones; vLLM and TRL's logs do not enter the gradient.
@@ -67,23 +68,14 @@ def shrunken(config: TrlConfig, factor: int) -> dict[str, object]:
 
 def build(config: TrlConfig, steps: int) -> GRPOTrainer:
     """TRL's trainer over `steps` optimizer steps of fixed rollouts."""
-    training, script = config.training, config.script
-    per_generation = training.generation_batch_size // training.num_generations
-    micro_steps = steps * training.gradient_accumulation_steps
-    rounds = -(-micro_steps // (training.steps_per_generation * training.num_iterations))
-    rewards = len(script.reward_funcs or []) + bool(script.reward_model_name_or_path)
-    longest = min(LONGEST, int(training.max_completion_length))
+    longest = int(config.training.max_completion_length)
     calls = Counter[str]()
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         """The fixed completions of `prompts`; also the seed of the shuffle that follows, so that it is the same."""
         calls["rollouts"] += 1
         torch.manual_seed(calls["rollouts"])
-        seen = Counter[str]()
-        samples = []
-        for name in prompts:
-            samples.append(sample(number_of(name), seen[name], longest=longest))
-            seen[name] += 1
+        samples = fixed_samples(prompts, longest=longest)
         return {
             "prompt_ids": [list(s.prompt) for s in samples],
             "completion_ids": [list(s.completion) for s in samples],
@@ -91,22 +83,42 @@ def build(config: TrlConfig, steps: int) -> GRPOTrainer:
             "fixed_reward": [s.reward for s in samples],
         }
 
-    return GRPOTrainer(
-        model=config.model.model_name_or_path,
-        reward_funcs=[_reward(i) for i in range(max(1, rewards))],
-        args=training,
-        train_dataset=Dataset.from_dict({"prompt": [name_of(i) for i in range(rounds * per_generation)]}),
-        processing_class=tokenizer(),
-        peft_config=get_peft_config(config.model),
-        rollout_func=rollout,
-    )
+    def fixed(fixed_reward: list[float], **_: object) -> list[float]:
+        return fixed_reward
+
+    return GRPOTrainer(**arguments(config, steps, fixed), rollout_func=rollout)
 
 
-def _reward(number: int) -> Any:
+def fixed_samples(prompts: list[str], *, longest: int) -> list[Sample]:
+    """A sample for each of `prompts`, in which a group's prompt stands once for each of its completions."""
+    seen = Counter[str]()
+    samples = []
+    for name in prompts:
+        samples.append(sample(number_of(name), seen[name], longest=min(LONGEST, longest)))
+        seen[name] += 1
+    return samples
+
+
+def arguments(config: TrlConfig, steps: int, fixed: Callable[..., list[float]]) -> dict[str, Any]:
+    """What TRL's trainer is made with; `fixed` gives the fixed rewards of completions, as a reward function does."""
+    training, script = config.training, config.script
+    micro_steps = steps * training.gradient_accumulation_steps
+    rollouts = -(-micro_steps // (training.steps_per_generation * training.num_iterations))
+    prompts = rollouts * (training.generation_batch_size // training.num_generations)
+    rewards = len(script.reward_funcs or []) + bool(script.reward_model_name_or_path)
+    return {
+        "model": config.model.model_name_or_path, "reward_funcs": [_reward(i, fixed) for i in range(max(1, rewards))],
+        "args": training, "train_dataset": Dataset.from_dict({"prompt": [name_of(i) for i in range(prompts)]}),
+        "processing_class": tokenizer(), "peft_config": get_peft_config(config.model),
+    }  # fmt: skip
+
+
+def _reward(number: int, fixed: Callable[..., list[float]]) -> Any:
     """Reward function `number`: the fixed reward, each function with a scale and a share of the length of its own."""
 
-    def reward(completion_ids: list[list[int]], fixed_reward: list[float], **_: object) -> list[float]:
-        return [(1 + number) * r + 0.3 * number * len(ids) for r, ids in zip(fixed_reward, completion_ids, strict=True)]
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        found = fixed(completion_ids=completion_ids, **columns)
+        return [(1 + number) * r + 0.3 * number * len(ids) for r, ids in zip(found, completion_ids, strict=True)]
 
     reward.__name__ = f"fixed_reward_{number}"
     return reward

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
@@ -16,8 +15,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-
-from autofit.recipe import catalogue
 
 from .samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
 
@@ -165,15 +162,3 @@ def _stand_in(config: Any) -> PreTrainedConfig:
         return LlamaConfig(**plain)
     coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     return MixtralConfig(**plain, num_local_experts=_EXPERTS, router_aux_loss_coef=coefficient)
-
-
-def model_config(name: str, *, revision: str, trust_remote_code: bool) -> Any:
-    """The config of the model that a recipe names: from its folder, the hub or, where that is away, the catalogue."""
-    try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
-        known = catalogue.architecture(name)
-        if known is None:
-            raise
-    content = dict(known.config)
-    return AutoConfig.for_model(str(content.pop("model_type")), **content)

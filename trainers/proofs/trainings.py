@@ -4,27 +4,35 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import AutoConfig
 
 from autofit.errors import ConfigError
 from autofit.plugin.attention import compared_attention
+from autofit.plugin.models import model_config
 from autofit.plugin.protocol import Run
 
 from ..trl_config import TrlConfig
 from .samples import SAME
-from .small_model import model_config, small_model
+from .small_model import small_model
 
-if TYPE_CHECKING:
-    from ..trl import TrlTrainer
+
+class TrlFamily(Protocol):
+    """What the small trainings need of one of TRL's trainers."""
+
+    name: str
+
+    def takes(self) -> set[str]: ...
+    def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig: ...
+    def run(self, trainer: Any, config: TrlConfig) -> Run: ...
 
 
 class TrlSmallTrainings:
     """Recipes (TRL's YAML values by name, "baseline" among them) over one small model saved in `folder`."""
 
     def __init__(
-        self, trainer: "TrlTrainer", recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int,
+        self, trainer: TrlFamily, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int,
         most_steps: int,
     ) -> None:  # fmt: skip
         self._trainer = trainer

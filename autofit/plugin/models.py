@@ -1,0 +1,38 @@
+"""Models of transformers for loops of one's own: real weights, or random ones of the same shape. Imports torch."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from autofit.plugin.loop import Setup
+from autofit.recipe import catalogue
+
+
+def model_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
+    """The config of the model `name`: from its folder, the hub or, where the hub is away, the catalogue.
+
+    Raises OSError, ValueError or KeyError where none has it.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        known = catalogue.architecture(name)
+        if known is None:
+            raise
+    content = dict(known.config)
+    return AutoConfig.for_model(str(content.pop("model_type")), **content)
+
+
+def load_model(name: str, kind: Any, setup: Setup, *, dtype: torch.dtype, **config: Any) -> Any:
+    """The model `name` by the auto class `kind` on the setup's device; `config` changes its config (num_labels=1).
+
+    In a probe its weights are random, which needs no download and the same bytes.
+    """
+    found = model_config(name)
+    for key, value in config.items():
+        setattr(found, key, value)
+    if not setup.random_weights:
+        return kind.from_pretrained(name, config=found, dtype=dtype).to(setup.device)
+    with torch.device(setup.device):
+        return kind.from_config(found, dtype=dtype)

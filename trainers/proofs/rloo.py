@@ -1,0 +1,49 @@
+"""What a gradient proof of RLOO trains on: GRPO's fixed completions and rewards, put in at RLOO's own methods."""
+
+import torch
+from trl import RLOOTrainer
+
+from ..trl_config import TrlConfig
+from .grpo import arguments, common_factor, fixed_samples, samples_per_step, shrunken
+
+__all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
+
+SAME: dict[str, object] = {
+    "shuffle_dataset": False, "disable_dropout": True, "use_vllm": False, "log_completions": False,
+    "use_transformers_continuous_batching": False, "use_transformers_paged": False, "generation_kwargs": None,
+}  # fmt: skip
+
+
+def steps_of_a_round(config: TrlConfig) -> int:
+    """Optimizer steps until every kind of step has been taken: those that reuse a rollout too."""
+    training = config.training
+    micro_steps = int(training.steps_per_generation * training.num_iterations)
+    return -(-micro_steps // int(training.gradient_accumulation_steps))
+
+
+class _FixedRollouts(RLOOTrainer):  # type: ignore[misc]
+    """RLOO on fixed completions, whose rewards are looked up by the completion."""
+
+    rewards_of: dict[tuple[int, ...], float]
+    rollouts = 0
+
+    def _generate(self, prompts: list[str]) -> tuple[list[list[int]], list[list[int]], list[str]]:
+        self.rollouts += 1
+        torch.manual_seed(self.rollouts)  # of the shuffle that follows
+        samples = fixed_samples(prompts, longest=int(self.args.max_completion_length))
+        self.rewards_of.update({s.completion: s.reward for s in samples})
+        for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
+            self._metrics["train"][f"completions/{name}"].append(0.0)
+        return [list(s.prompt) for s in samples], [list(s.completion) for s in samples], prompts
+
+
+def build(config: TrlConfig, steps: int) -> RLOOTrainer:
+    """TRL's trainer over `steps` optimizer steps of fixed rollouts."""
+    rewards_of: dict[tuple[int, ...], float] = {}
+
+    def fixed(completion_ids: list[list[int]], **_: object) -> list[float]:
+        return [rewards_of[tuple(ids)] for ids in completion_ids]
+
+    trainer = _FixedRollouts(**arguments(config, steps, fixed))
+    trainer.rewards_of = rewards_of
+    return trainer
