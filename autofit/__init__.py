@@ -4,16 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autofit.api import estimate, promote, report, search, verify
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
-__all__ = ["FitCheck", "fake_gpu", "fit_check"]
+__all__ = ["FitCheck", "estimate", "fake_gpu", "fit_check", "promote", "report", "search", "verify"]
 __version__ = "0.1.0"
 
-_LAZY = {"FitCheck": "autofit.fitcheck", "fake_gpu": "autofit.fakegpu", "fit_check": "autofit.fitcheck"}
+_FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
+    "FitCheck": "autofit.fitcheck",
+    "estimate": "autofit.api",
+    "fake_gpu": "autofit.fakegpu",
+    "fit_check": "autofit.fitcheck",
+    "promote": "autofit.api",
+    "report": "autofit.api",
+    "search": "autofit.api",
+    "verify": "autofit.api",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FOUND_IN[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

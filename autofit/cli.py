@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(argv)
         return _COMMANDS[options.command](options)
     except AutofitError as error:
-        say(f"autofit: {error}")
+        say(f"autofit: {error.as_options or error}")
         return WRONG_USAGE
     except KeyboardInterrupt:
         say("autofit: interrupted; run the same command again to go on")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 class AutofitError(Exception):
     """Anything that autofit reports in one line and exit code 2, without a traceback."""
 
+    as_options: str | None = None  # the text with the command line's options in it, where it names arguments instead
+
 
 class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""

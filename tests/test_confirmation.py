@@ -13,7 +13,7 @@ import lawful
 import pytest
 from search_driver import plan
 
-from autofit.commands.tables import front_table, to_json
+from autofit.api.results import SearchResult
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
@@ -51,6 +51,10 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(searched: Path, tmp_path: Path) -> Path:
     shutil.copytree(searched, tmp_path / "studies")
     return tmp_path / "studies"
+
+
+def result_of(trials: list[Trial]) -> SearchResult:
+    return SearchResult.of(trials, study="law", folder=Path(), original={}, target_bytes=None, rule=RULE)
 
 
 def search_in(folder: Path) -> Plan:
@@ -97,7 +101,7 @@ def test_a_finalist_that_falls_gives_way_to_the_next_and_the_output_says_so(
     assert best.confirmed is not None
     assert first.number not in [t.number for t in pareto_front(trials)]
     assert any(f"trial {first.number} fell in its confirmation: out of memory" in line for line in said)
-    content = to_json(trials, study="law", target_bytes=1, screened=0, stopped="", sentence="", rule=RULE)
+    content = result_of(trials).to_dict()
     assert content["winner"]["trial"] == second.number  # type: ignore[index]
     assert content["confirmation"]["status"] == "confirmed"  # type: ignore[index]
     assert [f["trial"] for f in content["confirmation"]["fallen"]] == [first.number]  # type: ignore[index]
@@ -119,7 +123,7 @@ def test_slower_by_noise_it_stays_the_winner_and_by_more_the_next_is_asked(
     assert best is not None
     assert best.number == first.number
     assert best.step_s == pytest.approx(1.04 * second.step_s)  # its figures are those of the confirmation
-    rows = front_table(trials, {}, None, RULE).columns[0].cells
+    rows = result_of(trials).table().columns[0].cells
     assert f"{first.number} *" in list(rows)
     trials, _ = confirmed(tmp_path / "again", monkeypatch, **{f"t{first.number}": 2.0 * behind})
     best = winner(trials, **RULE)

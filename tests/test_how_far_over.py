@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.commands.tables import trial_line
+from autofit.api.tables import trial_line
 from autofit.files import write_json
 from autofit.hardware.hardware import Gpu
 from autofit.probing import job

@@ -20,6 +20,6 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
 
 
 def test_the_driver_of_a_search_loads_no_torch() -> None:
-    modules = "autofit.tuning.search, autofit.promotion.promotion, autofit.commands.tables"
+    modules = "autofit.tuning.search, autofit.promotion.promotion, autofit.api"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

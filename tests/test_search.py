@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from search_driver import plan
 
 import autofit.tuning.search
-from autofit.commands.tables import trial_line
+from autofit.api.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.forecast.predictions import Predictions

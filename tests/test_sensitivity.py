@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from recipes import grpo_recipe
 
-from autofit.commands.tables import margin_sentence, sensitivity_table
+from autofit.api.results import margin_of, neighbours_of
+from autofit.api.tables import margin_sentence, sensitivity_table
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space.space import Candidate, Space
 from autofit.space.space_file import load_space
@@ -91,8 +92,8 @@ def test_what_was_probed_is_said_as_measured() -> None:
     row = known["gradient_checkpointing", "up"]
     assert (row["fidelity"], row["trial"], row["device_used_bytes"]) == ("measured", 5, 300 * MB)
     assert kept["margin"]["tokens"] is None  # type: ignore[index]
-    assert "is not known here" in margin_sentence(kept)
-    table = sensitivity_table(kept)
+    assert "is not known here" in margin_sentence(margin_of(kept))
+    table = sensitivity_table(0, neighbours_of(kept))
     assert table is not None
     assert list(table.columns[-1].cells) == ["trial 5, measured"]
 
@@ -104,7 +105,8 @@ def test_a_neighbour_that_ran_out_of_memory_is_a_lower_bound_unless_it_was_grade
     oom = replace(other.result, status=ProbeStatus.OOM, device_used_bytes=LIMIT + 1, step_s=(), oom_phase="update")
     for graded, text in ((None, "at least +28.0 MB, does not fit"), (LIMIT + 1, "+28.0 MB, does not fit")):
         trials = [best, replace(other, result=replace(oom, uncapped_bytes=graded))]
-        table = sensitivity_table(sensitivity(space, trials, best, limit_bytes=LIMIT, predict=lambda _, __: None))
+        kept = sensitivity(space, trials, best, limit_bytes=LIMIT, predict=lambda _, __: None)
+        table = sensitivity_table(best.number, neighbours_of(kept))
         assert table is not None
         assert list(table.columns[3].cells) == [text]
 
@@ -115,7 +117,7 @@ def test_the_margin_is_the_last_token_that_fits() -> None:
     kept = sensitivity(space, [best], best, limit_bytes=LIMIT, predict=lawful(space, wrong_by=0.8))
     assert kept["margin"] == {"bytes_left": 28 * MB, "key": "max_completion_length", "tokens": 7, "at_least": False,
                               "fidelity": "predicted"}  # fmt: skip
-    assert margin_sentence(kept).endswith("max_completion_length could be 7 tokens longer (predicted)")
+    assert margin_sentence(margin_of(kept)).endswith("max_completion_length could be 7 tokens longer (predicted)")
     wide = sensitivity(space, [best], best, limit_bytes=10**10, predict=lawful(space))["margin"]
     assert (wide["tokens"], wide["at_least"]) == (3 * 64, True)  # type: ignore[index]
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from autofit.commands.common import DONE, at_least_one, prepared
+from autofit.commands.common import DONE
 from autofit.errors import ConfigError
 
 
@@ -14,8 +14,11 @@ def doctor(options: argparse.Namespace) -> int:
         if not options.calibrate:
             raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
         return DONE
+    from autofit.api.arguments import at_least_one
+    from autofit.api.planning import read_recipe
     from autofit.hardware.hardware import choose_device
     from autofit.probing.fork_server import ForkServer
+    from autofit.recipe.source import read_source
 
     at_least_one("--world-size", options.world_size)
     import tempfile
@@ -24,7 +27,10 @@ def doctor(options: argparse.Namespace) -> int:
         server = ForkServer(Path(temporary))
         try:
             device = choose_device(options.device)
-            recipe = prepared(options.recipe, options, device, Path(temporary) / "inspection", server)
+            recipe = read_recipe(
+                read_source(options.recipe), trainer=options.trainer, device=device, server=server,
+                scratch=Path(temporary) / "inspection", world_size=options.world_size,
+            )  # fmt: skip
         finally:
             server.close()
     recipe.check()

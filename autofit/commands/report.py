@@ -2,65 +2,31 @@
 
 import argparse
 import json
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option
-from autofit.errors import EnvironmentFault
+from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, show
 from autofit.tuning.stop import Stop, StopKind
+
+if TYPE_CHECKING:
+    from autofit.api import SearchResult
 
 
 def report(options: argparse.Namespace) -> int:
-    from autofit.tuning.study import load_study
+    from autofit import api
 
-    return show_result(options, options.dir, load_study(options.dir, options.study).study_name, None)
+    return show_result(options, api.report(options.study, folder=options.dir))
 
 
-def show_result(options: argparse.Namespace, folder: Path, name: str, stop: Stop | None) -> int:
-    """Show what a study found; `stop` is why its search ended, where one did. The exit code."""
-    from autofit.commands.tables import front_table, margin_sentence, sensitivity_table, to_json
-    from autofit.tuning.frontier import winner
-    from autofit.tuning.record import record_of
-    from autofit.tuning.sensitivity import of_winner
-    from autofit.tuning.sentences import confirmation_note, predicted_note, why
-    from autofit.tuning.study import load_study, trials_of
-
-    study = load_study(folder, name)
-    trials, record = trials_of(study), record_of(study)
-    target, rule = record.target_bytes, record.rule
-    sentence = why(trials, record.resolved, target, rule) + predicted_note(trials, record)
-    if stop is not None and stop.kind is StopKind.BROKEN:
-        raise EnvironmentFault(f"{sentence}; mend that and run the same command again")
-    kept = of_winner(record.sensitivity, winner(trials, **rule))
-    if not options.json:
-        from rich.console import Console
-
-        width = None if sys.stdout.isatty() else 150
-        Console(width=width).print(front_table(trials, record.resolved, target, rule))
-        if kept is not None and (beside := sensitivity_table(kept)) is not None:
-            Console(width=width).print(beside)
-        print(f"{sentence}.")
-        note = confirmation_note(trials, rule)
-        print(f"{note[:1].upper()}{note[1:]}." if note else "", end="\n" if note else "")
-        margin = "" if kept is None else margin_sentence(kept)
-        print(f"{margin}." if margin else "", end="\n" if margin else "")
-        print(f"Stopped because {stop.words}." if stop else "", end="\n" if stop else "")
-        if winner(trials, **rule) is not None:
-            where = dir_option(folder)
-            print(f"Next: autofit promote best{where}   then: autofit ui{where}")
+def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
+    """Print a result, as words or as JSON; the exit code that follows from it."""
+    if options.json:
+        print(json.dumps(result.to_dict()))
     else:
-        content = to_json(
-            trials,
-            study=name,
-            target_bytes=target,
-            screened=record.screened,
-            stopped="" if stop is None else stop.words,
-            sentence=sentence,
-            rule=rule,
-        )
-        around = kept or {"neighbours": None, "margin": None}
-        print(json.dumps(content | {"sensitivity": around["neighbours"], "margin": around["margin"]}))
-    return exit_code(stop, fits=winner(trials, **rule) is not None)
+        show(result)
+        if result.winner is not None:
+            where = dir_option(options.dir)
+            print(f"Next: autofit promote best{where}   then: autofit ui{where}")
+    return exit_code(result.stop, fits=result.winner is not None)
 
 
 def exit_code(stop: Stop | None, *, fits: bool) -> int:

@@ -3,23 +3,17 @@
 import argparse
 import json
 
-from autofit.commands.common import DONE, say
+from autofit.commands.common import DONE, say, show
 
 NOT_NEUTRAL = 1  # what was to be proven is not so
 
 
 def verify(options: argparse.Namespace) -> int:
-    from autofit.promotion.promotion import choose
-    from autofit.proof.proof import Verdict, lines, prove
-    from autofit.tuning.record import record_of
-    from autofit.tuning.study import load_study, trials_of
+    from autofit import api
 
-    study = load_study(options.dir, options.study)
-    record = record_of(study)
-    trial = choose(trials_of(study), options.trial, record.rule, fitting=False)
-    proof = prove(study, trial, say=say)
+    found = api.verify(options.trial, study=options.study, folder=options.dir, on_event=lambda event: say(str(event)))
     if options.json:
-        print(json.dumps({"study": study.study_name, **proof.to_json()}))
+        print(json.dumps(found.to_dict()))
     else:
-        print("\n".join(lines(proof, record.resolved)))
-    return NOT_NEUTRAL if proof.verdict is Verdict.REFUSED else DONE
+        show(found)
+    return NOT_NEUTRAL if found.refused else DONE

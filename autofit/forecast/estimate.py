@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -17,6 +18,9 @@ from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PARALLEL = 2  # probes at once, where several are asked for
 
@@ -150,8 +154,8 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
     return f"it {verdict}{times}; the peak is in {top.name}, where {largest} hold {share}."
 
 
-def plot_phases(result: ProbeResult, capacity_bytes: int, path: Path) -> None:
-    """A PNG of stacked bars: bytes by category at each phase's peak, and the capacity."""
+def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":
+    """Stacked bars: allocated bytes (in GB) by category at each phase's peak, and the capacity."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -166,4 +170,4 @@ def plot_phases(result: ProbeResult, capacity_bytes: int, path: Path) -> None:
         axes.axhline(capacity_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="capacity")
     axes.set(ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}")
     figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=110)
+    return figure

@@ -1,4 +1,4 @@
-"""From a YAML file to a Recipe: its trainer, in a child of the fork server, says what it means."""
+"""From what was given to a Recipe: its trainer, in a child of the fork server, says what it means."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import is_full, read_json, write_json
 from autofit.plugin.protocol import Facts
 from autofit.probing.fork_server import ForkServer
-from autofit.recipe.baseline import baseline_path
-from autofit.recipe.recipe import Recipe, TrainerName, merge, read_yaml_mapping
+from autofit.recipe.recipe import Recipe, TrainerName, merge
+from autofit.recipe.source import Source, read_source
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
@@ -21,15 +21,16 @@ def worst_case_path(folder: Path) -> Path:
 
 
 def prepare(
-    path: Path, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
+    given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
     changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe in `path` with `changes` over it; leaves the worst-case row in `folder`.
+    """The recipe that was `given` with `changes` over it; leaves the worst-case row in `folder`.
 
     On a simulated card `prompt_tokens` stands for the dataset: a made-up prompt of so many tokens is the worst case.
     Raises ConfigError for what TRL would not take.
     """
-    values = merge(read_yaml_mapping(path, what="recipe"), changes or {})
+    source = given if isinstance(given, Source) else read_source(given)
+    values = merge(source.values, changes or {})
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
@@ -52,14 +53,13 @@ def prepare(
     if answer is None and is_full(folder):
         raise EnvironmentFault(f"no space left to write {answer_path}; free some or choose another folder with --dir")
     if answer is None:
-        raise EnvironmentFault(f"reading the recipe {path} ended with exit code {ending.exit_code}; see {log}")
+        raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
-        what = "the built-in baseline" if path == baseline_path() else f"the recipe {path}"
-        raise ConfigError(f"{what}: {answer['error']}")
+        raise ConfigError(f"{source.what}: {answer['error']}")
     facts = Facts.from_json(answer)
     return Recipe(
         trainer=trainer, trainer_name=facts.name, values=facts.values, resolved=facts.resolved, keys=facts.keys,
-        tiers=facts.tiers, space=Path(facts.space), name=path.stem, world_size=world_size, model=facts.model,
+        tiers=facts.tiers, space=Path(facts.space), name=source.name, world_size=world_size, model=facts.model,
         command=facts.command, trains_on_data=facts.trains_on_data, compared=facts.compared,
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,

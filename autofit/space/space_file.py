@@ -1,5 +1,7 @@
 """Search spaces as people write them: YAML files of knobs, checked before anything is searched."""
 
+import os
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import cast
@@ -9,6 +11,8 @@ from autofit.recipe.keys import TIERS
 from autofit.recipe.recipe import Recipe, read_yaml_mapping
 from autofit.space.space import Knob, Value
 
+StatedSpace = str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob]
+
 
 def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's own.
@@ -16,23 +20,38 @@ def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     Without `trainer` it is only checked as a file, whatever it is for. Raises ConfigError.
     """
     path = _space_path(name or trainer or "")
-    content = read_yaml_mapping(path, what="search space")
+    return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
+
+
+def read_space(given: StatedSpace, *, trainer: str | None) -> tuple[Knob, ...]:
+    """The knobs of a space as `load_space` takes it, of {knob: its entry in such a file}, or the knobs themselves."""
+    if isinstance(given, Mapping):
+        content = dict(given) if "knobs" in given else {"knobs": dict(given)}
+        return _knobs({"trainer": trainer, **content}, "the search space", trainer)
+    if isinstance(given, str | os.PathLike):
+        return load_space(os.fspath(given), trainer=trainer)
+    if not given or not all(isinstance(knob, Knob) for knob in given):
+        raise ConfigError(f"--space must be a file, a mapping of knobs, or at least one Knob; got {given!r}")
+    return tuple(given)
+
+
+def space_knobs(recipe: Recipe, given: StatedSpace | None = None) -> tuple[Knob, ...]:
+    """The knobs of the space that is `given`, or of the default space of the recipe's trainer."""
+    default = str(recipe.space or recipe.trainer)
+    return read_space(default if given is None else given, trainer=recipe.trainer_name or recipe.trainer)
+
+
+def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tuple[Knob, ...]:
+    """The knobs of a space file's `content`; `what` names it in the errors."""
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
-        raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
+        raise ConfigError(f"{what} may have the keys trainer and knobs; got {', '.join(wrong)}")
     if trainer is not None and content.get("trainer") != trainer:
-        raise ConfigError(
-            f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
-        )
+        raise ConfigError(f"{what} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}")
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
-        raise ConfigError(f"the search space {path} must have a mapping `knobs` with at least one knob")
-    return tuple(_knob(path, str(name), entry) for name, entry in knobs.items())
-
-
-def space_knobs(recipe: Recipe, name: str | None = None) -> tuple[Knob, ...]:
-    """The knobs of the space `name`, or of the default space of the recipe's trainer."""
-    return load_space(name or str(recipe.space or recipe.trainer), trainer=recipe.trainer_name or recipe.trainer)
+        raise ConfigError(f"{what} must have a mapping `knobs` with at least one knob")
+    return tuple(_knob(what, str(name), entry) for name, entry in knobs.items())
 
 
 def _space_path(name: str) -> Path:
@@ -45,8 +64,8 @@ def _space_path(name: str) -> Path:
     return Path(str(folder / f"{name}.yaml"))
 
 
-def _knob(path: Path, name: str, entry: object) -> Knob:
-    where = f"the search space {path}, knob {name}"
+def _knob(what: str, name: str, entry: object) -> Knob:
+    where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
     known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}

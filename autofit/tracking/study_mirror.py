@@ -29,6 +29,7 @@ from mlflow.tracking import MlflowClient
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space.describe import describe_changes
+from autofit.tracking.front_plot import front_figure
 from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
@@ -250,40 +251,12 @@ def _summary(
                    "front": [t.number for t in pareto_front(trials)],
                    "confirmation": confirmation_json(trials, rule)}  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
-        plot_front(trials, target, folder / "front.png")
+        front_figure(trials, pareto_front(trials), baseline(trials), target).savefig(folder / "front.png", dpi=110)
         for path in sorted(folder.iterdir()):
             api.log_artifact(run_id, str(path))
     api.set_tag(run_id, "autofit.trials", str(len(finished)))
     api.set_tag(run_id, "autofit.confirmations", str(confirmed))
     api.set_terminated(run_id)
-
-
-def plot_front(trials: Sequence[Trial], target_bytes: int | None, path: Path) -> None:
-    """A PNG of device-used against step time: fits, OOMs at their lower bound, the front, the target."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    fits = [t for t in trials if t.fits and t.step_s is not None]
-    ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
-    axes.scatter([t.step_s or 0 for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
-    right = max([t.step_s or 0 for t in fits], default=1.0)
-    axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
-    front = pareto_front(trials)
-    axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
-    base = baseline(trials)
-    for trial in [*front, *(t for t in fits if t is base)]:
-        name = "baseline" if trial is base else str(trial.number)
-        axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))
-    if target_bytes:
-        axes.axhline(target_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="target")
-    axes.set(xlabel="step time (s)", ylabel="device-used (GB)")
-    axes.legend()
-    figure.savefig(path, dpi=110)
-
-
-def _gb(trial: Trial) -> float:
-    return (trial.device_used_bytes or 0) / 1e9
 
 
 # -- the follower -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ results.json next to this file.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -26,11 +27,11 @@ import cases
 import law
 import psutil
 
-from autofit.commands.search import _mirror
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import Fidelity, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
+from autofit.tracking.follower import following
 from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
@@ -112,7 +113,7 @@ def searched(
     folder.mkdir(exist_ok=True)
     plan, launcher = _plan(case, folder, sampler, trials), AtOnce(case)
     began = time.perf_counter()
-    with _mirror(argparse.Namespace(dir=folder, no_mlflow=not mirrored), plan.name):
+    with following(folder, plan.name) if mirrored else contextlib.nullcontext():
         Search(plan, open_study(plan), server_socket=None, launcher=launcher).run()
         ended = time.perf_counter()
     launcher.held_bytes.append(launcher.held_bytes[-1])

@@ -1,0 +1,90 @@
+"""Arguments of the API: sizes, times and shares as text or numbers, and errors that name them as Python does.
+
+The floors below, and the command line, say an argument the way the command line has it: `--target-vram`. The public
+functions say it as they take it, `target_vram`; the first text stays with the error, for the command line to print.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.units import parse_bytes, parse_frac, parse_seconds
+
+T = TypeVar("T")
+FOLDER = "autofit-studies"
+_RENAMED = {"dir": "folder", "set": "changes"}
+_SAME = (
+    "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "out", "parallel",
+    "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram", "time-budget",
+    "trainer", "trials", "world-size",
+)  # fmt: skip
+_VALUE = r"auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
+_OPTION = re.compile(rf"--({'|'.join((*_RENAMED, *_SAME))})\b(?!-)(?: (?P<metavar>[A-Z]+)\b| (?P<value>{_VALUE})\b)?")
+
+
+@contextlib.contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Let the errors within name arguments as Python has them, with the error as it was for their cause."""
+    try:
+        yield
+    except AutofitError as error:
+        text = as_arguments(str(error))
+        if text == str(error):
+            raise
+        named = type(error)(text)
+        named.as_options = str(error)
+        raise named.with_traceback(error.__traceback__) from None
+
+
+def as_arguments(text: str) -> str:
+    """`text` with the options of the command line as arguments: `--gpu t4` is `gpu='t4'`, `--dir DIR` is `folder`."""
+
+    def argument(match: re.Match[str]) -> str:
+        name = _RENAMED.get(match[1], match[1]).replace("-", "_")
+        return name if match["value"] is None else f"{name}={match['value']!r}"
+
+    return _OPTION.sub(argument, text)
+
+
+def size(option: str, given: str | float | None) -> int | None:
+    """Bytes of an argument such as 40GB or 40e9. Raises ConfigError for none or less."""
+    if isinstance(given, str) or given is None:
+        return _parsed(option, given, parse_bytes)
+    if given <= 0:
+        raise ConfigError(f"{option}: an amount of memory must be above zero; got {given!r}")
+    return int(given)
+
+
+def seconds(option: str, given: str | float | None) -> float | None:
+    """Seconds of an argument such as 10m or 600. Raises ConfigError for none or less."""
+    if isinstance(given, str) or given is None:
+        return _parsed(option, given, parse_seconds)
+    if given <= 0:
+        raise ConfigError(f"{option}: a duration must be above zero seconds; got {given!r}")
+    return float(given)
+
+
+def share(option: str, given: str | float) -> float:
+    """The share in an argument such as 1% or 0.01: from 0 up to, not including, 1."""
+    found = _parsed(option, str(given), parse_frac)
+    assert found is not None
+    return found
+
+
+def _parsed(option: str, given: str | None, parse: Callable[[str], T]) -> T | None:
+    try:
+        return None if given is None else parse(given)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def at_least_one(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{option} must be 1 or more; got {value}")
+
+
+def one_of(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}")

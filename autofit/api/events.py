@@ -1,0 +1,46 @@
+"""What a call says while it runs: things that happened, and how far a search is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autofit.api.trials import TrialResult
+from autofit.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened; `str` of it is a line of text, so `on_event=print` shows how a call goes on."""
+
+    text: str
+    label: str = ""  # of the text: model, device, effective batch, predicted, ...
+    trial: TrialResult | None = None  # a trial that has just ended
+    interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
+
+    def __str__(self) -> str:
+        return f"{self.label:>16}: {self.text}" if self.label else self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a search is; `str` of it is a line of text."""
+
+    done: int  # trials that have ended
+    probing: tuple[str, ...]  # the trials at work and their changes
+    best: TrialResult | None
+    elapsed_s: float
+    left_s: float | None  # None where nothing bounds the search
+
+    def __str__(self) -> str:
+        best = "none yet"
+        if self.best is not None and self.best.step_s is not None:
+            best = f"trial {self.best.number} at {format_seconds(self.best.step_s)} a step"
+        left = "" if self.left_s is None else f", about {format_seconds(self.left_s)} left"
+        now = ", ".join(self.probing) or "..."
+        return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"
+
+
+OnEvent = Callable[[Event], None]
+
+
+def silent(_: Event) -> None:
+    """Shows nothing."""

@@ -1,0 +1,209 @@
+"""From the arguments of a search to its plan: the device and target, the recipe, the space of candidates."""
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from autofit.api.arguments import at_least_one, one_of, seconds, share, size
+from autofit.api.events import Event, OnEvent, silent
+from autofit.errors import AutofitError, ConfigError
+from autofit.fakegpu.specs import gpu_spec
+from autofit.hardware.hardware import choose_device_and_target, gpus
+from autofit.plugin.registry import trainer_for
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.prepare import prepare
+from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.recipe import Recipe
+from autofit.recipe.source import Source, Stated, read_source
+from autofit.space.space import Knob, Space
+from autofit.space.space_file import StatedSpace, read_space, space_knobs
+from autofit.tuning.frontier import GOALS, Goal
+from autofit.tuning.sampler import SAMPLERS, SamplerName
+from autofit.tuning.search import Plan
+from autofit.units import format_bytes
+
+DeviceKind = Literal["auto", "cpu", "cuda", "sim"]
+Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
+_DEVICES: tuple[DeviceKind, ...] = ("auto", "cpu", "cuda", "sim")
+_TRIALS = 12  # of a search that no time or plateau ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `autofit.search` was asked, as it was given; its docstring says what each means."""
+
+    recipe: Given | None
+    name: str | None
+    target_vram: str | float | None
+    headroom: str | float | None
+    device: DeviceKind
+    gpu: str | None
+    trainer: str | None
+    space: StatedSpace | None
+    allow: Tier
+    changes: Mapping[str, object] | None
+    prompt_tokens: int | None
+    world_size: int
+    trials: int | None
+    time_budget: str | float | None
+    plateau: int | None
+    min_gain: str | float
+    goal: Goal
+    sampler: SamplerName
+    measured_steps: int
+    deadline: str | float
+    parallel: int | None
+    seed: int
+    study: str | None
+    folder: Path
+
+    def check(self) -> None:
+        """Raise ConfigError for what is wrong whatever the recipe and the machine."""
+        if self.recipe is None and self.device in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the built-in baseline has made-up prompts and runs on a simulated card; give a recipe or leave "
+                f"--device {self.device} out"
+            )
+        for name in ("trials", "plateau", "measured_steps", "parallel", "world_size", "prompt_tokens"):
+            at_least_one("--" + name.replace("_", "-"), getattr(self, name))
+        for name, known in (("device", _DEVICES), ("allow", TIERS), ("goal", GOALS), ("sampler", SAMPLERS)):
+            one_of(f"--{name}", getattr(self, name), known)
+        if self.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", self.study):
+            raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {self.study!r}")
+        if self.world_size > 1:
+            raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {self.world_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and what it was made from that the search needs again."""
+
+    plan: Plan
+    knobs: tuple[Knob, ...]  # of every tier
+    scratch: Path  # holds the worst case until the study has it
+
+
+def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) -> Planned:
+    """The plan of a search. Raises ConfigError for what cannot be: a card, a recipe, a space, a target too small."""
+    budget_s = seconds("--time-budget", asked.time_budget)
+    deadline_s = seconds("--deadline", asked.deadline) or 0
+    kind = "sim" if asked.device == "auto" and asked.gpu is None and asked.recipe is None else asked.device
+    device, target = choose_device_and_target(kind, asked.gpu, size("--target-vram", asked.target_vram))
+    check_prompt_tokens(asked.prompt_tokens, device)
+    headroom = _headroom(asked.headroom, device, target)
+    source = source_of(asked.recipe, asked.name)
+    if asked.space is not None:
+        read_space(asked.space, trainer=None)  # a wrong one is said at once
+    one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
+    scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
+    recipe = read_recipe(
+        source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
+        prompt_tokens=asked.prompt_tokens, world_size=asked.world_size,
+    )  # fmt: skip
+    for label, text in (*recipe.describe(), ("device", describe_device(device, target))):
+        on_event(Event(label=label, text=text))
+    knobs = space_knobs(recipe, asked.space)
+    space = Space.of(recipe, knobs, allow=asked.allow, device=device)
+    _check_target(recipe, target - headroom, asked.allow)
+    open_ended = budget_s is not None or asked.plateau is not None
+    plan = Plan(
+        recipe=recipe, space=space, folder=asked.folder, device=device, target_bytes=target, headroom_bytes=headroom,
+        study_name=asked.study, max_trials=asked.trials or (None if open_ended else _TRIALS), budget_s=budget_s,
+        plateau_trials=asked.plateau, sampler=asked.sampler, goal=asked.goal,
+        min_gain_frac=share("--min-gain", asked.min_gain) or None, parallel=asked.parallel or _probes_at_once(device),
+        measured_steps=asked.measured_steps, deadline_s=deadline_s, seed=asked.seed,
+    )  # fmt: skip
+    return Planned(plan=plan, knobs=knobs, scratch=scratch)
+
+
+def fork_server(folder: Path) -> ForkServer:
+    """A fork server whose log is in `folder`, which is made."""
+    try:
+        return ForkServer(folder)
+    except FileExistsError as error:
+        raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
+
+
+def source_of(given: Given | None, name: str | None = None) -> Source:
+    """The recipe as it was given; a function is asked for it."""
+    stated = given() if callable(given) and not isinstance(given, type) else given
+    return read_source(cast("Stated | None", stated), name=name)
+
+
+def read_recipe(
+    source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
+    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, world_size: int = 1,
+) -> Recipe:  # fmt: skip
+    """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
+
+    Raises ConfigError for what TRL would not take.
+    """
+    named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        return prepare(
+            source, trainer=named, device=device, folder=scratch, server=server, world_size=world_size,
+            changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        )  # fmt: skip
+    except AutofitError:
+        drop(scratch)
+        raise
+
+
+def drop(scratch: Path) -> None:
+    """Remove `scratch`, and the folder that it is in when that is empty."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        scratch.parent.rmdir()
+
+
+def describe_device(device: str, target_bytes: int) -> str:
+    """Where probes run and how much of it they may use, in words."""
+    target = format_bytes(target_bytes)
+    if not device.startswith("sim:"):
+        return f"{device}, {target}: measured"
+    spec = gpu_spec(device.removeprefix("sim:"))
+    return f"{spec.name} ({spec.full_name}, {format_bytes(spec.capacity_bytes)}) simulated, {target} of it: predicted"
+
+
+def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
+    """Refuse made-up prompts on a device that trains on real ones."""
+    if prompt_tokens is not None and not device.startswith("sim:"):
+        raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
+
+
+def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:
+    headroom = 0 if device == "cpu" else target_bytes // 50
+    if given is not None:
+        headroom = 0 if given in ("0", "0B", 0) else size("--headroom", given) or 0
+    if headroom >= target_bytes:
+        raise ConfigError(
+            f"--headroom must be below the target of {format_bytes(target_bytes)}; got {format_bytes(headroom)}"
+        )
+    return headroom
+
+
+def _probes_at_once(device: str) -> int:
+    """One probe a card; simulated ones share nothing but the processor; on the CPU a second would slow the first."""
+    if device.startswith("sim:"):
+        return min(4, os.cpu_count() or 1)
+    return len(gpus()) if device == "cuda" else 1
+
+
+def _check_target(recipe: Recipe, limit_bytes: int, allow: str) -> None:
+    """Refuse a target that not even the weights fit into, quantised to 4 bits where the user allows that."""
+    weights, parameters = recipe.weights_bytes, recipe.model_parameters
+    if weights is None or parameters is None:
+        return
+    least = min(weights, int(parameters * 0.53)) if allow == "recipe" and recipe.uses_lora else weights
+    if least > limit_bytes:
+        raise ConfigError(
+            f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "
+            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it or change dtype"
+        )

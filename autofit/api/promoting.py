@@ -1,0 +1,212 @@
+"""`autofit.verify` and `autofit.promote`: the gradient proof of a trial, its YAML and its full run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.table import Table
+
+from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.events import Event, OnEvent, silent
+from autofit.api.tables import Shown
+from autofit.errors import ConfigError
+from autofit.files import write_atomically
+from autofit.promotion.promotion import (
+    Promotion,
+    choose,
+    follow,
+    model_path,
+    plan_promotion,
+    read_progress,
+    stop,
+)
+from autofit.promotion.promotion import (
+    launch as launch_run,
+)
+from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
+from autofit.tuning.record import record_of
+from autofit.tuning.study import exclusive, load_study, trials_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Step = Mapping[str, object]  # one logged step of a run: step, max_steps, and TRL's metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofResult(Shown):
+    """The gradient proof of a trial of `study`. `str` of it is a fact a line."""
+
+    study: str
+    proof: Proof
+    original: Mapping[str, object]  # the recipe as TRL resolved it
+
+    @property
+    def verdict(self) -> Verdict:
+        """What follows: baseline, proven, not compared, refused, approximate or recipe."""
+        return self.proof.verdict
+
+    @property
+    def refused(self) -> bool:
+        """Whether the trial is claimed to be neutral and is not."""
+        return self.proof.verdict is Verdict.REFUSED
+
+    @property
+    def relative_difference(self) -> float | None:
+        """Norm of the gradients' difference over that of the baseline's; None where nothing was compared."""
+        return self.proof.relative_difference
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit verify --json` prints: plain values only."""
+        return {"study": self.study, **self.proof.to_json()}
+
+    def parts(self) -> list[Table | str]:
+        """The verdict, the numbers, and what was not compared."""
+        return [*lines(self.proof, self.original)]
+
+    def plot(self) -> "Figure":
+        """A matplotlib Figure of the relative gradient difference of each optimizer step, and the rounding's bound."""
+        figure, axes = _axes("optimizer step", "relative gradient difference")
+        axes.bar(range(1, len(self.proof.steps) + 1), self.proof.steps)
+        axes.axhline(ROUNDING, color="tab:red", linestyle="--", linewidth=1, label="rounding is below")
+        axes.set_yscale("log")
+        axes.legend()
+        return figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromotionResult(Shown):
+    """The full run of one trial, or its YAML alone. `str` of it says how it went."""
+
+    study: str
+    trial: int
+    status: Literal["written", "done", "interrupted"]  # written: the YAML only, as no launch was asked for
+    yaml_path: Path
+    proof: Proof
+    final: Mapping[str, object] | None = None  # of a run that is done: steps, losses, rewards, output_dir
+    steps: tuple[Step, ...] = ()  # as they were logged
+
+    @property
+    def model_path(self) -> str | None:
+        """Where the trained model lies; None unless the run is done."""
+        return None if self.final is None else model_path(self.final)
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit promote --json` prints once the run is done: plain values only."""
+        return {"study": self.study, "trial": self.trial, **(self.final or {})}
+
+    def parts(self) -> list[Table | str]:
+        """How the run went and where the model is."""
+        if self.final is None:
+            how = "was interrupted; the same call resumes it" if self.status == "interrupted" else "was not launched"
+            return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}"]
+        final = self.final
+        shown: list[Table | str] = [f"{final['steps']} steps done, final loss {figure_text(final['final_loss'])}"]
+        if final["first_reward"] is not None:
+            window = final["reward_window_steps"]
+            shown.append(
+                f"mean reward {figure_text(final['first_reward'])} over the first {window} step(s), "
+                f"{figure_text(final['last_reward'])} over the last {window}"
+            )
+        return [*shown, f"the model is in {self.model_path}"]
+
+    def plot(self) -> "Figure":
+        """A matplotlib Figure of the loss, and of the reward where there is one, by optimizer step."""
+        figure, axes = _axes("optimizer step", "")
+        for key in ("loss", "reward"):
+            points = [(step["step"], step[key]) for step in self.steps if key in step]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=key)
+                axes.legend()
+        return figure
+
+
+def verify(
+    trial: str | int = "best", *, study: str | None = None, folder: str | Path = FOLDER,
+    on_event: OnEvent | None = None,
+) -> ProofResult:  # fmt: skip
+    """The gradient proof of `trial` (a number or "best") of a study in `folder`, or of the study used last.
+
+    The accumulated gradients of the trial and of the recipe as it is are compared on a small model, with identical
+    samples. A proof is kept with the study and made once. Raises ConfigError for a trial that is not there, and
+    EnvironmentFault when the comparison fails.
+    """
+    with named_as_arguments():
+        found = load_study(Path(folder), study)
+        chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
+        proof = prove(found, chosen, say=_saying(on_event))
+    return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
+
+
+def promote(
+    trial: str | int = "best", *,
+    study: str | None = None,
+    folder: str | Path = FOLDER,
+    out: str | Path | None = None,
+    launch: bool = True,
+    restart: bool = False,
+    on_step: Callable[[Step], None] | None = None,
+    on_event: OnEvent | None = None,
+) -> PromotionResult:  # fmt: skip
+    """Prove `trial` (a number or "best"), write its tuned YAML (to `out` as well), and follow its full run.
+
+    The run is a job of its own, found again and resumed from its last checkpoint by the same call; `restart` throws the
+    checkpoints away. `launch=False` writes the YAML only. `on_step` gets each logged step. Ctrl-C saves a checkpoint
+    after the step at work and returns, with the status "interrupted".
+
+    Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
+    the run fails.
+    """
+    say = _saying(on_event)
+    with named_as_arguments():
+        promotion = plan_promotion(Path(folder), study_name=study, trial=str(trial), say=say)
+        path = promotion.yaml_path if out is None else Path(out)
+        if out is not None:
+            write_atomically(path, promotion.yaml_path.read_text(encoding="utf-8"))
+        say(f"wrote {path}")
+        if not launch:
+            return _result(promotion, "written", path)
+        if not promotion.trains_on_data:
+            raise ConfigError(
+                f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
+                f"reward_funcs to {path} and run it with: trl {promotion.trainer} --config"
+            )
+        with exclusive(Path(folder) / "locks", promotion.folder.name):
+            how = launch_run(promotion, study_folder=Path(folder), restart=restart)
+            say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
+            try:
+                final = follow(promotion, on_step or (lambda _: None))
+            except KeyboardInterrupt:
+                say("saving a checkpoint after the step at work; run the same command again to resume")
+                stop(promotion)
+                return _result(promotion, "interrupted", path)
+        return _result(promotion, "done", path, final)
+
+
+def _result(
+    promotion: Promotion, status: Literal["written", "done", "interrupted"], path: Path, final: Step | None = None
+) -> PromotionResult:
+    return PromotionResult(
+        study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=path, proof=promotion.proof,
+        final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
+    )  # fmt: skip
+
+
+def figure_text(value: object) -> str:
+    """A metric with four digits; "-" for none."""
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def _saying(on_event: OnEvent | None) -> Callable[[str], None]:
+    tell = on_event or silent
+    return lambda text: tell(Event(text=text))
+
+
+def _axes(x: str, y: str) -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    return figure, axes

@@ -1,0 +1,155 @@
+"""What a search found: its trials, their front, the winner and why, read from the study."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.table import Table
+
+from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
+from autofit.api.trials import TrialResult
+from autofit.probing.result import ProbeStatus
+from autofit.tracking.front_plot import front_figure
+from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
+from autofit.tuning.record import record_of
+from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
+from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, why
+from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.study import load_study, trials_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult(Shown):
+    """A study's result. `str` of it is a table and why the winner won; a notebook shows the same."""
+
+    study: str
+    folder: Path  # of the studies
+    original: Mapping[str, object]  # the recipe as TRL resolved it
+    target_bytes: int | None
+    device: str | None  # cpu, cuda, or sim: and a card; None before the first probe has ended
+    device_name: str
+    fidelity: str  # measured, or predicted on a simulated card
+    trials: tuple[TrialResult, ...]
+    front: tuple[TrialResult, ...]  # the trials that no other beats in both step time and bytes, fastest first
+    winner: TrialResult | None  # None where nothing fits
+    baseline: TrialResult | None  # the recipe as it is; None where it was not probed
+    why: str  # why the winner won, or what to relax when nothing fits
+    confirmation: Mapping[str, object] | None  # the winner's longer probe: trial, status, figures, those that fell
+    confirmation_note: str
+    counts: Mapping[str, int]  # trials asked for, by status, and candidates screened out by their prediction
+    stop: Stop | None = None  # why the search ended; None in a report
+    neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
+    margin: Margin | None = None  # what the winner leaves free
+
+    @classmethod
+    def of(
+        cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
+        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
+        kept: Mapping[str, object] | None = None,
+    ) -> "SearchResult":  # fmt: skip
+        """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
+        rule = rule or SPEED
+        base, best = baseline(trials), winner(trials, **rule)
+        probed = [t.result for t in trials if t.result is not None]
+        rows = {t.number: TrialResult.of(t, base) for t in trials}
+        by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
+        return cls(
+            study=study, folder=folder, original=original, target_bytes=target_bytes,
+            device=probed[0].device if probed else None, device_name=probed[0].device_name if probed else "",
+            fidelity=probed[0].fidelity if probed else "measured",
+            trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
+            winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
+            why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
+            counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
+            neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
+        )  # fmt: skip
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search; the same call goes on with it."""
+        return self.stop is not None and self.stop.kind is StopKind.INTERRUPTED
+
+    @property
+    def stopped(self) -> str:
+        """Why the search ended, in words; "" in a report."""
+        return "" if self.stop is None else self.stop.words
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit search --json` prints: plain values only."""
+        return {
+            "study": self.study,
+            "target_bytes": self.target_bytes,
+            "device": self.device,
+            "fidelity": self.fidelity,
+            "winner": None if self.winner is None else self.winner.to_dict(),
+            "confirmation": self.confirmation,
+            "front": [trial.to_dict() for trial in self.front],
+            "baseline": None if self.baseline is None else self.baseline.to_dict(),
+            "counts": dict(self.counts),
+            "stopped": self.stopped,
+            "why": self.why,
+            "sensitivity": None if self.neighbours is None else [asdict(row) for row in self.neighbours],
+            "margin": None if self.margin is None else asdict(self.margin),
+        }
+
+    def table(self) -> Table:
+        """The front and the baseline, the winner marked."""
+        rows = list(self.front)
+        if self.baseline is not None and self.baseline.status is not None and self.baseline not in rows:
+            rows.append(self.baseline)
+        return front_table(
+            rows, original=self.original, winner=None if self.winner is None else self.winner.number,
+            target_bytes=self.target_bytes, fidelity=self.fidelity, device_name=self.device_name,
+        )  # fmt: skip
+
+    def parts(self) -> list[Table | str]:
+        """The front, what lies one step from the winner, and the sentences."""
+        beside = None
+        if self.neighbours is not None and self.winner is not None:
+            beside = sensitivity_table(self.winner.number, self.neighbours)
+        note = self.confirmation_note
+        sentences = [
+            f"{self.why}.",
+            f"{note[:1].upper()}{note[1:]}." if note else "",
+            f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
+            f"Stopped because {self.stopped}." if self.stopped else "",
+        ]
+        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences)]
+
+    def plot(self) -> "Figure":
+        """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
+        return front_figure(self.trials, self.front, self.baseline, self.target_bytes)
+
+
+def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> SearchResult:
+    """The result of the study `name` in `folder`, or of the one used last. Raises ConfigError when there is none."""
+    study = load_study(folder, name)
+    trials, record = trials_of(study), record_of(study)
+    target, rule, original = record.target_bytes, record.rule, record.resolved
+    return SearchResult.of(
+        trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
+        screened=record.screened, stop=stop,
+        why=why(trials, original, target, rule) + predicted_note(trials, record),
+        kept=of_winner(record.sensitivity, winner(trials, **rule)),
+    )  # fmt: skip
+
+
+def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:
+    """The rows of what a study keeps of its winner's sensitivity."""
+    return tuple(Neighbour(**row) for row in cast(list[dict[str, Any]], kept["neighbours"]))
+
+
+def margin_of(kept: Mapping[str, object]) -> Margin:
+    """The margin of what a study keeps of its winner's sensitivity."""
+    return Margin(**cast(dict[str, Any], kept["margin"]))
+
+
+def _with_winner(front: list[Trial], best: Trial | None) -> list[Trial]:
+    """The front, and the winner where its confirmation was, within noise, slower than the next trial's probe."""
+    if best is None or best in front:
+        return front
+    return sorted([*front, best], key=lambda t: (t.step_s or 0.0, t.device_used_bytes or 0))

@@ -1,0 +1,260 @@
+"""`autofit.search` and `autofit.report`: the search from its plan to its result."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import optuna
+
+from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.events import Event, OnEvent, Progress, silent
+from autofit.api.planning import (
+    DeviceKind,
+    Given,
+    Planned,
+    Request,
+    drop,
+    fork_server,
+    make_plan,
+)
+from autofit.api.results import SearchResult, read_result
+from autofit.api.tables import trial_line
+from autofit.api.trials import TrialResult
+from autofit.errors import EnvironmentFault
+from autofit.files import cache_folder
+from autofit.forecast.estimate import Estimator
+from autofit.forecast.forecast import Forecast, Forecaster
+from autofit.hardware import calibration
+from autofit.hardware.hardware import simulated_twin
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.prepare import keep_worst_case, worst_case_path
+from autofit.recipe.keys import Tier
+from autofit.recipe.recipe import merge
+from autofit.space.describe import describe_changes
+from autofit.space.space import Space
+from autofit.space.space_file import StatedSpace
+from autofit.tracking.follower import following
+from autofit.tuning.confirmation import confirm
+from autofit.tuning.frontier import Goal, Trial, baseline, winner
+from autofit.tuning.record import keep_record, record_of
+from autofit.tuning.sampler import SamplerName
+from autofit.tuning.search import Plan, Search, open_study
+from autofit.tuning.search import Progress as _Progress
+from autofit.tuning.sensitivity import sensitivity
+from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.study import exclusive, trials_of
+from autofit.units import format_seconds
+
+
+def search(
+    recipe: Given | None = None, *,
+    target_vram: str | float | None = None,
+    device: DeviceKind = "auto",
+    gpu: str | None = None,
+    trainer: str | None = None,
+    space: StatedSpace | None = None,
+    allow: Tier = "neutral",
+    headroom: str | float | None = None,
+    changes: Mapping[str, object] | None = None,
+    prompt_tokens: int | None = None,
+    world_size: int = 1,
+    trials: int | None = None,
+    time_budget: str | float | None = None,
+    plateau: int | None = None,
+    min_gain: str | float = 0.01,
+    goal: Goal = "speed",
+    sampler: SamplerName = "autofit",
+    measured_steps: int = 2,
+    deadline: str | float = "15m",
+    parallel: int | None = None,
+    confirm: bool = True,
+    seed: int = 0,
+    name: str | None = None,
+    study: str | None = None,
+    folder: str | Path = FOLDER,
+    mlflow: bool = True,
+    on_event: OnEvent | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:  # fmt: skip
+    """The Pareto front of step time and device-used bytes, and the fastest config that fits, as the study has them.
+
+    `recipe` is the path of the YAML that `trl grpo --config` takes, a mapping of its keys, or TRL's config objects (a
+    `GRPOConfig`, or a sequence of what TRL's parser makes: script arguments, trainer, model and dataset config; a
+    mapping may stand among them), or a function that returns one of these, called once the other arguments are found to
+    be right. None is the built-in baseline. Reward functions go by dotted path.
+
+    What is tried:
+    - `target_vram`, `headroom`: bytes, or text such as "40GB" (40e9) or "40GiB". The target is the whole card unless
+      given; the headroom, kept free below it, 2 % (0 on cpu).
+    - `device`: "cuda", "cpu", "sim" or "auto" (cuda where there is a card, else a simulated one); `gpu` names the
+      simulated card ("a100-40gb"), else the target's size does.
+    - `allow`: the lowest tier of change to try. `space`: a YAML file, a name in search_spaces/, {knob: its entry in
+      such a file}, or `Knob`s. `changes`: {key of the recipe: value}, laid over it; None removes a key.
+    - `prompt_tokens`: on a simulated card, a made-up prompt of so many tokens in place of the dataset.
+
+    When it ends: after `trials` (12 unless a time or plateau is given), `time_budget` (seconds, or "10m"), `plateau`
+    trials without a better winner, or when no candidate is expected to be at least `min_gain` (a share) faster.
+    `deadline` (seconds, or "15m") bounds one probe, `measured_steps` are its timed optimizer steps, and `parallel`
+    probes run at once. `confirm` probes the winner once more, longer.
+
+    The study is kept in `folder` and goes on when the same search is called again, as after a crash. It is called
+    `study`, or after the recipe (`name` in place of the file's), the target and the device. `mlflow` mirrors it.
+
+    Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
+    of the search twice a second. Ctrl-C ends the probes at work and returns what was found, with `interrupted` set; a
+    KeyboardInterrupt is raised only before the first probe. No signal handler is installed, so any thread will do.
+
+    Raises ConfigError for what cannot be searched, and EnvironmentFault where the machine is at fault.
+    """
+    asked = Request(
+        recipe=recipe, name=name, target_vram=target_vram, headroom=headroom, device=device, gpu=gpu, trainer=trainer,
+        space=space, allow=allow, changes=changes, prompt_tokens=prompt_tokens, world_size=world_size, trials=trials,
+        time_budget=time_budget, plateau=plateau, min_gain=min_gain, goal=goal, sampler=sampler,
+        measured_steps=measured_steps, deadline=deadline, parallel=parallel, seed=seed, study=study,
+        folder=Path(folder),
+    )  # fmt: skip
+    with named_as_arguments():
+        asked.check()
+        server = fork_server(asked.folder)
+        try:
+            run = _Run(asked, server, on_event or silent, on_progress)
+            studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow)
+        finally:
+            server.close()
+        result = read_result(asked.folder, studied, stop=stop)
+        if stop.kind is StopKind.BROKEN:
+            raise EnvironmentFault(f"{result.why}; mend that and run the same command again")
+        return result
+
+
+def report(study: str | None = None, *, folder: str | Path = FOLDER) -> SearchResult:
+    """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError for none."""
+    with named_as_arguments():
+        return read_result(Path(folder), study)
+
+
+class _Run:
+    """One call of `search`, once its arguments are checked."""
+
+    def __init__(
+        self, asked: Request, server: ForkServer, on_event: OnEvent, on_progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._asked, self._server = asked, server
+        self._tell, self._on_progress = on_event, on_progress
+
+    def to_its_end(self, *, confirming: bool, mirroring: bool) -> tuple[str, Stop]:
+        """(the study's name, why the search ended): plan, predict, probe, confirm."""
+        planned = make_plan(self._asked, self._server, self._tell)
+        forecast = self._forecast(planned)
+        plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive(plan.folder / "locks", plan.name))
+            study = open_study(plan)
+            if mirroring:
+                stack.enter_context(following(plan.folder, study.study_name, say=self._note))
+            keep_worst_case(planned.scratch, plan.probes_folder)
+            drop(planned.scratch)
+            self._note(
+                f"{plan.name} (in {plan.folder}), {len(plan.space.allowed())} candidates of tier "
+                f"{plan.space.allow} or above",
+                label="study",
+            )
+            driver = Search(plan, study, server_socket=self._server.socket_path)
+            driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
+            try:
+                stop = driver.run()
+                if confirming:
+                    confirm(plan, study, server_socket=self._server.socket_path, say=self._note)
+                if plan.device == "cuda":
+                    self._correct_clock(plan, study)
+            except KeyboardInterrupt:
+                self._tell(Event(text="stopping the probe at work; its trial waits for the next run", interrupted=True))
+                driver.interrupt()
+                stop = Stop(StopKind.INTERRUPTED, "interrupted")
+            _keep_sensitivity(planned, study, forecast)
+        return plan.name, stop
+
+    def _note(self, text: str, *, label: str = "") -> None:
+        self._tell(Event(text=text, label=label))
+
+    def _on_told(self, plan: Plan, study: optuna.Study) -> Callable[[Trial], None]:
+        base = baseline(trials_of(study))  # of an earlier run, if there is one
+
+        def told(trial: Trial) -> None:
+            nonlocal base
+            base = base if trial.changes else trial
+            self._tell(Event(text=trial_line(trial, plan.recipe.resolved), trial=TrialResult.of(trial, base)))
+
+        return told
+
+    def _showing(self, plan: Plan) -> Callable[[_Progress], None] | None:
+        show = self._on_progress
+        return None if show is None else lambda found: show(_progress(found, plan))
+
+    def _forecast(self, planned: Planned) -> Forecast | None:
+        """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
+        plan, scratch = planned.plan, planned.scratch
+        device = simulated_twin(plan.device)
+        if device is None:
+            return None
+        began = time.monotonic()
+        forecaster = Forecaster(
+            device=device, worst_case=worst_case_path(scratch), server=self._server, scratch=scratch / "forecasts",
+            kept=cache_folder() / "forecasts",
+        )  # fmt: skip
+        try:
+            forecast = forecaster.forecast(plan.space)
+        except BaseException:
+            drop(scratch)
+            raise
+        predictions = forecast.predictions
+        known = int(np.isfinite(predictions.step_s).sum())
+        too_large = int((predictions.floor_bytes > (plan.limit_bytes or math.inf)).sum())
+        self._note(
+            f"{known} of {len(predictions.candidates)} candidates in {format_seconds(time.monotonic() - began)}; "
+            f"{too_large} cannot fit",
+            label="predicted",
+        )
+        return forecast
+
+    def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:
+        """Correct the clock of the card's simulated twin by the winner's measured seconds; it is kept."""
+        device, best = simulated_twin(plan.device), winner(trials_of(study), **record_of(study).rule)
+        if device is None or best is None or best.result is None or plan.limit_bytes is None:
+            return
+        estimator = Estimator(
+            recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes,
+            folder=plan.folder / "calibrations" / plan.name,
+            worst_case=worst_case_path(plan.probes_folder), server=self._server, deadline_s=plan.deadline_s,
+        )  # fmt: skip
+        predicted = estimator.probe(merge(plan.recipe.values, best.changes))
+        if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
+            self._note(f"the clock of {device} by this search's winner", label="calibrated")
+
+
+def _progress(found: _Progress, plan: Plan) -> Progress:
+    original = plan.recipe.resolved
+    return Progress(
+        done=sum(t.result is not None for t in found.trials),
+        probing=tuple(f"trial {t.number}: {describe_changes(t.changes, original)}" for t in found.probing),
+        best=None if found.best is None else TrialResult.of(found.best, baseline(found.trials)),
+        elapsed_s=found.elapsed_s, left_s=found.left_s,
+    )  # fmt: skip
+
+
+def _keep_sensitivity(planned: Planned, study: optuna.Study, forecast: Forecast | None) -> None:
+    """Keep with the study what lies around its winner, for `report`: knobs of every tier, as far as it is known."""
+    plan, trials, record = planned.plan, trials_of(study), record_of(study)
+    best = winner(trials, **record.rule)
+    if best is None:
+        return
+    space = Space.of(plan.recipe, planned.knobs, allow="recipe", device=plan.device)
+    kept = sensitivity(
+        space, trials, best, limit_bytes=plan.limit_bytes,
+        predict=lambda other, tokens: None if forecast is None else forecast.of(space, other, completion_tokens=tokens),
+    )  # fmt: skip
+    keep_record(study, replace(record, sensitivity=kept))

@@ -1,0 +1,148 @@
+"""Results as people read them: tables and sentences, as text and as HTML."""
+
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autofit.api.trials import TrialResult
+from autofit.probing.result import ProbeStatus
+from autofit.space.describe import describe_changes, samples_word
+from autofit.tuning.frontier import Trial
+from autofit.tuning.sensitivity import Margin, Neighbour
+from autofit.units import format_bytes, format_seconds
+
+WIDTH = 150  # of a table, in columns, where there is no terminal
+
+
+class Shown:
+    """A result that is a list of tables and sentences: as text by `str`, as HTML in a notebook."""
+
+    __slots__ = ()
+
+    def parts(self) -> list[Table | str]:
+        """What is shown, from the top down; a sentence is a line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(_text_of, self.parts()))
+
+    def _repr_html_(self) -> str:
+        return "\n".join(_html_of(part) for part in self.parts())
+
+
+def _text_of(part: Table | str) -> str:
+    if isinstance(part, str):
+        return part
+    Console(file=(text := io.StringIO()), width=WIDTH).print(part)
+    return text.getvalue().rstrip("\n")
+
+
+def _html_of(part: Table | str) -> str:
+    if isinstance(part, str):
+        return f"<div>{html.escape(part)}</div>"
+    columns = [(_plain(c.header), [_plain(cell) for cell in c.cells]) for c in part.columns]
+    head = "".join(f"<th>{header}</th>" for header, _ in columns)
+    rows = zip(*(cells for _, cells in columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
+    caption = f"<caption>{_plain(part.title)}</caption>" if part.title else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def _plain(cell: object) -> str:
+    """A cell of a rich table as HTML text: its markup taken out, its special characters escaped."""
+    return html.escape(Text.from_markup(str(cell)).plain)
+
+
+def front_table(
+    rows: Sequence[TrialResult], *, original: Mapping[str, object], winner: int | None, target_bytes: int | None,
+    fidelity: str, device_name: str,
+) -> Table:  # fmt: skip
+    """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
+    where = f" on {device_name}" if device_name else ""
+    table = Table(title=f"Pareto front (step time, device-used), {fidelity}{where}", title_justify="left")
+    for name in ("trial", "tier", "changes"):
+        table.add_column(name, overflow="fold")
+    for name in ("device-used", "of target", "step", f"{samples_word(original)}/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.number} *" if row.number == winner else f"{row.number}",
+            row.tier,
+            escape(describe_changes(row.changes, original)),
+            _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
+            _share(row, target_bytes),
+            _or_dash(row.step_s, format_seconds),
+            _or_dash(row.completions_per_s, lambda v: f"{v:.2f}"),
+            _or_dash(row.speedup, lambda v: f"{v:.2f}x"),
+        )
+    return table
+
+
+def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
+    """One line for a finished trial."""
+    result = trial.result
+    assert result is not None
+    head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}: "
+    used = _or_dash(result.device_used_bytes, format_bytes)
+    if result.status is ProbeStatus.FIT:
+        assert result.median_step_s is not None
+        step = format_seconds(result.median_step_s)
+        return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
+    if result.status is ProbeStatus.OOM:
+        needs = "needs" if result.uncapped_bytes is None else "held without the cap"
+        needs = "at least" if trial.stopped_at_oom else needs
+        return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
+    return f"{head}{result.status}: {result.reason}"
+
+
+def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | None:
+    """One step in each knob from trial `number`; None where nothing is known of any."""
+    known = [row for row in neighbours if row.device_used_delta_bytes is not None]
+    if not known:
+        return None
+    table = Table(title=f"One step from trial {number}, all else held", title_justify="left")
+    for name in ("knob", "from -> to", "tier"):
+        table.add_column(name, overflow="fold")
+    for name in ("device-used", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known from")
+    for row in known:
+        assert row.device_used_delta_bytes is not None
+        used = _signed(row.device_used_delta_bytes, format_bytes) + ("" if row.fits else ", does not fit")
+        used = f"at least {used}" if row.at_least else used
+        step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
+        source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
+        table.add_row(row.knob, f"{row.before} -> {row.after}", row.tier, used, step, source)
+    return table
+
+
+def _signed(value: float, text: Callable[[int], str]) -> str:
+    shown = text(abs(value))  # type: ignore[arg-type]
+    return "0" if not value else f"{'+' if value > 0 else '-'}{shown}"
+
+
+def margin_sentence(margin: Margin) -> str:
+    """How much room the winner has, in one sentence; "" where there is no target."""
+    if margin.bytes_left is None:
+        return ""
+    head = f"Margin: {format_bytes(margin.bytes_left)} below the target less the headroom; "
+    if margin.tokens is None:
+        return f"{head}how much longer {margin.key} could be is not known here"
+    more = "at least " if margin.at_least else ""
+    return f"{head}{margin.key} could be {more}{margin.tokens} tokens longer ({margin.fidelity})"
+
+
+def _share(row: TrialResult, target_bytes: int | None) -> str:
+    if row.device_used_bytes is None or not target_bytes:
+        return "-"
+    return f"{row.device_used_bytes / target_bytes:.0%}"
+
+
+def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:
+    assert callable(text)
+    return "-" if value is None else ("> " if at_least else "") + str(text(value))
