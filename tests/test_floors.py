@@ -20,7 +20,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.proof",),
     ("autofit.promotion",),
     ("autofit.tracking",),
-    ("autofit.results",),
     ("autofit.api",),
     ("autofit.commands",),
     ("autofit.cli", "autofit.__main__"),

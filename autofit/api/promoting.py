@@ -169,8 +169,8 @@ def promote(
             return _result(promotion, "written", path)
         if not promotion.trains_on_data:
             raise ConfigError(
-                f"the recipe has no dataset to train on, as its prompts were made up; add dataset_name and your own "
-                f"reward_funcs to {path} and run it with: trl {promotion.trainer} --config"
+                f"the recipe has no dataset to train on, as its prompts were made up; add your own data and rewards to "
+                f"{path} (dataset_name, reward_funcs) and run it with: {promotion.command or 'your own program'} {path}"
             )
         with exclusive(Path(folder) / "locks", promotion.folder.name):
             how = launch_run(promotion, study_folder=Path(folder), restart=restart)

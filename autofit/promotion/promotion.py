@@ -39,6 +39,7 @@ class Promotion:
     proof: Proof
     generates: bool
     trains_on_data: bool
+    command: str | None  # what runs the tuned YAML without autofit, before its file's name
     confirmation: str = ""  # whether the trial was probed longer, in words
 
     @property
@@ -85,7 +86,7 @@ def plan_promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=record.trainer,
         values=merge(given, {**chosen.yaml_changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
-        trains_on_data=record.trains_on_data,
+        trains_on_data=record.trains_on_data, command=record.command,
     )  # fmt: skip
 
 
