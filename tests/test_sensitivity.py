@@ -92,7 +92,7 @@ def test_what_was_probed_is_said_as_measured() -> None:
     row = known["gradient_checkpointing", "up"]
     assert (row["fidelity"], row["trial"], row["device_used_bytes"]) == ("measured", 5, 300 * MB)
     assert kept["margin"]["tokens"] is None  # type: ignore[index]
-    assert "is not known here" in margin_sentence(margin_of(kept))
+    assert "can grow was not predicted" in margin_sentence(margin_of(kept))
     table = sensitivity_table(0, neighbours_of(kept))
     assert table is not None
     assert list(table.columns[-1].cells) == ["trial 5, measured"]
@@ -117,7 +117,7 @@ def test_the_margin_is_the_last_token_that_fits() -> None:
     kept = sensitivity(space, [best], best, limit_bytes=LIMIT, predict=lawful(space, wrong_by=0.8))
     assert kept["margin"] == {"bytes_left": 28 * MB, "key": "max_completion_length", "tokens": 7, "at_least": False,
                               "fidelity": "predicted"}  # fmt: skip
-    assert margin_sentence(margin_of(kept)).endswith("max_completion_length could be 7 tokens longer (predicted)")
+    assert margin_sentence(margin_of(kept)).endswith("max_completion_length can grow by about 7 tokens (predicted)")
     wide = sensitivity(space, [best], best, limit_bytes=10**10, predict=lawful(space))["margin"]
     assert (wide["tokens"], wide["at_least"]) == (3 * 64, True)  # type: ignore[index]
 

@@ -101,16 +101,16 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
 
 
 def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | None:
-    """One step in each knob from trial `number`; None where nothing is known of any."""
+    """Rows of trial `number` with one knob changed by one step; None if no such row is known."""
     known = [row for row in neighbours if row.device_used_delta_bytes is not None]
     if not known:
         return None
-    table = Table(title=f"One step from trial {number}, all else held", title_justify="left")
+    table = Table(title=f"One knob of trial {number} changed by one step", title_justify="left")
     for name in ("knob", "from -> to", "tier"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "step"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("known from")
+    table.add_column("source")
     for row in known:
         assert row.device_used_delta_bytes is not None
         used = _signed(row.device_used_delta_bytes, format_bytes) + ("" if row.fits else ", does not fit")
@@ -127,14 +127,16 @@ def _signed(value: float, text: Callable[[int], str]) -> str:
 
 
 def margin_sentence(margin: Margin) -> str:
-    """How much room the winner has, in one sentence; "" where there is no target."""
+    """Free memory of the winner under the limit (target - headroom), in one sentence; "" without a target."""
     if margin.bytes_left is None:
         return ""
-    head = f"Margin: {format_bytes(margin.bytes_left)} below the target less the headroom; "
+    head = f"Free: {format_bytes(margin.bytes_left)} under the limit"
+    if margin.key is None:
+        return head
     if margin.tokens is None:
-        return f"{head}how much longer {margin.key} could be is not known here"
-    more = "at least " if margin.at_least else ""
-    return f"{head}{margin.key} could be {more}{margin.tokens} tokens longer ({margin.fidelity})"
+        return f"{head}; how far {margin.key} can grow was not predicted"
+    more = "at least" if margin.at_least else "about"
+    return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens ({margin.fidelity})"
 
 
 def _share(row: TrialResult, target_bytes: int | None) -> str:
