@@ -107,7 +107,7 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
         state = (
             "is not finished"
             if chosen.status is None
-            else f"fell when it was to be confirmed: {chosen.confirmed and chosen.confirmed.reason}"
+            else f"failed its confirmation run: {chosen.confirmed and chosen.confirmed.reason}"
             if chosen.fell
             else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
         )
