@@ -1,4 +1,4 @@
-"""Search spaces as people write them: YAML files of knobs, checked before anything is searched."""
+"""Search space files: YAML files of knobs, checked before the search starts."""
 
 from importlib import resources
 from pathlib import Path
@@ -13,16 +13,16 @@ from autofit.space.space import Knob, Value
 def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's own.
 
-    Without `trainer` it is only checked as a file, whatever it is for. Raises ConfigError.
+    Without `trainer`, a space for any trainer is accepted. Raises ConfigError.
     """
     path = _space_path(name or trainer or "")
     content = read_yaml_mapping(path, what="search space")
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
-        raise ConfigError(f"the search space {path} may have the keys trainer and knobs; got {', '.join(wrong)}")
+        raise ConfigError(f"the search space {path} may only have the keys trainer and knobs; got {', '.join(wrong)}")
     if trainer is not None and content.get("trainer") != trainer:
         raise ConfigError(
-            f"the search space {path} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}"
+            f"the search space {path} is for trainer {content.get('trainer')!r}, but the recipe is for {trainer!r}"
         )
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
