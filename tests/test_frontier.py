@@ -63,5 +63,5 @@ def test_trials_since_the_winner_improved_are_counted_in_one_pass() -> None:
 
 def test_a_share_is_given_as_a_percentage_or_a_number() -> None:
     assert (parse_frac("1%"), parse_frac("0.01"), parse_frac("0")) == (0.01, 0.01, 0.0)
-    with pytest.raises(ConfigError, match="a share looks like"):
+    with pytest.raises(ConfigError, match="a share must look like"):
         parse_frac("120%")
