@@ -1,9 +1,9 @@
-"""A study of 1,000 trials: what the search costs besides its probes, and what the other commands take on it.
+"""A study of 1,000 trials: cost of the search besides its probes, and time of the other commands on that study.
 
-Run: `python experiments/large_study/run.py`. The search, its database and MLflow's follower are what `autofit search`
-has, two probes at a time; the probes answer at once, by the formulas of experiments/search_efficiency. Times are of one
-run on one machine: `wall_ms` waits for the disk (a trial is some 20 commits, each flushed), `cpu_ms` does not. Writes
-results.json next to this file.
+Run: `python experiments/large_study/run.py`. The search, its database and MLflow's follower are those of `autofit
+search`, with two probes at a time; the probes answer at once, by the formulas of experiments/search_efficiency. Times
+are of one run on one machine: `wall_ms` includes waiting for the disk (a trial is some 20 commits, each flushed),
+`cpu_ms` does not. Writes results.json next to this file.
 """
 
 import argparse
