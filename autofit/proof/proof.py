@@ -59,7 +59,7 @@ class Proof:
     largest_parameter: str | None = None
     largest_parameter_difference: float | None = None
     compared: Mapping[str, object]
-    in_both: Mapping[str, object]  # changes of the recipe, applied to the baseline as well
+    in_both: Mapping[str, object]  # changes of the recipe, applied to the baseline too
     not_compared: Mapping[str, str]  # {knob: reason}
     because_of: Mapping[str, float | None]  # {knob: difference of this change alone}, if above rounding
     simplified: tuple[str, ...] = ()

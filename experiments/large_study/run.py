@@ -42,7 +42,7 @@ _PHASES = ("load", "rollout", "scoring", "update", "optimizer", "save", "resume"
 
 
 class AtOnce(Launcher):
-    """Answers within the call, by the law. Notes when, and what the process held; its own time is taken out."""
+    """Answers within the call, by the law. Records times and the memory of the process; excludes its own time."""
 
     def __init__(self, case: cases.LawCase) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def main(trials: int, samplers: tuple[SamplerName, ...], short: int) -> None:
 def searched(
     case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int, *, mirrored: bool
 ) -> dict[str, object]:
-    """A search of so many trials: {at trial N: what a trial costs and what the driver holds}, and in all."""
+    """A search of the given number of trials: {at trial N: cost of a trial, memory of the driver}, and the totals."""
     folder.mkdir(exist_ok=True)
     plan, launcher = _plan(case, folder, sampler, trials), AtOnce(case)
     began = time.perf_counter()
@@ -139,7 +139,7 @@ def _plan(case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int) 
 
 
 def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
-    """Seconds of what is done with the study of `searched`, and its size on disk."""
+    """Seconds of each command on the study of `searched`, and the study's size on disk."""
     from autofit.tracking.study_mirror import sync  # a search itself loads no MLflow, and its memory is measured
     from autofit.tracking.ui import compare_path
 
