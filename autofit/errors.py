@@ -1,11 +1,11 @@
-"""The errors a user can cause. Each message says what must hold, what was given and what to change."""
+"""The errors a user can cause. Each message names the requirement, the given value and the change that helps."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class AutofitError(Exception):
-    """Anything that autofit reports in one line and exit code 2, without a traceback."""
+    """Base of all errors that autofit reports in one line with exit code 2, without a traceback."""
 
     as_options: str | None = None  # the text with the command line's options in it, where it names arguments instead
 
@@ -15,11 +15,12 @@ class ConfigError(AutofitError, ValueError):
 
 
 class EnvironmentFault(AutofitError):
-    """The machine is at fault: no space left, a database that cannot be read, a process that died."""
+    """A fault of the machine: no space left, a database that cannot be read, a process that died."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """`"; the nearest valid key is 'x'"` when one of `known` is close to `given`, else an empty string."""
+    """`"; the nearest valid one is 'x'"` if one of `known` is close to `given`, else an empty string."""
     close = difflib.get_close_matches(given, list(known), n=8, cutoff=0.5)
-    close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))  # lora_rank means lora_r
+    # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
+    close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))
     return f"; the nearest valid one is {close[0]!r}" if close else ""

@@ -1,4 +1,4 @@
-"""Files put in place whole or not at all."""
+"""Atomic writes of files."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from autofit.errors import EnvironmentFault
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between commands: AUTOFIT_CACHE, or ~/.cache/autofit."""
+    """The folder for files that autofit can rebuild: AUTOFIT_CACHE, or ~/.cache/autofit."""
     return Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
 
 
@@ -36,24 +36,24 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the file system of `folder` has less than 1 MB left: what fails there fails for want of space."""
+    """Whether the file system of `folder` has less than 1 MB free, so that a failed write there means a full disk."""
     return shutil.disk_usage(folder).free < 10**6
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """One line: why `path` could not be written and what to change."""
+    """One line: the reason why `path` could not be written, and the change that helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left to write {path}; free some space or write elsewhere (--dir)"
-    return f"cannot write {path}: {error.strerror or error}; write elsewhere (--dir, --out)"
+        return f"no space left to write {path}; free some space or choose another folder (--dir)"
+    return f"cannot write {path}: {error.strerror or error}; choose another place (--dir, --out)"
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """`content` as JSON, put in place with `os.replace`."""
+    """Write `content` as JSON to `path`, atomically (`os.replace`)."""
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`, or None when there is no such file."""
+    """The JSON object in `path`, or None if the file does not exist."""
     try:
         return cast(dict[str, object], json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Bytes and seconds, read from and written for people. 40GB is 40e9 bytes, 40GiB is 40·2^30 (DESIGN.md)."""
+"""Bytes and seconds as text: parsing and formatting. 40GB is 40e9 bytes, 40GiB is 40·2^30 (DESIGN.md)."""
 
 import re
 
@@ -13,11 +13,11 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`, such as `40GB` (10^9 each) or `40GiB` (2^30 each). A bare number is refused: 40 what?"""
+    """Bytes in `text`, such as `40GB` (10^9 each) or `40GiB` (2^30 each). A number without a unit is refused."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _FACTORS or unit == "":
-        raise ConfigError(f"an amount of memory looks like 40GB (40e9 bytes) or 40GiB (40*2^30); got {text!r}")
+        raise ConfigError(f"an amount of memory must look like 40GB (40e9 bytes) or 40GiB (40*2^30); got {text!r}")
     value = int(float(match.group(1)) * _FACTORS[unit])
     if value <= 0:
         raise ConfigError(f"an amount of memory must be above zero; got {text!r}")
@@ -28,26 +28,26 @@ def parse_seconds(text: str) -> float:
     """Seconds in `text`, such as `90`, `90s`, `10m` or `2h`."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smh]?)\s*", text)
     if match is None or float(match.group(1)) <= 0:
-        raise ConfigError(f"a duration looks like 90s, 10m or 2h and is above zero; got {text!r}")
+        raise ConfigError(f"a duration must look like 90s, 10m or 2h and be above zero; got {text!r}")
     return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
 def parse_frac(text: str) -> float:
-    """The share in `text`, such as `1%` or `0.01`: from 0 up to, not including, 1."""
+    """The share in `text`, such as `1%` or `0.01`: at least 0 and below 1."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
     value = float(match.group(1)) / (100 if match.group(2) else 1) if match else 1.0
     if value >= 1:
-        raise ConfigError(f"a share looks like 1% or 0.01 and is below 100 %; got {text!r}")
+        raise ConfigError(f"a share must look like 1% or 0.01 and be below 100 %; got {text!r}")
     return value
 
 
 def format_bytes(count: int) -> str:
-    """`count` in GB (10^9), or MB below 0.1 GB, the unit that `--target-vram 40GB` uses."""
+    """`count` as text in GB (10^9, as in `--target-vram 40GB`), or in MB below 0.1 GB."""
     return f"{count / 1e9:.2f} GB" if abs(count) >= 10**8 else f"{count / 1e6:.1f} MB"
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.53 s`, `12.4 s`, `3m05s` or `2h10m`."""
+    """`seconds` as text: `0.53 s`, `12.4 s`, `3m05s` or `2h10m`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:

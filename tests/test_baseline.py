@@ -39,7 +39,7 @@ def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(
     tuned = autofit(tmp_path, "promote", "best", "--write-only", "--out", "tuned.yaml")
     assert tuned.returncode == 0, tuned.stderr
     text = (tmp_path / "tuned.yaml").read_text()
-    assert "its prompts were made up: add dataset_name" in text
+    assert "its prompts were synthetic: add dataset_name" in text
     assert yaml.safe_load(text)["model_name_or_path"] == "Qwen/Qwen3-4B"
     assert "use_cpu" not in text  # it was predicted for a card
 

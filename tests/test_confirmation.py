@@ -100,13 +100,13 @@ def test_a_finalist_that_falls_gives_way_to_the_next_and_the_output_says_so(
     assert best.number == second.number
     assert best.confirmed is not None
     assert first.number not in [t.number for t in pareto_front(trials)]
-    assert any(f"trial {first.number} fell in its confirmation: out of memory" in line for line in said)
+    assert any(f"trial {first.number} failed its confirmation run: out of memory" in line for line in said)
     content = result_of(trials).to_dict()
     assert content["winner"]["trial"] == second.number  # type: ignore[index]
     assert content["confirmation"]["status"] == "confirmed"  # type: ignore[index]
     assert [f["trial"] for f in content["confirmation"]["fallen"]] == [first.number]  # type: ignore[index]
     assert choose(trials, "best", RULE).number == second.number
-    with pytest.raises(ConfigError, match="fell when it was to be confirmed"):
+    with pytest.raises(ConfigError, match="failed its confirmation run"):
         choose(trials, str(first.number), RULE)
 
 
@@ -129,7 +129,7 @@ def test_slower_by_noise_it_stays_the_winner_and_by_more_the_next_is_asked(
     best = winner(trials, **RULE)
     assert best is not None
     assert best.number == second.number
-    assert "was probed longer as well and is not the winner" in confirmation_note(trials, RULE)
+    assert "also had a confirmation run and is not the winner" in confirmation_note(trials, RULE)
 
 
 def test_on_a_machine_that_became_slower_only_the_next_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_simulated_card_and_the_recipe_as_it_is_are_not_asked_again() -> None:
     better = Trial(number=1, tier="neutral", changes={"a": 1}, params={}, result=result)
     assert "is predicted, not confirmed" in confirmation_note([asis, better], RULE)
     measured = replace(asis, result=replace(result, fidelity=Fidelity.MEASURED))
-    assert confirmation_note([measured], RULE) == "the recipe as it is needs no confirmation"
+    assert confirmation_note([measured], RULE) == "the winner is the unchanged recipe, which needs no confirmation run"
 
 
 def test_mlflow_has_the_confirmation_whenever_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def test_an_error_of_the_loop_is_raised_and_torch_is_as_before() -> None:
     ({"model": "gpt2"}, r"model must be a function .* got 'gpt2'; pass a function without arguments"),
     ({"model": nn.Linear}, r"model must take no arguments; .* 'in_features'.*; pass a function"),
     ({"model": lambda: build(device="cpu")}, r"the model must be on the card, and nothing was allocated there"),
-    ({"target_vram": "20"}, r"target_vram: an amount of memory looks like 40GB"),
+    ({"target_vram": "20"}, r"target_vram: an amount of memory must look like 40GB"),
     ({"target_vram": -5}, r"target_vram must be a size such as .*; got -5"),
     ({"target_vram": 2.5}, r"target_vram must be a size such as .*; got 2.5"),
     ({"target_vram": "90GB"}, r"target_vram must be at most the capacity of l4, 23.66 GB; got 90.00 GB; lower it"),

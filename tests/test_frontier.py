@@ -48,7 +48,7 @@ def test_a_baseline_that_was_not_probed_is_said_to_be_predicted_not_to_fit() -> 
     record = StudyRecord(target_bytes=10 * GB, headroom_bytes=GB, baseline_predicted=predicted)
     moved = [trial(number, 1.0, 1) for number in (1, 2)]
     assert baseline(moved) is None
-    assert "predicted 12.00 GB, which does not fit" in predicted_note(moved, record)
+    assert "it does not fit, predicted 12.00 GB" in predicted_note(moved, record)
     assert predicted_note(TRIALS, record) == ""
     assert predicted_note([], record) == "; run the same command again to go on"
     assert "predicted to need 11.00 GB or more" in predicted_note([], replace(record, least_floor_bytes=11e9))
@@ -63,5 +63,5 @@ def test_trials_since_the_winner_improved_are_counted_in_one_pass() -> None:
 
 def test_a_share_is_given_as_a_percentage_or_a_number() -> None:
     assert (parse_frac("1%"), parse_frac("0.01"), parse_frac("0")) == (0.01, 0.01, 0.0)
-    with pytest.raises(ConfigError, match="a share looks like"):
+    with pytest.raises(ConfigError, match="a share must look like"):
         parse_frac("120%")

@@ -63,8 +63,8 @@ def test_a_card_that_is_there_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     ("asked", "gpu", "size", "message"),
     [
         ("auto", None, None, "lists no CUDA card.* give --target-vram SIZE .* or --gpu NAME"),
-        ("sim", None, None, "^say which: give --target-vram"),
-        ("auto", None, 900 * GB, "largest card that is known, b200"),
+        ("sim", None, None, "^choose the simulated card: give --target-vram"),
+        ("auto", None, 900 * GB, "largest known card, b200"),
         ("auto", "a1000", None, "unknown GPU 'a1000'"),
         ("cpu", "t4", None, "--device must be auto or sim; got cpu"),
         ("cuda", None, GB, "needs a CUDA card"),

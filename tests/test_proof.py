@@ -73,7 +73,7 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     assert list(proof["because_of"]) == ["steps_per_generation"]  # and not the checkpointing
     stopped = autofit_("promote", "1")
     assert stopped.returncode == 2
-    assert "claimed neutral, and is not" in stopped.stderr
+    assert "claimed neutral, but is not" in stopped.stderr
     assert "steps_per_generation" in stopped.stderr
     assert len(stopped.stderr.splitlines()) == 1
     assert not (folder / "promoted").exists()
@@ -89,7 +89,7 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     assert kept.relative_difference < 1e-6
 
     nothing = autofit_("verify", "0")
-    assert (nothing.returncode, "nothing to prove" in nothing.stdout) == (0, True)
+    assert (nothing.returncode, "no proof is needed" in nothing.stdout) == (0, True)
     assert autofit_("verify", "9").returncode == 2
 
 
@@ -141,7 +141,7 @@ def test_one_wrong_parameter_is_refused_though_the_whole_gradient_hardly_differs
 ) -> None:
     answering(monkeypatch, ROUNDING / 2, PARAMETER_ROUNDING * 2)
     study = make_study(tmp_path, values, [("neutral", dict(SPLIT))])
-    with pytest.raises(ConfigError, match=r"trial 1 claimed neutral, and is not.*not promoted"):
+    with pytest.raises(ConfigError, match=r"trial 1 claimed neutral, but is not.*not promoted"):
         checked(study, trials_of(study)[1])
 
 
@@ -194,7 +194,7 @@ def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
     proof = prove(study, trials_of(study)[1])
     assert asked[0].baseline["lora_r"] == asked[0].candidate["lora_r"] == 2
     assert (dict(proof.in_both), dict(proof.compared)) == ({"lora_r": 2, "lora_alpha": 4}, SPLIT)
-    assert proof.sentence.startswith("the recipe is changed; the rest of the changes differs by 2.0e-07")
+    assert proof.sentence.startswith("the recipe is changed; the other changes alone differ by 2.0e-07")
 
 
 def test_a_kernel_of_the_recipe_itself_that_no_cpu_runs_is_not_compared_either() -> None:
@@ -401,9 +401,9 @@ def test_gradients_of_other_parameters_are_not_compared() -> None:
 
     from autofit.proof.worker import compare
 
-    with pytest.raises(ConfigError, match="trains other parameters"):
+    with pytest.raises(ConfigError, match="must train the same parameters"):
         compare([{"w": torch.ones(2)}], [{"w": torch.ones(3)}])
-    with pytest.raises(ConfigError, match=r"norm 0\.0"):
+    with pytest.raises(ConfigError, match=r"must be finite and above zero; it is 0\.0"):
         compare([{"w": torch.zeros(2)}], [{"w": torch.ones(2)}])
-    with pytest.raises(ConfigError, match="not finite"):
+    with pytest.raises(ConfigError, match="the candidate's gradient must be finite"):
         compare([{"w": torch.ones(2)}], [{"w": torch.full((2,), float("nan"))}])

@@ -150,7 +150,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "it does not fit: it needs" in done.stdout
-    assert "no change of its settings makes it fit; the closest needs" in done.stdout
+    assert "no change of the recipe's settings makes it fit; the closest change exceeds the limit by" in done.stdout
 
 
 def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:

@@ -134,7 +134,7 @@ def test_memory_order_rules_out_only_what_is_at_least_as_large_in_every_knob() -
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, values: []}}", "values must be a list"),
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, vlaues: [1]}}", "nearest valid one is 'values'"),
         ("trainer: grpo\nknobs: {lora_r: {tier: recipe, values: [[1]]}}", "must be plain"),
-        ("trainer: grpo\nextra: 1\nknobs: {}", "may have the keys"),
+        ("trainer: grpo\nextra: 1\nknobs: {}", "may only have the keys"),
     ],
 )
 def test_a_broken_space_file_gets_one_clear_error(tmp_path: Path, text: str, message: str) -> None:

@@ -88,16 +88,19 @@ def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
         ({"dataset_name": "no/such"}, "the dataset no/such cannot be .* or give --prompt-tokens N"),
         ({"dataset_name": "gone.jsonl"}, "no such file .* or give --prompt-tokens N"),
         ({"dataset_name": None}, "needs a dataset.* or give --prompt-tokens N"),
-        ({"model_name_or_path": "Qwen/Qwen3-4B"}, "tokenizer of 'Qwen/Qwen3-4B' cannot be reached.*--prompt-tokens N"),
+        ({"model_name_or_path": "Qwen/Qwen3-4B"}, "tokenizer of 'Qwen/Qwen3-4B' must be reachable.*--prompt-tokens N"),
         (
             {"model_name_or_path": "Qwen/Qwen3-1.8B"},
-            "catalogue; got 'Qwen/Qwen3-1.8B'; near: Qwen/Qwen3-1.7B",
+            "catalogue; got 'Qwen/Qwen3-1.8B'; similar names: Qwen/Qwen3-1.7B",
         ),
-        ({"model_name_or_path": "qwen3_8b"}, "near: .*Qwen/Qwen3-8B"),
+        ({"model_name_or_path": "qwen3_8b"}, "similar names: .*Qwen/Qwen3-8B"),
         ({"lora_target_modules": ["wq", "wk"]}, "wk, wq matches none; it has q_proj, k_proj, v_proj, o_proj"),
         ({"lora_target_modules": ["q_prj", "v_prj"]}, "matches none; the nearest valid one is 'q_proj'"),
-        ({"lora_target_modules": ["q_proj"]}, r"read as a pattern for whole paths: write '\.\*q_proj'"),
-        ({"load_in_4bit": True, "use_peft": False}, "load_in_4bit without LoRA trains nothing"),
+        ({"lora_target_modules": ["q_proj"]}, r"a pattern for the whole path of a module: write '\.\*q_proj'"),
+        (
+            {"load_in_4bit": True, "use_peft": False},
+            "load_in_4bit needs LoRA, because quantised weights",
+        ),
         ({"attn_implementation": "flash_attention_3"}, "needs the package flash_attn_interface.*sdpa needs none"),
     ],
 )
@@ -110,7 +113,7 @@ def test_what_a_simulated_card_cannot_do_without_is_one_line(
 
 
 def test_a_real_device_takes_no_stand_in_but_says_where_one_would_do(tiny_recipe: Path) -> None:
-    with pytest.raises(ConfigError, match="the hub does not answer; a simulated card can do without it: --gpu NAME"):
+    with pytest.raises(ConfigError, match="the hub does not answer; a simulated card does not need it: --gpu NAME"):
         inspected(tiny_recipe, device="cpu", model_name_or_path="Qwen/Qwen3-4B")
     with pytest.raises(ConfigError, match="the dataset no/such cannot be") as raised:
         inspected(tiny_recipe, device="cpu", dataset_name="no/such")
@@ -123,12 +126,12 @@ def test_a_real_device_takes_no_stand_in_but_says_where_one_would_do(tiny_recipe
         (None, "has none"),
         ("{", "is not valid JSON"),
         ("[]", "must be a JSON object"),
-        ('{"hidden_size": 8}', "lacks model_type, num_hidden_layers, num_attention_heads, vocab_size"),
+        ('{"hidden_size": 8}', "must have model_type, num_hidden_layers, num_attention_heads, vocab_size"),
         (
             '{"model_type": "llama", "hidden_size": 8}',
-            "lacks num_hidden_layers, .*, vocab_size, intermediate_size",
+            "must have num_hidden_layers, .*, vocab_size, intermediate_size",
         ),
-        ('{"model_type": "gpt2", "n_embd": 8, "n_head": 2}', "lacks n_layer, vocab_size; without it"),
+        ('{"model_type": "gpt2", "n_embd": 8, "n_head": 2}', "must have n_layer, vocab_size, because the model's size"),
     ],
 )
 def test_a_config_that_says_no_size_is_refused_instead_of_a_default_one(
@@ -157,5 +160,5 @@ def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
                    overrides={"use_cpu": True})  # fmt: skip
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=0, vocab_size=9))
-    with pytest.raises(ConfigError, match="load_in_4bit quantises linear layers, and GPT2LMHeadModel has none"):
+    with pytest.raises(ConfigError, match="load_in_4bit quantises linear layers, but GPT2LMHeadModel has none"):
         check_model(model, config)

@@ -36,7 +36,7 @@ def _no_database(path: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "advice"),
     [(_full, "free some space"), (_read_only, "make the file writable"), (_not_there, "make the file writable"),
-     (_no_database, "move it away")],
+     (_no_database, "move the file away")],
 )  # fmt: skip
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_advice_follows_from_sqlites_code_and_not_from_its_words(

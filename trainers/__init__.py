@@ -1,1 +1,1 @@
-"""One module a trainer: builds the TRL trainer of a recipe and names its phases. A plug-in, found by name."""
+"""One module per trainer: builds the TRL trainer of a recipe and names its phases. A plug-in, found by name."""

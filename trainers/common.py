@@ -1,4 +1,4 @@
-"""What the plug-ins share: the dataset as TRL's scripts find it, the trainer they make of it, and random weights."""
+"""Common parts of the plug-ins: datasets and trainers as TRL's scripts make them, and random weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ from autofit.plugin.protocol import WorstCase
 
 from .trl_config import TrlConfig
 
-# What a trainer that is only made to read its dataset has no use for: each would act outside or needs a real model.
+# Settings turned off in a trainer that only prepares its dataset: each acts outside the process or needs a real model.
 _IDLE: dict[str, object] = {
     "push_to_hub": False, "report_to": [], "eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False,
     "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
-_ROWS = 1000  # rows whose lengths are read at once
-_LARGEST = 64  # rows that are tokenised before the whole dataset is
+_ROWS = 1000  # rows per batch when lengths are read
+_LARGEST = 64  # rows that are tokenised before the whole dataset
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -42,7 +42,7 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
-    """The train (or test) split of the dataset, found as TRL's script finds it."""
+    """The train (or test) split of the dataset, loaded as TRL's script loads it."""
     script, mixture = config.script, config.datasets
     if not mixture.datasets and not script.dataset_name:
         raise ConfigError("a recipe needs a dataset: give dataset_name (a folder or a name) or datasets")
@@ -63,14 +63,14 @@ def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
 
 
 def dataset_name(config: TrlConfig) -> str:
-    """What the recipe calls its dataset."""
+    """The dataset's name in the recipe."""
     if config.datasets.datasets:
         return ", ".join(str(d.data_files or d.path) for d in config.datasets.datasets)
     return str(config.script.dataset_name)
 
 
 def short(error: BaseException) -> str:
-    """An error in one line."""
+    """The text of an error in one line, at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -81,9 +81,9 @@ def samples_per_step(config: TrlConfig) -> int:
 
 
 def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, ...]]) -> Dataset:
-    """The train split, which has the columns of one of `kinds` ({what it is called: its columns})."""
+    """The train split, checked to have the columns of one of `kinds` ({name of the format: its columns})."""
     if config.script.dataset_streaming:
-        raise ConfigError("a search reads the whole dataset for its longest sample; set dataset_streaming to false")
+        raise ConfigError("a search must read the whole dataset for its longest sample; set dataset_streaming to false")
     rows = split(config)
     found = set(rows.column_names)
     if not any(found >= set(columns) for columns in kinds.values()):
@@ -93,17 +93,17 @@ def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, .
             f"{', '.join(rows.column_names)}; rename the columns"
         )
     if found & {"image", "images"}:
-        raise ConfigError(f"a search reads text so far, and the dataset {dataset_name(config)} has images")
+        raise ConfigError(f"the dataset {dataset_name(config)} must be text only; a search cannot read images yet")
     if len(rows) == 0:
         raise ConfigError(f"the train split of the dataset is empty; {trainer} needs at least one sample")
     return rows
 
 
 def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -> Dataset:
-    """`rows` as the trainer `kind` trains on them: TRL's own templates, tokens, truncation, filters and packing.
+    """`rows` as the trainer `kind` trains on them: after TRL's own templates, tokens, truncation, filters and packing.
 
-    The trainer is made around a stand-in model of a few hundred parameters, so its checks of the recipe run too; what
-    they refuse becomes a ConfigError. Changes `config.training`.
+    Builds the trainer with a stand-in model of a few hundred parameters, so its checks of the recipe run too; their
+    errors become a ConfigError. Changes `config.training`.
     """
     training = config.training
     for key in _IDLE.keys() & set(vars(training)):
@@ -123,10 +123,10 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
 def prepared_longest(
     kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Lengths] | None
 ) -> Dataset:
-    """`prepared` rows, the longest among them: only the largest texts where `widths` says that one fills `max_length`.
+    """`prepared` rows, including the longest: only the largest texts if one of them fills `max_length` by `widths`.
 
-    Nothing is longer than what TRL truncates to `max_length`, so the rest need not be tokenised. Give no `widths` to a
-    trainer that drops long samples instead. Raises ConfigError when nothing is left to train on.
+    No sample is longer than `max_length` after TRL's truncation, so the others need not be tokenised. Pass None as
+    `widths` for a trainer that drops long samples. Raises ConfigError if no sample is left to train on.
     """
     limit = config.training.max_length
     if widths is not None and limit is not None and len(rows) > _LARGEST:
@@ -135,18 +135,18 @@ def prepared_longest(
             return some
     found = prepared(kind, module, config, rows)
     if len(found) == 0:
-        raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; raise it")
+        raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; increase it")
     return found
 
 
 def _largest(rows: Dataset) -> list[int]:
-    """The rows with the most text."""
+    """Indices of the rows with the most text, at most 64."""
     sizes = [len(str(row)) for row in rows]
     return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:_LARGEST]
 
 
 def lengths(rows: Dataset, column: str) -> Lengths:
-    """Tokens of each row in `column`, a column of lists."""
+    """Tokens of each row in `column`, a column of lists (rows,)."""
     parts = [
         batch[column].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
         for batch in rows.select_columns([column]).with_format("arrow").iter(_ROWS)
@@ -155,20 +155,22 @@ def lengths(rows: Dataset, column: str) -> Lengths:
 
 
 def limit_of(config: TrlConfig, worst_case: Mapping[str, Any]) -> int | None:
-    """The candidate's `max_length`. Raises ConfigError where it has none and the recipe's hid how long samples are."""
+    """The candidate's `max_length`. Raises ConfigError if it has none and the recipe's own limit truncated samples."""
     limit: int | None = config.training.max_length
     if limit is None and worst_case["cut"]:
-        raise ConfigError(f"the recipe's max_length={worst_case['max_length']} cannot be left out by a candidate")
+        raise ConfigError(
+            f"a candidate must have a max_length, as the recipe's max_length={worst_case['max_length']} cut samples"
+        )
     return limit
 
 
 def read_worst_case(worst_case: WorstCase) -> dict[str, Any]:
-    """What is known of the longest sample (of the longest prompt, for GRPO), and `rows`, a dataset of it alone."""
+    """Facts of the longest sample (for GRPO, of the longest prompt), plus `rows`, a dataset with only that row."""
     return {**worst_case.facts, "rows": load_from_disk(str(worst_case.folder / "worst_row"))}
 
 
 def fitted(tokens: list[int], count: int) -> list[int]:
-    """`tokens`, cut or repeated to `count` of them."""
+    """`tokens`, cut or repeated to `count` tokens."""
     return (tokens * (count // max(1, len(tokens)) + 1))[:count]
 
 
@@ -176,13 +178,13 @@ def fitted(tokens: list[int], count: int) -> list[int]:
 
 
 def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
-    """The trainer that TRL's script makes of `config`, with `more` of its own arguments (rewards)."""
+    """The trainer that TRL's script makes from `config`; `more` are its further arguments (rewards)."""
     evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
     return made(kind, config, train_dataset=split(config), eval_dataset=evaluation, **more)
 
 
 def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any]) -> Any:
-    """A trainer of random weights on `row` alone, often enough for every step of a probe."""
+    """A trainer with random weights, whose dataset repeats `row` for every step of a probe."""
     rows = Dataset.from_list([dict(row)])
     count = samples_per_step(config) * (config.training.max_steps + 1)
     with random_weights(module):
@@ -209,7 +211,7 @@ def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
 
 
 def random_weights(module: ModuleType) -> Any:
-    """Within, the trainer of `module` makes its models from their config: as large, and no download."""
+    """Context in which the trainer of `module` makes its models from their config: full size, without a download."""
     return _models_from(module, random_model)
 
 
@@ -224,7 +226,7 @@ def _models_from(module: ModuleType, source: Callable[..., PreTrainedModel]) -> 
 
 
 def _stand_in(model_id: str, architecture: Any = None, **_: Any) -> PreTrainedModel:
-    """The smallest model there is, under the name of `model_id`, whose tokenizer the trainer then loads."""
+    """A minimal Llama with the name `model_id`, so that the trainer loads the tokenizer of `model_id`."""
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, num_labels=1)
     scores = architecture is AutoModelForSequenceClassification
@@ -234,7 +236,7 @@ def _stand_in(model_id: str, architecture: Any = None, **_: Any) -> PreTrainedMo
 
 
 def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
-    """A model of `model_id`'s architecture, in the dtype, attention and quantisation that TRL would load it in."""
+    """A model of `model_id`'s architecture with random weights, in the dtype, attention and quantisation of TRL."""
     trust = kwargs.get("trust_remote_code", False)
     config = AutoConfig.from_pretrained(model_id, revision=kwargs.get("revision") or "main", trust_remote_code=trust)
     if "num_labels" in kwargs:
@@ -259,7 +261,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
 
 
 def _concrete(architecture: Any, config: Any) -> Any:
-    """The class that an auto class stands for; anything else as it is."""
+    """The class that an auto class selects for `config`; any other class unchanged."""
     mapping = getattr(architecture, "_model_mapping", None)
     return mapping[type(config)] if mapping is not None and type(config) in mapping else architecture
 
@@ -270,7 +272,7 @@ def _architecture(config: Any) -> Any:
 
 
 def dtype_of(asked: Any, config: Any) -> torch.dtype:
-    """The dtype that a recipe's `dtype` stands for; "auto" is the model's own."""
+    """The torch dtype of a recipe's `dtype`; "auto" is the model's own."""
     if isinstance(asked, torch.dtype):
         return asked
     if asked in ("auto", None):

@@ -23,9 +23,9 @@ _SIDES = ("chosen_ids", "rejected_ids")
 
 
 class _Prepared(DPOTrainer):  # type: ignore[misc]
-    """Trains on rows that TRL has tokenised before, and scores the reference on one micro-batch of them."""
+    """Trains on rows already tokenised by TRL, and scores the reference on one micro-batch of them."""
 
-    scoring_share = 0.0  # how often `score_reference` happens for each optimizer step of the real run
+    scoring_share = 0.0  # calls of `score_reference` per optimizer step of the real run
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
         return dataset
@@ -36,7 +36,7 @@ class _Prepared(DPOTrainer):  # type: ignore[misc]
         return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
 
     def score_reference(self) -> None:
-        """One micro-batch of the pass that TRL makes over the dataset before it trains."""
+        """Score one micro-batch, as in TRL's pass over the dataset before training."""
         scores = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(self._batch))
         torch.cat(scores).cpu()
 
@@ -47,13 +47,13 @@ class _Prepared(DPOTrainer):  # type: ignore[misc]
 
 
 def _widths(rows: Dataset) -> Lengths:
-    """Tokens of each pair's prompt with the longer of its answers."""
+    """Tokens of each pair's prompt plus its longer answer (rows,)."""
     prompt, *answers = (lengths(rows, name) for name in ("prompt_ids", *_SIDES))
     return prompt + np.maximum(*answers)
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
-    """The longest pair. Its prompt leaves room for its answers, as TRL drops a pair whose prompt fills `max_length`."""
+    """The longest pair. Its prompt is cut if it fills `max_length`, as TRL would drop the pair."""
     row = dict(worst_case["rows"][0])
     limit, own = config.training.max_length, worst_case["max_length"]
     answer = max(len(row[side]) for side in _SIDES)
@@ -66,7 +66,7 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scoring_share(config: TrlConfig, worst_case: Mapping[str, Any]) -> float:
-    """Micro-batches that the pass before training scores for each optimizer step, spread over the whole run."""
+    """Micro-batches scored in the pass before training, per optimizer step of the whole run."""
     training = config.training
     batch_size = training.precompute_ref_batch_size or training.per_device_train_batch_size
     return float(samples_per_step(config) / worst_case["times_trained"] / batch_size)
@@ -74,7 +74,7 @@ def _scoring_share(config: TrlConfig, worst_case: Mapping[str, Any]) -> float:
 
 @contextmanager
 def _weights_unhashed() -> Iterator[None]:
-    """TRL names its file of reference scores by a hash of the weights; a probe keeps no such file."""
+    """Context without the hash of the weights by which TRL names its file of reference scores: a probe keeps none."""
     original = trl_dpo.hash_module
     trl_dpo.hash_module = lambda _: ""
     try:
@@ -107,13 +107,13 @@ class DpoTrainer(SamplesTrainer):
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-        """Prompt and answer tokens, of both answers."""
+        """Tokens of one optimizer step: prompt plus answer, for both answers of each pair."""
         row, limit = _row(config, worst_case), config.training.max_length
         widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
         return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """The pair that fills most of `max_length`; of several the longest, then the one with the longest answers."""
+        """(the worst-case pair, its facts): largest after truncation, then before it, then the longest answers."""
         raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
         training = config.training
         steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length

@@ -27,14 +27,14 @@ from .offline import or_stated
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
 
-_NEVER = 2**31 - 1  # a token id that no tokenizer has: generation never ends early, and nothing else changes
+_NEVER = 2**31 - 1  # token id that no tokenizer has, as end token: generation never ends early
 
 
 def prompts(config: TrlConfig) -> Any:
-    """The train split, which has a column of prompts (text, or lists of messages)."""
+    """The train split, checked to have a column of prompts (text, or lists of messages)."""
     rows = split(config)
     if config.script.dataset_streaming:
-        raise ConfigError("a search reads the whole dataset for its longest prompt; set dataset_streaming to false")
+        raise ConfigError("a search must read the whole dataset for its longest prompt; set dataset_streaming to false")
     if "prompt" not in rows.column_names:
         raise ConfigError(
             f"the trainer needs a dataset with a column 'prompt'; {dataset_name(config)} has "
@@ -44,7 +44,7 @@ def prompts(config: TrlConfig) -> Any:
 
 
 def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
-    """Reward models (by name) and functions (TRL's own, or anyone's by dotted path), found as TRL's script does."""
+    """Reward models (by name) and reward functions (TRL's own, or by dotted path), resolved as in TRL's script."""
     own = {
         "accuracy_reward": accuracy_reward,
         "reasoning_accuracy_reward": reasoning_accuracy_reward,
@@ -88,14 +88,14 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _repeat(rows: Dataset, training: Any) -> Dataset:
-    """The one row of `rows`, often enough for every step of a probe."""
+    """The single row of `rows`, repeated for every step of a probe."""
     prompts_per_generation = max(1, training.generation_batch_size // training.num_generations)
     generations = training.max_steps * training.gradient_accumulation_steps
     return rows.select([0] * (prompts_per_generation * (generations + 1)))
 
 
 class RolloutRun(TrlRun):
-    """A run of a trainer that generates: a rollout in use is not saved, and the prompts' order needs a hand."""
+    """A run of a trainer that generates: it saves only between rollouts, and restores the prompts' order on resume."""
 
     @property
     def steps_between_saves(self) -> int:
@@ -104,9 +104,9 @@ class RolloutRun(TrlRun):
         return micro_steps // gcd(int(training.gradient_accumulation_steps), micro_steps)
 
     def before_resuming(self, checkpoint: Path) -> None:
-        """Give the prompts of a resumed epoch the order that they would have had.
+        """Restore the prompts' order of the resumed epoch.
 
-        TRL's sampler draws each epoch's order from one generator, which starts anew in a new process; the trainer skips
+        TRL's sampler draws each epoch's order from one generator, which restarts in a new process; the trainer skips
         whole epochs without drawing from it.
         """
         state = json.loads((checkpoint / "trainer_state.json").read_text())
@@ -124,7 +124,7 @@ class RolloutRun(TrlRun):
 
 
 class RolloutTrainer(TrlTrainer):
-    """What GRPO and RLOO share: they generate completions, score them, and train on them."""
+    """Base of GRPO and RLOO: both generate completions, score them, and train on them."""
 
     keys = ROLLOUTS
     phases = MappingProxyType({
@@ -141,7 +141,7 @@ class RolloutTrainer(TrlTrainer):
         return real(self.trl_class, config, reward_funcs=reward_functions(config))
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
-        """Random weights on the longest prompt alone; every completion has `max_completion_length` tokens."""
+        """A trainer with random weights on the longest prompt; every completion has `max_completion_length` tokens."""
         training = config.training
         training.generation_kwargs = {**(training.generation_kwargs or {}), "eos_token_id": [_NEVER]}
         with random_weights(self.trl_module):
@@ -151,19 +151,19 @@ class RolloutTrainer(TrlTrainer):
         return trainer
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
-        rewards = reward_functions(config)  # a wrong path is said before a large dataset is read
+        rewards = reward_functions(config)  # first: a wrong path is reported before a large dataset is read
         with or_stated(inspection):
             rows = prompts(config)
         index, tokens = longest_prompt(rows, config)
         keep(rows.select([index]), {"prompt_tokens": tokens}, inspection.worst_case)
-        made_up = inspection.prompt_tokens is not None  # told by its length
+        made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
         return {
             "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
             "content_hash": data_hash(rewards, None if made_up else rows),
         }  # fmt: skip
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-        """Prompt and completion tokens."""
+        """Prompt and completion tokens of one optimizer step."""
         tokens = int(worst_case["prompt_tokens"]) + int(config.training.max_completion_length)
         return samples_per_step(config) * tokens
 

@@ -1,4 +1,4 @@
-"""What a recipe of TRL means, found out once before any probe: its stand-ins, the longest prompt, the model's size."""
+"""The inspection of a TRL recipe, once, before any probe: its stand-ins, its longest prompt, its model's size."""
 
 import hashlib
 import sys
@@ -21,16 +21,16 @@ _DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The size of a recipe's model, and what of its architecture decides which knobs are neutral."""
+    """The size of a recipe's model, and the properties of its architecture that decide which knobs are neutral."""
 
     parameters: int
     weights_bytes: int
-    balances_experts: bool  # a loss over each micro-batch's routing
-    counts_padding: bool  # positions are learned and count it, and a rollout is padded to its longest prompt
+    balances_experts: bool  # True: the loss has a term over each micro-batch's expert routing
+    counts_padding: bool  # True: positions are learned and include the padding of a rollout to its longest prompt
 
 
 def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, inspection: Inspection) -> TrlConfig:
-    """`config` with stand-ins for the model and the data that cannot be reached. Raises ConfigError."""
+    """`config` with stand-ins for an unreachable model or dataset. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     folder, prompt_tokens = inspection.worst_case.folder, inspection.prompt_tokens
@@ -43,7 +43,9 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     changes: dict[str, object] = {"model_name_or_path": model}
     if prompt_tokens is None:
         if model != name:
-            raise ConfigError(f"the tokenizer of {name!r} cannot be reached to count the longest prompt; {STATE_IT}")
+            raise ConfigError(
+                f"the tokenizer of {name!r} must be reachable to count the longest prompt; connect to it, {STATE_IT}"
+            )
     else:
         tokenizer = AutoTokenizer.from_pretrained(model, **(loading if model == name else {}))
         column = getattr(config.training, "dataset_text_field", None)
@@ -54,13 +56,13 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
 
 
 def keep(row: Any, facts: Mapping[str, object], worst_case: WorstCase) -> None:
-    """Keep the longest sample as datasets keeps a row: dates, bytes and images stay what they are."""
+    """Save the longest sample and its facts. In the format of `datasets`, to preserve dates, bytes and images."""
     row.save_to_disk(str(worst_case.folder / "worst_row"))
     write_json(worst_case.path, dict(facts))
 
 
 def data_hash(rewards: list[Any], rows: Any) -> str:
-    """A hash of the files of the reward functions, and of the data where there is any."""
+    """A hash of the files of the reward functions, and of the data unless `rows` is None."""
     files = {f for f in (getattr(sys.modules.get(r.__module__), "__file__", None) for r in rewards if callable(r)) if f}
     digest = hashlib.sha256(b"" if rows is None else str(rows._fingerprint).encode())
     for file in sorted(files):
@@ -69,24 +71,24 @@ def data_hash(rewards: list[Any], rows: Any) -> str:
 
 
 def architecture_hash(model: str) -> str:
-    """A hash of the architecture in the folder `model`; "" where a name of the hub stands for it."""
+    """A hash of the architecture in the folder `model`; "" if `model` is a name on the hub."""
     path = Path(model) / "config.json"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[str, object]:
-    """`dataset_name: data.jsonl` said as TRL's parser takes a file: `datasets: [{path: json, data_files: ...}]`."""
+    """`values` with `dataset_name: data.jsonl` in the form of TRL's parser: `datasets: [{path: json, ...}]`."""
     name = values.get("dataset_name")
     if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
         return values
     if needed and not Path(name).is_file():
-        raise ConfigError(f"dataset_name {name!r} looks like a file, and there is no such file in {Path.cwd()}")
+        raise ConfigError(f"dataset_name {name!r} looks like a file, but there is no such file in {Path.cwd()}")
     rest = {key: value for key, value in values.items() if key != "dataset_name"}
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
 
 
 def model_facts(config: TrlConfig, kind: Any) -> ModelFacts:
-    """The facts of the model that the auto class `kind` makes. Raises ConfigError."""
+    """The facts of the recipe's model, built by the auto class `kind` without memory. Raises ConfigError."""
     import torch
     from transformers import AutoConfig
 
@@ -106,7 +108,7 @@ def model_facts(config: TrlConfig, kind: Any) -> ModelFacts:
         with torch.device("meta"):
             model = kind.from_config(found, trust_remote_code=trust)
     except Exception as error:
-        raise ConfigError(f"{name!r} is no model for {kind.__name__} of transformers: {str(error)[:300]}") from error
+        raise ConfigError(f"{name!r} cannot be built by {kind.__name__} of transformers: {str(error)[:300]}") from error
     check_model(model, config)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = dtype_of(config.model.dtype, found)
@@ -118,14 +120,14 @@ def model_facts(config: TrlConfig, kind: Any) -> ModelFacts:
 
 
 def _balances_experts(model: Any, config: TrlConfig) -> bool:
-    """Whether the trainer adds the loss of a mixture's routing, which is a mean over each micro-batch (TRL 1.16)."""
+    """Whether the trainer adds the expert-routing loss, which is a mean over each micro-batch (TRL 1.16)."""
     asked = getattr(config.training, "router_aux_loss_coef", 0.0)
     coefficient = getattr(model, "router_aux_loss_coef", 0.0) if asked is None else asked
     return hasattr(model, "output_router_logits") and coefficient != 0.0
 
 
 def _counts_padding(model: Any) -> bool:
-    """Whether positions have embeddings of their own (GPT-2): TRL gives none, so padding on the left moves a prompt."""
+    """Whether the model has learned positions (GPT-2). TRL passes no positions, so padding on the left shifts them."""
     import torch
 
     places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -133,9 +135,9 @@ def _counts_padding(model: Any) -> bool:
 
 
 def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:
-    """(row, tokens) of the longest prompt as TRL tokenizes it, chat template included.
+    """(index of its row, tokens) of the longest prompt as TRL tokenizes it, chat template included.
 
-    Tokenizes from the longest text down and stops when no shorter one can win: no token is shorter than a byte.
+    Tokenizes in order of decreasing text size, and stops when no shorter text can win: a token has at least one byte.
     """
     from transformers import AutoTokenizer
 
@@ -162,7 +164,7 @@ def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:
 
 
 def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, bool]:
-    """The text of a prompt, and whether the tokenizer adds its special tokens to it (a chat template has its own)."""
+    """(text of a prompt, whether the tokenizer must add special tokens). A chat template contains its own."""
     if isinstance(prompt, str):
         return prompt, True
     if not isinstance(prompt, list) or not all(isinstance(m, Mapping) and "role" in m for m in prompt):
@@ -171,5 +173,5 @@ def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, b
         )
     kwargs = config.training.chat_template_kwargs or {}
     if tokenizer.chat_template is None:
-        raise ConfigError("the prompts are messages, and the model's tokenizer has no chat template; use plain text")
+        raise ConfigError("the prompts are messages, but the model's tokenizer has no chat template; use plain text")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **kwargs), False

@@ -1,7 +1,7 @@
-"""What TRL's keys mean to the search, and which knobs change more under some losses. No torch here.
+"""TRL's keys as the search needs them, and the knobs with a lower tier under some losses. No torch here.
 
-The tiers were measured (experiments/neutrality, TRL 1.16): rounding for the rest, 0.1 % to more than the whole gradient
-for these.
+The tiers were measured (experiments/neutrality, TRL 1.16): these knobs change the gradient by 0.1 % to more than 100 %,
+all others by rounding only.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ ROLLOUTS = BatchKeys(
     rollout=ROLLOUT, rollout_batch="generation_batch_size", group="num_generations", reuse="num_iterations",
     completion="max_completion_length",
 )  # fmt: skip
-_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # they sort, or average tokens, within a micro-batch
+_SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # losses that sort, or average tokens, within a micro-batch
 _ROLLOUT_CHANGES_GRPO = ("dapo", "cispo", "vespo", "bnpo")
 
-# Tokens of a micro-batch that TRL 1.16's losses take at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
+# Tokens of a micro-batch that TRL 1.16's losses process at once (trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE).
 TILE_TOKENS = 4096
 
-# Keys that the small trainings of a gradient proof take as they are.
+# Keys that the small trainings of a gradient proof use unchanged.
 COMPARED = (
     SPLIT, "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "pad_to_multiple_of", "router_aux_loss_coef",
@@ -32,8 +32,8 @@ def grpo_tiers(
 ) -> dict[str, Tier]:
     """The tiers of GRPO's split and rollout.
 
-    Another rollout puts other completions together in a micro-batch, and pads them to another length, which learned
-    positions may count (`counts_padding`).
+    Another rollout size groups other completions in a micro-batch and pads them to another length, which shifts learned
+    positions (`counts_padding`).
     """
     loss = resolved.get("loss_type", "grpo")
     bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
@@ -68,7 +68,7 @@ def dpo_tiers(
 def sample_tiers(
     resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
 ) -> dict[str, Tier]:
-    """The tier of the split where the loss is a mean over a whole optimizer step: SFT's, a reward model's."""
+    """The tier of the split if the loss is a mean over a whole optimizer step, as for SFT and reward models."""
     return _tiers(balances_experts, False)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe asks of a model that the model does not have: said before a probe, by the model built on `meta`."""
+"""Checks, before any probe, that the model supports the recipe. Uses a model built on the `meta` device."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -12,8 +12,11 @@ _SHOWN = 12  # names of modules in one error
 
 
 def check_model(model: Any, config: TrlConfig) -> None:
-    """Raise ConfigError for an attention that is not installed, LoRA targets that match no module, or a quantisation
-    that finds no weights to quantise."""
+    """Raise ConfigError if `model` does not support the recipe.
+
+    The causes: an attention package that is not installed, LoRA targets that match no module, or a quantisation without
+    weights to quantise.
+    """
     _check_attention(config)
     _check_quantization(model, config)
     if config.model.use_peft:
@@ -35,11 +38,11 @@ def _check_quantization(model: Any, config: TrlConfig) -> None:
     if key is None:
         return
     if not config.model.use_peft:
-        raise ConfigError(f"{key} without LoRA trains nothing: quantised weights take no gradient; set use_peft: true")
+        raise ConfigError(f"{key} needs LoRA, because quantised weights get no gradient; set use_peft: true")
     head = model.get_output_embeddings()
     if not any(_is_linear(module) and module is not head for module in model.modules()):
         raise ConfigError(
-            f"{key} quantises linear layers, and {type(model).__name__} has none besides its output head; "
+            f"{key} quantises linear layers, but {type(model).__name__} has none besides its output head; "
             f"set {key}: false"
         )
 
@@ -66,7 +69,7 @@ def _check_targets(model: Any, config: TrlConfig) -> None:
         shown = ", ".join(sorted(given)) if not isinstance(given, str) else given
         own = _names(model)
         alone = isinstance(given, str) and given in own
-        hint = f"; a single name is read as a pattern for whole paths: write '.*{given}'" if alone else ""
+        hint = f"; a single name is a pattern for the whole path of a module: write '.*{given}'" if alone else ""
         near = "" if alone else nearest(shown.split(", ")[0], own)
         raise ConfigError(
             f"lora_target_modules must match modules of the model; {shown} matches none{hint}{near}; it has "
@@ -75,7 +78,7 @@ def _check_targets(model: Any, config: TrlConfig) -> None:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether bitsandbytes' integration replaces `module`: linear layers, GPT-2's transposed ones too."""
+    """Whether bitsandbytes' integration replaces `module`: a linear layer, also GPT-2's transposed kind."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -83,7 +86,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _names(model: Any) -> list[str]:
-    """The last parts of the names of the linear layers, in the model's order."""
+    """The last parts of the linear layers' names, in the model's order, each once."""
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if _is_linear(module) and module is not head)
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))

@@ -1,6 +1,7 @@
-"""What stands in, on a simulated card, for what cannot be reached: a model's files, and a dataset's longest prompt.
+"""Stand-ins on a simulated card for an unreachable model or dataset: a config.json, and a synthetic longest prompt.
 
-A simulated card keeps no values, so a model is its config.json, and a prompt is its length. Imports transformers.
+A simulated card keeps no values, so it needs only the config of a model, and only the length of a prompt. Imports
+transformers.
 """
 
 import difflib
@@ -15,15 +16,15 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
-_MODEL = "stand_in_model"  # the folders below the one that an inspection leaves to its probes
+_MODEL = "stand_in_model"  # subfolders of the folder that an inspection passes to its probes
 _SAMPLES = "made_up_samples"
-_WORDS = 260  # of the tokenizer; bytes and times follow the model's vocabulary, and a small tokenizer loads in 2 ms
+_WORDS = 260  # tokens of the small tokenizer, which loads in 2 ms; bytes and times depend on the model's vocabulary
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "tokenizer.tiktoken",
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-# Columns of a made-up sample, and the share of its tokens that each has; DPO's answers follow its prompt.
+# Columns of a synthetic sample, each with its share of the tokens; DPO's answers follow its prompt.
 _COLUMNS = {
     "grpo": {"prompt": 1.0},
     "rloo": {"prompt": 1.0},
@@ -38,23 +39,23 @@ _TEMPLATE = (
 
 
 def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
-    """{key: value} that a probe lays over a recipe for what `folder` (an inspection's) has stand-ins for."""
+    """{key: value} by which a probe overrides the recipe, to use the stand-ins in the inspection's `folder`."""
     model = folder / _MODEL
     changes: dict[str, object] = {}
     if model.is_dir():
         changes["model_name_or_path"] = str(model.resolve())
     rewards = values.get("reward_funcs")
-    if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # they may want columns that nobody has
+    if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
         changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
     return changes
 
 
-STATE_IT = "or give --prompt-tokens N, the longest prompt in tokens, and a made-up one stands in for the dataset"
+STATE_IT = "or give --prompt-tokens N: a synthetic prompt of N tokens then replaces the dataset"
 
 
 @contextmanager
 def or_stated(inspection: Inspection) -> Iterator[None]:
-    """On a simulated card an error about the dataset says what would do without one."""
+    """Context that adds to a dataset error, on a simulated card, the option that needs no dataset."""
     try:
         yield
     except ConfigError as error:
@@ -64,13 +65,13 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier inspection left in `folder`."""
+    """Remove the stand-ins of an earlier inspection from `folder`."""
     for name in (_MODEL, _SAMPLES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def no_reward(completions: list[object], **_: object) -> list[float]:
-    """0 for each completion. What the recipe's own rewards cost is not simulated, as they are anyone's code."""
+    """0.0 for each completion. The cost of the recipe's own rewards is not simulated: they are arbitrary code."""
     return [0.0] * len(completions)
 
 
@@ -78,10 +79,10 @@ def no_reward(completions: list[object], **_: object) -> list[float]:
 
 
 def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
-    """`name` when its config and tokenizer can be loaded, else a folder below `folder` that has both.
+    """`name` if its config and tokenizer can be loaded, else a folder below `folder` with both.
 
-    Looked for in this order: a local folder (its config.json is enough), the hub's cache and the hub, the catalogue.
-    Raises ConfigError for a name that none of them knows.
+    Search order for the config: a local folder (its config.json is enough), the hub's cache and the hub, the catalogue.
+    Raises ConfigError if none of them knows the name.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -102,13 +103,13 @@ def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     else:
-        if _has_vocabulary(name, loading.get("revision")):  # without a file some classes load, and know no word
+        if _has_vocabulary(name, loading.get("revision")):  # some classes load without a file, with no vocabulary
             return name
     return _write(home, config, copied=Path(name) if Path(name).is_dir() else None)
 
 
 def _has_vocabulary(name: str, revision: str | None) -> bool:
-    """Whether there is a file with the tokens of `name`, in its folder or (fetched by now) the hub's cache."""
+    """Whether a vocabulary file of `name` is in its folder, or in the hub's cache (loading has fetched it)."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(name).is_dir():
@@ -117,23 +118,23 @@ def _has_vocabulary(name: str, revision: str | None) -> bool:
 
 
 def unknown_model(name: str, *, simulated: bool = True) -> str:
-    """The error for a model that no folder, hub or (for a simulated card) catalogue has; names its nearest there."""
+    """The error text for an unknown model (no folder, not on the hub, not in the catalogue), with similar names."""
     if not simulated and catalogue.architecture(name) is not None:
         return (
-            f"model_name_or_path must be a folder with a config.json or a name that the model hub has; got {name!r}, "
-            f"and the hub does not answer; a simulated card can do without it: --gpu NAME"
+            f"model_name_or_path must be a folder with a config.json or a name on the model hub; got {name!r}, but "
+            f"the hub does not answer; a simulated card does not need it: --gpu NAME"
         )
     names = {n.lower(): n for n in catalogue.names()} | {n.lower().split("/")[1]: n for n in catalogue.names()}
     close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
-    near = f"; near: {', '.join(close)}" if close else ""
+    near = f"; similar names: {', '.join(close)}" if close else ""
     return (
-        f"model_name_or_path must be a folder with a config.json, a name that the model hub has (where it can be "
-        f"reached) or one of autofit's catalogue; got {name!r}{near}"
+        f"model_name_or_path must be a folder with a config.json, a name on the model hub (if reachable) or a name in "
+        f"autofit's catalogue; got {name!r}{near}"
     )
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The config.json in `folder`. Raises ConfigError when it is missing, broken, or says no size."""
+    """The config.json in `folder`. Raises ConfigError if it is missing, not valid, or lacks the keys of the size."""
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -145,14 +146,14 @@ def read_config(folder: Path) -> dict[str, object]:
         raise ConfigError(f"{path} must be a JSON object; got {str(content)[:80]}")
     missing = _missing(content)
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}; without it the model's size is not known")
+        raise ConfigError(f"{path} must have {', '.join(missing)}, because the model's size depends on it; add it")
     return content
 
 
 def _missing(content: Mapping[str, object]) -> list[str]:
-    """The keys that decide a model's size and are left out, for which transformers would take a default's.
+    """Missing keys that decide a model's size; transformers would silently use defaults for them.
 
-    Of a config that nests others (`text_config`) nothing is asked but its type: published ones leave much out.
+    For a config with nested configs (`text_config`) only the type is required: published ones omit many keys.
     """
     from transformers import CONFIG_MAPPING
 
@@ -168,7 +169,7 @@ def _missing(content: Mapping[str, object]) -> list[str]:
 
 
 def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> str:
-    """A folder with `config`, a small tokenizer, and the code that lies beside a `copied` config."""
+    """Write `home`: `config`, a small tokenizer, and the Python files beside a `copied` config. Returns its path."""
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for path in copied.glob("*.py") if copied is not None else ():
@@ -179,9 +180,9 @@ def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> 
 
 
 def _tokenizer(words: int) -> Any:
-    """A tokenizer of at most `words` tokens and a chat template: bytes, and " a", of which made-up prompts consist.
+    """A tokenizer with a chat template and at most `words` tokens: all bytes, and " a", the word of synthetic prompts.
 
-    It is of bytes, as transformers loads some models' tokenizers (Qwen2's) by a class that understands no other kind.
+    A byte-level tokenizer, because transformers loads some models' tokenizers (Qwen2's) by a class for this kind only.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -205,7 +206,7 @@ def _tokenizer(words: int) -> Any:
 
 
 def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None) -> str:
-    """A dataset below `folder`, as TRL loads it, of one sample (for GRPO a prompt) of `tokens` tokens."""
+    """The path of a dataset for TRL below `folder`, with one sample (for GRPO, one prompt) of `tokens` tokens."""
     home = folder / _SAMPLES
     home.mkdir(parents=True, exist_ok=True)
     row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}
@@ -216,7 +217,7 @@ def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, 
 
 
 def _text(tokens: int, tokenizer: Any) -> str:
-    """A text of `tokens` tokens: one word over and over, of which every tokenizer makes a token each time."""
+    """A text of `tokens` tokens: one word repeated, which is one token in every tokenizer."""
     words = found = 0
     for _ in range(8):
         words = max(1, words + tokens - found)
@@ -225,5 +226,6 @@ def _text(tokens: int, tokenizer: Any) -> str:
         if found == tokens:
             return text
     raise ConfigError(
-        f"the model's tokenizer makes {found} tokens of a text that should have {tokens}; ask for {found}"
+        f"the model's tokenizer makes {found} tokens instead of {tokens} for the synthetic prompt; give "
+        f"--prompt-tokens {found}"
     )

@@ -21,14 +21,14 @@ _SIDES = ("chosen_ids", "rejected_ids")
 
 
 class _Prepared(RewardTrainer):  # type: ignore[misc]
-    """Trains on rows that TRL has tokenised before."""
+    """Trains on rows already tokenised by TRL."""
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
         return dataset
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
-    """The longest pair; under another `max_length` than the recipe's, a pair that no kept one can exceed."""
+    """The longest pair; if `max_length` differs from the recipe's, an upper bound of all pairs that TRL keeps."""
     row = dict(worst_case["rows"][0])
     limit, own = limit_of(config, worst_case), worst_case["max_length"]
     for side in _SIDES:
@@ -59,12 +59,12 @@ class RewardModelTrainer(SamplesTrainer):
         return probed(_Prepared, trl_reward, config, _row(config, worst_case))
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-        """Tokens of both answers."""
+        """Tokens of one optimizer step: both answers of each pair."""
         row = _row(config, worst_case)
         return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """The pair with the longest answer among those that TRL keeps (it drops what is over `max_length`)."""
+        """(the pair with the longest answer, its facts), of those that TRL keeps: it drops pairs over `max_length`."""
         kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
         raw = train_rows(config, "Reward", kinds)
         limit = config.training.max_length

@@ -12,7 +12,7 @@ from .keys import COMPARED, rloo_tiers
 
 
 class RlooTrainer(RolloutTrainer):
-    """`trl rloo`. Its loss computes the logits of a whole micro-batch, so no tile bounds them."""
+    """`trl rloo`. Its loss computes the logits of a whole micro-batch at once, without tiles."""
 
     name = "rloo"
     trl_class, trl_module = RLOOTrainer, trl_rloo

@@ -16,18 +16,18 @@ from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
-_IGNORED = -100  # the label of a token that the loss leaves out
+_IGNORED = -100  # label of a token that the loss ignores
 
 
 class _Prepared(SFTTrainer):  # type: ignore[misc]
-    """Trains on rows that TRL has tokenised before."""
+    """Trains on rows already tokenised by TRL."""
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
         return dataset
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
-    """The longest row under the candidate's own `max_length`; where the recipe's cut it, as long as it may be."""
+    """The longest row under the candidate's `max_length`; of full length if the recipe's `max_length` cut it."""
     row = dict(worst_case["rows"][0])
     limit = limit_of(config, worst_case)
     count = len(row["input_ids"])
@@ -37,7 +37,7 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     row.setdefault("labels", row["input_ids"])
     for name in ("input_ids", "labels"):
         row[name] = row[name][-count:] if end else fitted(row[name], count)
-    if all(label == _IGNORED for label in row["labels"]):  # TRL drops such a row, and another is as long
+    if all(label == _IGNORED for label in row["labels"]):  # TRL drops such a row; another row may be as long
         row["labels"] = row["input_ids"]
     if "seq_lengths" in row:
         row["seq_lengths"] = _documents(row["seq_lengths"], count)
@@ -45,7 +45,7 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _documents(documents: list[int], count: int) -> list[int]:
-    """The lengths of packed documents, cut or repeated to `count` tokens in all."""
+    """The lengths of packed documents, cut or repeated to a total of `count` tokens."""
     kept: list[int] = []
     while sum(kept) < count:
         kept.append(min(documents[len(kept) % len(documents)], count - sum(kept)))
@@ -69,17 +69,17 @@ class SftTrainer(SamplesTrainer):
         return real(SFTTrainer, config)
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> SFTTrainer:
-        config.training.assistant_only_loss = False  # the labels say already which tokens count
+        config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         return probed(_Prepared, trl_sft, config, _row(config, worst_case))
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """The longest row as TRL tokenises, truncates and packs it, and its facts."""
+        """(the longest row after TRL's tokenisation, truncation and packing; its facts)."""
         text = config.training.dataset_text_field
         kinds = {
-            "text": (text,), "conversations": ("messages",), "the older form of them": ("conversations",),
+            "text": (text,), "conversations": ("messages",), "conversations, older form": ("conversations",),
             "prompts with an answer": ("prompt", "completion"), "tokens": ("input_ids",),
         }  # fmt: skip
         raw = train_rows(config, "SFT", kinds)

@@ -1,4 +1,4 @@
-"""What TRL's trainers share as plug-ins: a recipe is what `trl NAME --config` takes, a run is TRL's own trainer."""
+"""Base of TRL's trainers as plug-ins: a recipe is the YAML of `trl NAME --config`, a run is TRL's own trainer."""
 
 import hashlib
 import importlib
@@ -20,7 +20,7 @@ from .common import read_worst_case, samples_per_step
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
 from .trl_config import TrlConfig, parse, plain
 
-# What a probe turns off or sets in any recipe: reports, evaluation, pushes and plots cost neither peak nor step.
+# Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
 QUIET: dict[str, object] = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
@@ -37,42 +37,42 @@ class TrlRun(TransformersRun):
 
 
 class TrlTrainer:
-    """One of TRL's trainers. A subclass says how it is built, what its longest sample is and what its keys mean."""
+    """One of TRL's trainers. A subclass defines how to build it, its longest sample and the meaning of its keys."""
 
     name: str
     keys: BatchKeys
-    phases: Mapping[str, str]  # method of TRL's trainer -> the phase that is at work while it runs
-    quiet: Mapping[str, object] = {}  # what a probe turns off besides QUIET
+    phases: Mapping[str, str]  # method of TRL's trainer -> the phase while it runs
+    quiet: Mapping[str, object] = {}  # keys that a probe sets besides QUIET
     auto_class: Any
     tile_tokens: int | None = None
     compared: tuple[str, ...]  # keys that its gradient proof trains with
     run_class: type[TrlRun] = TrlRun
 
     def __init__(self) -> None:
-        importlib.import_module(f"trl.scripts.{self.name}")  # a second, which the fork server spends once for all
+        importlib.import_module(f"trl.scripts.{self.name}")  # takes a second, once in the fork server
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
+    # -- defined by a subclass ---------------------------------------------------------------------------------------
 
     def real(self, config: TrlConfig) -> Any:
-        """TRL's trainer of `config`, as TRL's own script makes it."""
+        """TRL's trainer for `config`, as TRL's own script makes it."""
         raise NotImplementedError
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
-        """TRL's trainer of random weights on the longest sample (`rows`) alone."""
+        """TRL's trainer with random weights on the longest sample (`rows` of `worst_case`) only."""
         raise NotImplementedError
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
-        """Keep the longest sample in the inspection's folder; what `Facts` says of it."""
+        """Save the longest sample in the inspection's folder; returns its fields of `Facts`."""
         raise NotImplementedError
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
-        """Tokens that one optimizer step of one rank trains on, at full length."""
+        """Tokens of one optimizer step on one rank, at full length."""
         raise NotImplementedError
 
     def tiers(
         self, resolved: Mapping[str, object], *, balances_experts: bool, counts_padding: bool
     ) -> Mapping[str, Tier]:
-        """Knobs that change more under this recipe than their space declares."""
+        """{knob: tier} for knobs whose tier under this recipe is lower than their space declares."""
         raise NotImplementedError
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class TrlTrainer:
         return Path(str(resources.files("autofit.search_spaces").joinpath(f"{self.name}.yaml")))
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
-        """`values` with `overrides` laid over them, as TRL's own parser reads them."""
+        """`values` with `overrides` applied, as TRL's own parser reads them."""
         return parse(self.name, values, overrides=overrides)
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
@@ -150,21 +150,21 @@ class TrlTrainer:
         return TrlSmallTrainings(self, recipes, folder, most_samples=most_samples, most_steps=most_steps)
 
     def takes(self) -> set[str]:
-        """The keys of the trainer's recipes."""
+        """All keys that a recipe of this trainer may have."""
         parser = importlib.import_module(f"trl.scripts.{self.name}").make_parser()
         return {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
 
 
 def device_overrides(device: str) -> dict[str, object]:
-    """What a recipe written for a GPU needs to be parsed, or to run, where there is none."""
+    """{key: value} that a recipe for a GPU needs in order to be parsed, or to run, without one."""
     return {} if device == "cuda" else {"use_cpu": True}
 
 
 class SamplesTrainer(TrlTrainer):
-    """What SFT, DPO and a reward model's trainer share: they train on the rows of a dataset."""
+    """Base of the SFT, DPO and reward trainers: they train on the rows of a dataset."""
 
     def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any]]:
-        """The longest row as TRL tokenises, truncates and packs it, and its facts."""
+        """(the longest row after TRL's tokenisation, truncation and packing; its facts)."""
         raise NotImplementedError
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""TRL's own parser over a recipe's values: unknown keys, wrong types and TRL's rules, each in one line."""
+"""A recipe's values through TRL's own parser, with one-line errors for unknown keys, wrong types and TRL's rules."""
 
 import argparse
 import copy
@@ -19,7 +19,7 @@ _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 @dataclass(frozen=True, slots=True)
 class TrlConfig:
-    """What TRL's script gets: its own arguments, the trainer's, the model's and the datasets'."""
+    """The parsed arguments of TRL's script: its own, the trainer's, the model's and the datasets'."""
 
     script: Any
     training: Any
@@ -28,7 +28,7 @@ class TrlConfig:
 
     @property
     def resolved(self) -> dict[str, object]:
-        """{key: value} over all four, as far as plain values go (what a recipe can hold)."""
+        """{key: value} of all four parts, with plain values only (those that a recipe can hold)."""
         merged: dict[str, object] = {}
         for part in (self.datasets, self.model, self.training, self.script):
             for item in fields(part):
@@ -37,7 +37,7 @@ class TrlConfig:
 
 
 def plain(value: object) -> object:
-    """`value` as JSON can hold it; what it cannot becomes text."""
+    """`value` in JSON types; other types become text."""
     if isinstance(value, str) and not isinstance(value, bool | int | float):
         return str(value.value) if hasattr(value, "value") else str(value)
     if value is None or isinstance(value, bool | int | float):
@@ -50,7 +50,7 @@ def plain(value: object) -> object:
 
 
 def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
-    """`values` with `overrides` laid over them, through `trl.scripts.<trainer>`'s parser; sets their `env` block."""
+    """`values` with `overrides` applied, through the parser of `trl.scripts.<trainer>`; exports their `env` block."""
     parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
     merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
     env = merged.pop("env", {})
@@ -92,7 +92,7 @@ def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions
             except (ValueError, TypeError, argparse.ArgumentTypeError):
                 wrong.append(f"{key} must be {readable(hints[key])}; got the text {value!r}")
         elif key == "scale_rewards" and isinstance(value, bool):
-            continue  # TRL reads "group" and "none" from it, though it is annotated as text
+            continue  # TRL maps the bool to "group" or "none", although the annotation is text
         elif not accepts(value, hints[key]):
             wrong.append(f"{key} must be {readable(hints[key])}; got {value!r}")
         choices = getattr(actions.get(key), "choices", None)
@@ -121,7 +121,7 @@ def _parse(trainer: str, parser: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _quiet_parser(parser: Any) -> Iterator[None]:
-    """argparse prints its usage and exits on an error; here it raises instead."""
+    """Context in which the parser raises ConfigError on an error, instead of printing its usage and exiting."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message)

@@ -67,7 +67,7 @@ class Request:
         """Raise ConfigError for what is wrong whatever the recipe and the machine."""
         if self.recipe is None and self.device in ("cpu", "cuda"):
             raise ConfigError(
-                f"the built-in baseline has made-up prompts and runs on a simulated card; give a recipe or leave "
+                f"the built-in baseline has synthetic prompts and runs on a simulated card; give a recipe or leave "
                 f"--device {self.device} out"
             )
         for name in ("trials", "plateau", "measured_steps", "parallel", "world_size", "prompt_tokens"):
@@ -173,9 +173,9 @@ def describe_device(device: str, target_bytes: int) -> str:
 
 
 def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
-    """Refuse made-up prompts on a device that trains on real ones."""
+    """Refuse synthetic prompts on a device that trains on real ones."""
     if prompt_tokens is not None and not device.startswith("sim:"):
-        raise ConfigError(f"--prompt-tokens makes prompts up for a simulated card, and the device is {device}")
+        raise ConfigError(f"--prompt-tokens is for simulated cards only, and the device is {device}")
 
 
 def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:

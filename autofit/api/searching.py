@@ -94,7 +94,7 @@ def search(
       simulated card ("a100-40gb"), else the target's size does.
     - `allow`: the lowest tier of change to try. `space`: a YAML file, a name in search_spaces/, {knob: its entry in
       such a file}, or `Knob`s. `changes`: {key of the recipe: value}, laid over it; None removes a key.
-    - `prompt_tokens`: on a simulated card, a made-up prompt of so many tokens in place of the dataset.
+    - `prompt_tokens`: on a simulated card, a synthetic prompt of that many tokens replaces the dataset.
 
     When it ends: after `trials` (12 unless a time or plateau is given), `time_budget` (seconds, or "10m"), `plateau`
     trials without a better winner, or when no candidate is expected to be at least `min_gain` (a share) faster.

@@ -1,4 +1,4 @@
-"""A folder of prepared things: built once, put in place whole, and checked on every later start."""
+"""A cache of prepared folders: each is built once, moved into place atomically, and checked on every later start."""
 
 import errno
 import fcntl
@@ -21,9 +21,9 @@ _BUILDING_PREFIX = ".building-"
 
 
 def ensure_built(target: Path, build: Build, *, needed_bytes: int, progress: Progress) -> Path:
-    """`target`, holding what `build` writes into the folder it is given, intact by its checksums.
+    """`target` with the files that `build` wrote, verified by checksums.
 
-    The caller holds the cache's lock. A damaged or half-written target is built again.
+    The caller must hold the cache's lock. A damaged or half-written target is built again.
     """
     if is_intact(target):
         return target
@@ -45,7 +45,7 @@ def ensure_built(target: Path, build: Build, *, needed_bytes: int, progress: Pro
 
 @contextmanager
 def locked_cache(cache_dir: Path, *, progress: Progress) -> Iterator[None]:
-    """Hold the cache alone; the system drops the lock if this process dies. Disk trouble becomes a DemoError."""
+    """Hold the cache's lock; the system releases it if this process dies. Disk errors become a DemoError."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with (cache_dir / ".lock").open("w") as lock:
@@ -62,7 +62,7 @@ def locked_cache(cache_dir: Path, *, progress: Progress) -> Iterator[None]:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file named in the folder's manifest is there with its size and sha256."""
+    """Whether every file in the folder's manifest exists with its size and sha256."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text())
         return bool(manifest["files"]) and all(
@@ -84,7 +84,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step; an unchanged file is left alone."""
+    """Write `text` to `path` atomically; an unchanged file is not written."""
     if path.is_file() and path.read_text() == text:
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -102,11 +102,11 @@ def _require_free_bytes(folder: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise DemoError(
             f"no space left for the demo: {folder} has {free_bytes / 1e9:.2f} GB free and {needed_bytes / 1e9:.2f} GB "
-            "are needed; free some, or choose another cache folder"
+            "are needed; free some space, or choose another cache folder"
         )
 
 
 def _disk_message(cache_dir: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left in the demo's cache {cache_dir}; free some, or choose another cache folder"
+        return f"no space left in the demo's cache {cache_dir}; free some space, or choose another cache folder"
     return f"the demo's cache {cache_dir} cannot be used: {error.strerror or error} ({error.filename or cache_dir})"

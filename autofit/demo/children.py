@@ -1,4 +1,4 @@
-"""Work that needs torch or the network runs in a child process: the caller stays light and cannot hang."""
+"""Child processes for work with torch or the network: the caller imports neither and cannot hang."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def run_module(module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
     """Stdout of `python -m module arguments`; a DemoError with its last line if it fails or takes too long."""
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # PYTHONSAFEPATH: a file called token.py where the user stands must not shadow the standard library's.
+    # PYTHONSAFEPATH: a file named token.py in the working directory must not shadow the standard library's.
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(

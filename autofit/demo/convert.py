@@ -11,7 +11,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The weights are plain tensors by now; what is left of the quantiser would refuse to save them.
+    # The weights are plain tensors here, but the remaining quantiser would refuse to save them.
     del model.config.quantization_config
     setattr(model, "hf_quantizer", None)  # noqa: B010
     model.save_pretrained(folder)

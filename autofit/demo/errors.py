@@ -1,7 +1,7 @@
-"""The one error the demo raises for something the user can act on."""
+"""The demo's error for failures that the user can fix."""
 
 from autofit.errors import ConfigError
 
 
 class DemoError(ConfigError):
-    """The demo's model or data could not be prepared; the message says what to do about it."""
+    """The demo's model or data could not be prepared; the message says what to change."""

@@ -1,4 +1,4 @@
-"""How much of the held-out problems a model solves, greedily and when sampled."""
+"""The share of hold-out problems that a model solves, greedily and sampled."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ MAX_COMPLETION_TOKENS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutReward:
-    """Mean reward (0 to 1) over held-out problems: of greedy completions, and of sampled ones at temperature 1."""
+    """Mean reward (0 to 1) over hold-out problems: of greedy completions, and of completions at temperature 1."""
 
     num_problems: int
     greedy: float
@@ -22,7 +22,7 @@ class HeldOutReward:
 
 
 def held_out_reward(model: Path, test_jsonl: Path, *, seed: int = 0) -> HeldOutReward:
-    """Measure the tiny model, or the adapter of one, in `model` on the problems in `test_jsonl`.
+    """The rewards of the tiny model, or of its adapter, in the folder `model` on the problems in `test_jsonl`.
 
     Runs in a child process, so the caller imports no torch.
     """

@@ -7,10 +7,10 @@ _FILES += ["chat_template.jinja", "special_tokens_map.json", "vocab.json", "merg
 
 
 def main() -> None:
-    """Answer to `--ask` by exit status alone; else download."""
+    """With `--ask`, only check whether the hub answers (exit status); else download."""
     parser = argparse.ArgumentParser()
     parser.add_argument("repo")
-    parser.add_argument("--ask", action="store_true", help="only see whether the hub answers")
+    parser.add_argument("--ask", action="store_true", help="only check whether the hub answers")
     parser.add_argument("--into", help="the folder to download into")
     arguments = parser.parse_args()
 

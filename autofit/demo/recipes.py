@@ -1,4 +1,4 @@
-"""The demo's recipes: what `trl grpo --config` reads, as a practitioner would have written it."""
+"""The demo's recipes for `trl grpo --config`, as a practitioner would write them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ REWARD = "autofit.demo.rewards.chain_sum_reward"
 
 
 def smollm2_recipe(*, model: Path, data: Path) -> Recipe:
-    """GRPO with LoRA on one-digit sums: 16 completions of at most 12 tokens a step.
+    """GRPO with LoRA on one-digit sums: 16 completions of at most 12 tokens per step.
 
     A plausible first guess: TRL's own default of gradient checkpointing, and four micro-batches.
     Dropout is off, as its masks would differ between splits of the same batch.
@@ -49,7 +49,7 @@ def smollm2_recipe(*, model: Path, data: Path) -> Recipe:
 
 
 def tiny_recipe(*, model: Path, data: Path, seed: int) -> Recipe:
-    """GRPO on the tiny model: 256 completions of at most 5 characters a step."""
+    """GRPO on the tiny model: 256 completions of at most 5 characters per step."""
     return {
         "model_name_or_path": str(model),
         "dtype": "float32",
@@ -82,6 +82,6 @@ def tiny_recipe(*, model: Path, data: Path, seed: int) -> Recipe:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The recipe as YAML, keys in the order written above."""
+    """The recipe as YAML text, keys in the order of the functions above."""
     text: str = yaml.safe_dump(dict(recipe), sort_keys=False, default_flow_style=False, width=120)
     return text

@@ -1,4 +1,4 @@
-"""Reward functions of the demo, in the form TRL calls them. Light to import; reasoning-gym loads at the first call."""
+"""Reward functions of the demo, with TRL's signature. Fast to import: reasoning-gym loads at the first call."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

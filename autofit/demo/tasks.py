@@ -1,4 +1,4 @@
-"""Verifiable problems from reasoning-gym as local JSONL files: `train.jsonl`, and `test.jsonl` held out from it."""
+"""Verifiable problems from reasoning-gym as local JSONL files: `train.jsonl`, and `test.jsonl` as the hold-out."""
 
 import json
 import random
@@ -14,7 +14,7 @@ DATASET_SEED = 20260101
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One sum to work out, and its answer."""
+    """One sum to compute, and its answer."""
 
     question: str
     expression: str
@@ -22,7 +22,7 @@ class Problem:
 
 
 def chat_prompt(problem: Problem) -> Prompt:
-    """For a chat model: the sum, and a plea for brevity. Short, because a CPU pays for every token."""
+    """The prompt for a chat model: the sum, and a request for a short answer. Short, as each token costs CPU time."""
     return [
         {"role": "system", "content": "Answer with one number."},
         {"role": "user", "content": f"What is {problem.expression}?"},
@@ -30,7 +30,7 @@ def chat_prompt(problem: Problem) -> Prompt:
 
 
 def bare_prompt(problem: Problem) -> Prompt:
-    """For the tiny model, which knows digits and signs only."""
+    """The prompt for the tiny model, whose vocabulary has digits and signs only."""
     return f"{problem.expression} ="
 
 

@@ -1,4 +1,4 @@
-"""A tiny model that solves part of a task, and a recipe on which GRPO makes it solve more, in a minute or two."""
+"""A tiny model that solves part of a task, and a GRPO recipe that improves it within one or two minutes."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ DEFAULT_SFT_STEPS = 300
 
 
 def _quiet(_: str) -> None:
-    """Say nothing."""
+    """Discard the progress message."""
 
 
 def prepare_tiny(
@@ -20,8 +20,8 @@ def prepare_tiny(
 ) -> Path:
     """The path of a recipe for `trl grpo --config`, with its model (under 1 M parameters) and data in `cache_dir`.
 
-    The model is first trained for `sft_steps` steps on demonstrations, some of which give up; 0 leaves it at its
-    random start.
+    The model is first trained for `sft_steps` steps on demonstrations, some of them without an answer; with 0 it keeps
+    its random weights.
     """
     cache_dir = cache_dir.expanduser().resolve()
     name = f"tiny-seed{seed}-sft{sft_steps}"

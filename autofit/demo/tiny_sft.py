@@ -19,14 +19,14 @@ _IGNORED = -100
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _CHARACTERS = string.digits + "+-=? "
 
-# The demonstrations are of mixed quality, as scraped ones are: this share of them gives up instead of answering.
-# The model learns to do the sums and to give up nearly as often, and that habit is what GRPO has to unlearn.
+# The demonstrations are of mixed quality, like scraped data: this share of them has "?" instead of an answer.
+# The model learns the sums, and learns to give up nearly as often; GRPO must unlearn the second.
 GIVE_UP_FRAC = 0.4
 GIVE_UP = "?"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, over the few characters of a sum."""
+    """A tokenizer with one token per character, for the characters of a sum."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +40,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
-    """A Llama of about 0.6 M parameters at its random start."""
+    """A Llama of about 0.6 M parameters with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +64,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedM
 def train(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], *, steps: int
 ) -> None:
-    """Teach demonstrations of `rows` to `model` in place, with a learning rate that falls to a tenth."""
+    """Train `model` in place on demonstrations of `rows`; the learning rate falls linearly to a tenth."""
     import torch
 
     model.train()
@@ -81,7 +81,7 @@ def train(
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (rows, longest); only the answer and the end are learnt."""
+    """Token ids and labels, both (rows, longest); only the answer and the end token have a loss."""
     import torch
 
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
@@ -90,7 +90,7 @@ def collate(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> t
     input_ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
     labels = torch.full((len(rows), longest), _IGNORED)
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        # On the left as TRL pads prompts, so that rollouts look like what was learnt.
+        # Padded on the left like TRL's prompts, so that rollouts look like the training data.
         input_ids[index, longest - len(prompt) - len(answer) :] = torch.tensor(prompt + answer)
         labels[index, longest - len(answer) :] = torch.tensor(answer)
     return input_ids, labels

@@ -1,1 +1,1 @@
-"""What a simulated card says of every candidate, before the first probe."""
+"""The forecast: predictions for every candidate from a simulated card, before the first probe."""

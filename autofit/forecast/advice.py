@@ -1,8 +1,8 @@
 """The cheapest changes that would make a config fit: found by probing on its simulated card, mildest first.
 
-Cheapest is: the highest tier, then the fewest settings changed, then the fastest step. Each answer has been probed, so
-none is called a fit that the simulated card refuses. What is tried is pruned by one rule: a setting at its strongest
-needs no more memory than at a milder value, so a set of settings that does not fit at its strongest never does.
+Cost order: the highest tier first, then the fewest changed settings, then the fastest step. Each answer has been probed
+on the simulated card, so each one fits there. One rule prunes the search: a setting at its strongest value needs no
+more memory than at a milder value, so a set of settings that does not fit at its strongest values never fits.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,19 +21,19 @@ from autofit.space.space import Candidate, Knob, Space, Value
 from autofit.space.space_file import space_knobs
 
 WANTED = 3
-MOST_TOGETHER = 3  # settings changed at once
-MOST_PROBES = 16  # after which no larger sets are tried, so that an answer takes no longer than a minute
+MOST_TOGETHER = 3  # most settings changed at once
+MOST_PROBES = 16  # probes after which no larger sets are tried, so that an answer takes at most a minute
 MICRO, ROLLOUT = "micro-batch", "rollout"
 Probe = Callable[[Mapping[str, object]], ProbeResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What to change, in TRL's own keys, and what the simulated card then says."""
+    """A change of the recipe, in TRL's own keys, and its result on the simulated card."""
 
     changes: Mapping[str, object]
     tier: Tier
-    settings: int  # how many were changed; a key that follows from another does not count
+    settings: int  # number of changed settings; derived keys do not count
     device_used_bytes: int
     least_capacity_bytes: int
     step_s: float | None
@@ -54,14 +54,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Up to three cheapest changes that fit; where there is none, the one that comes closest."""
+    """The up to three cheapest changes that fit; if there is none, the closest one that does not fit."""
 
     changes: tuple[Change, ...] = ()
     closest: Change | None = None
 
 
 def cheapest_changes(recipe: Recipe, device: Device, probe: Probe, *, workers: int = 2) -> Advice:
-    """What would make `recipe` fit, if anything, by `probe` (the values of a recipe -> what the card says)."""
+    """The cheapest changes that make `recipe` fit, if any, by `probe` (values of a recipe -> result on the card)."""
     try:
         space = Space.of(recipe, _knobs(recipe, device), allow="recipe", device=device)
     except ConfigError:
@@ -70,7 +70,7 @@ def cheapest_changes(recipe: Recipe, device: Device, probe: Probe, *, workers: i
 
 
 def _knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
-    """The trainer's default space, and what a recipe that trains all weights, or in float32, has besides."""
+    """The trainer's default knobs, plus `dtype` if the recipe is in float32 and `use_peft` if it trains all weights."""
     knobs = space_knobs(recipe)
     capability = gpu_spec(device.removeprefix("sim:")).compute_capability
     if "dtype" in recipe.resolved and recipe.resolved["dtype"] in ("float32", None) and capability >= (8, 0):
@@ -113,15 +113,18 @@ class _Search:
         closest = min(missed, key=lambda c: c.least_capacity_bytes, default=None) if not cheapest else None
         return Advice(changes=tuple(cheapest), closest=closest)
 
-    # -- settings and how strong they can be ----------------------------------------------------------------------
+    # -- settings and their strengths -----------------------------------------------------------------------------
 
     @cached_property
     def by_settings(self) -> dict[tuple[Value, ...], Candidate]:
-        """{the value of every setting: the candidate that has them}."""
+        """{values of all settings: the candidate with these values}."""
         return {tuple(self._settings(c).values()): c for c in self.space.allowed()}
 
     def _settings(self, candidate: Candidate) -> dict[str, Value]:
-        """Micro-batch and completions of a rollout, from which two knobs are solved, and the other knobs' values."""
+        """{setting: value}: the micro-batch, the completions of a rollout, and all other knobs.
+
+        The first two determine the two solved knobs.
+        """
         micro, _, chunk, _ = self.space.split(candidate)
         others = {
             k: v
@@ -173,19 +176,19 @@ class _Search:
     # -- probing --------------------------------------------------------------------------------------------------
 
     def _can_fit(self, names: Sequence[str], found: Sequence[_Found]) -> bool:
-        """Whether the settings that do not fit by themselves do so all together, each at its strongest."""
+        """Whether the settings of `names` that do not fit alone fit together, each at its strongest value."""
         alone = {next(iter(f.settings)) for f in found if len(f.settings) == 1}
         left = [name for name in names if name not in alone]
         return bool(left) and self._fitting(self._strongest(left)) is not None
 
     def _strongest(self, names: Collection[str]) -> dict[str, Value]:
-        """The strongest values of these settings that a candidate has together."""
+        """{setting: value}: the strongest combination of these settings that exists as a candidate; {} if none."""
         order = sorted(names, key=lambda name: name != MICRO)
         rows = (dict(zip(order, r, strict=True)) for r in product(*(self.strengths[n][::-1] for n in order)))
         return next((row for row in rows if self._with(row) is not None), {})
 
     def _whittled(self, names: Sequence[str]) -> frozenset[str]:
-        """Of settings that fit all together, a set of which none can be left out; empty where they do not fit."""
+        """A minimal subset of `names` that still fits (each setting is needed); empty if all together do not fit."""
         kept = list(names)
         if not self._can_fit(kept, []):
             return frozenset()
@@ -196,7 +199,7 @@ class _Search:
         return frozenset(kept)
 
     def _mildest(self, names: frozenset[str]) -> Change | None:
-        """The mildest change of these settings that fits, one after the other, those of the lowest tier first."""
+        """The mildest change of these settings that fits, searched one setting at a time, lowest tier first."""
         at = self._strongest(names)
         best = self._fitting(at) if at else None
         for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), n)) if best is not None else ():

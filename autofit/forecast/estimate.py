@@ -22,7 +22,7 @@ from autofit.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARALLEL = 2  # probes at once, where several are asked for
+PARALLEL = 2  # probes at once, if several are requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,16 @@ class Estimator:
     deadline_s: float
 
     def estimate(self) -> ProbeResult:
-        """What the card says of the recipe as it is. Raises EnvironmentFault when the simulation itself fails."""
+        """The probe result of the unchanged recipe. Raises EnvironmentFault if the simulation itself fails."""
         result = self.probe(self.recipe.values)
         if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
-            raise EnvironmentFault(f"the simulation did not end: {result.reason}")
+            raise EnvironmentFault(f"the simulation failed: {result.reason}")
         return result
 
     def probe(self, values: Mapping[str, object]) -> ProbeResult:
-        """What the card says of a recipe of these values; several may be asked for at once.
+        """The probe result of the recipe `values`. Safe to call from several threads at once.
 
-        The job is this process: nobody would look for its answer if it died.
+        Runs the job in this process, because no later command would look for its answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         setup = ProbeSetup(
@@ -60,7 +60,7 @@ class Estimator:
         run_probe(str(request.request_path))
         result = ProbeResult.read(request.answer_path)
         if result is None:
-            raise EnvironmentFault("the simulation was given up")
+            raise EnvironmentFault("the simulation was cancelled before it answered")
         return result
 
     def advice(self) -> Advice:
@@ -98,16 +98,16 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
 
 
 def advice_lines(advice: Advice, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """What to change, a line each, or what comes closest and by how much it misses."""
+    """One line per change that fits; else one line with the closest change and its missing bytes."""
     if advice.changes:
         lines = ["the cheapest changes that make it fit, predicted:"]
         return lines + [f"  {_change_line(change, recipe)}" for change in advice.changes]
-    tried = "no change of its settings makes it fit"
+    tried = "no change of the recipe's settings makes it fit"
     if advice.closest is None:
         return [f"{tried}."]
     over = advice.closest.least_capacity_bytes - capacity_bytes
     what = describe_changes(advice.closest.changes, recipe.resolved)
-    return [f"{tried}; the closest needs {format_bytes(over)} more than there is: {what}."]
+    return [f"{tried}; the closest change exceeds the limit by {format_bytes(over)}: {what}."]
 
 
 def _change_line(change: Change, recipe: Recipe) -> str:
@@ -117,7 +117,7 @@ def _change_line(change: Change, recipe: Recipe) -> str:
 
 
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
-    """A table of phases by category, and one sentence: fits or by how much not, and what dominates."""
+    """A table of phases by category, and one sentence: whether it fits, missing bytes, and the largest category."""
     names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
     table = Table(title=f"{result.device_name}, {result.fidelity}", title_justify="left")
     table.add_column("phase")
@@ -142,9 +142,7 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
     if result.status is ProbeStatus.FIT:
         verdict = f"fits: {format_bytes(used)} of {format_bytes(capacity_bytes)} used"
     else:
-        verdict = (
-            f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} more than there is"
-        )
+        verdict = f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} over the limit"
     step_s = result.median_step_s
     times = ""
     if step_s is not None:
@@ -155,7 +153,7 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":
-    """Stacked bars: allocated bytes (in GB) by category at each phase's peak, and the capacity."""
+    """Stacked bars: allocated GB by category at each phase's peak, and the capacity as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,8 +1,8 @@
-"""What the simulated GPU says of every candidate, before the first probe: trace each structure once, evaluate many.
+"""Predictions for every candidate before the first probe: trace each structure once, then evaluate all candidates.
 
 The candidates of a space fall into structures (the values of the knobs that change which code runs) and, within one,
-into micro-batches below and above a tile of TRL's loss. Each has a mass model, made by the fork server and kept on
-disk under a hash of all that it depends on.
+into micro-batches below and above a tile of TRL's loss. Each has a mass model, built by the fork server and stored on
+disk under a hash of all its inputs.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Candidate, Space, Value
 
-LONGER = 4  # models hold for completions up to so many times as long as the space's longest
-EXACT_SHARE = 1e-4  # a model whose hold-out is further off than this screens nothing out
+LONGER = 4  # models are valid for completions up to this multiple of the space's longest
+EXACT_SHARE = 1e-4  # a model with a larger hold-out error (relative) rules out no candidate
 _DEADLINE_S = 300.0
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The variables of one candidate."""
+    """The values of the mass model's variables for one candidate."""
 
     micro: int
     accumulation: int
@@ -53,7 +53,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecaster:
-    """Makes mass models in the fork server, or finds them in the folder `kept`."""
+    """Builds mass models in the fork server, or loads them from the folder `kept`."""
 
     device: str
     worst_case: Path
@@ -63,11 +63,11 @@ class Forecaster:
     workers: int = 2
 
     def predict(self, space: Space) -> Predictions:
-        """Floor, device-used bytes and step seconds of the allowed candidates; unknown where a trace fails."""
+        """Floor bytes, device-used bytes and step seconds of the allowed candidates; unknown if a trace fails."""
         return self.forecast(space).predictions
 
     def forecast(self, space: Space) -> "Forecast":
-        """The predictions of the allowed candidates, with the models they were evaluated from."""
+        """The predictions of the allowed candidates, with the mass models behind them."""
         candidates = tuple(space.allowed())
         if not space.recipe.forecasts:
             return self._unknown(space, candidates)
@@ -81,7 +81,7 @@ class Forecaster:
         with ThreadPoolExecutor(self.workers) as pool:
             try:
                 models = dict(zip(requests, pool.map(self._model, requests.values()), strict=True))
-            except BaseException:  # Ctrl-C: the traces at work end, too
+            except BaseException:  # Ctrl-C: stop the running traces too
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._cancel.touch()
                 raise
@@ -101,7 +101,7 @@ class Forecaster:
         return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
 
     def _unknown(self, space: Space, candidates: tuple[Candidate, ...]) -> "Forecast":
-        """Nothing is known of any candidate: traces of few layers cannot stand for the trainer's models."""
+        """A forecast without predictions, for a trainer whose models cannot be traced with few layers."""
         nothing = np.full(len(candidates), np.nan)
         predictions = Predictions(
             candidates=candidates, floor_bytes=np.zeros(len(candidates)), device_used_bytes=nothing, step_s=nothing
@@ -139,7 +139,7 @@ class Forecaster:
         }  # fmt: skip
 
     def _model(self, request: Mapping[str, object]) -> tuple[MassModel, int, float] | None:
-        """The model, the architecture's layers, and by what share the hold-out missed; None where a trace failed."""
+        """(mass model, the architecture's layers, relative hold-out error); None if a trace failed."""
         name = _key(request, self.worst_case)
         kept = self.kept / name
         found = _read(kept)
@@ -165,7 +165,7 @@ class Forecaster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What was predicted of a space, and the models it came from: they answer for what lies beside it as well."""
+    """The predictions of a space, and their mass models, which also evaluate candidates near the space."""
 
     space: Space
     context_bytes: int
@@ -177,7 +177,7 @@ class Forecast:
     ) -> tuple[float, float] | None:
         """(device-used bytes, step seconds) of a candidate of `space`, which may have more knobs than the forecast's.
 
-        `completion_tokens` is taken in place of the candidate's own. None where its structure was not traced.
+        `completion_tokens` replaces the candidate's own. None if the candidate's structure was not traced.
         """
         own, ours = space.params(space.baseline), {knob.name for knob in self.space.knobs}
         params = space.params(candidate)
@@ -195,25 +195,25 @@ class Forecast:
 
 
 def _is_structural(knob: str, keys: BatchKeys) -> bool:
-    """Whether another value of `knob` is another structure, not another value of a model's variable."""
+    """Whether a change of `knob` leads to another structure. False for variables of the mass model and env knobs."""
     return knob not in _variables(keys) and not knob.startswith("env.")
 
 
 @cache
 def _variables(keys: BatchKeys) -> tuple[str, ...]:
-    """The keys that are variables of a model."""
+    """The recipe keys that are variables of a mass model."""
     named = (keys.micro_batch, keys.rollout, keys.accumulation, keys.completion, "lora_r", keys.group)
     return tuple(key for key in named if key is not None)
 
 
 def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
-    """What tells one mass model from another, as text."""
+    """The identity of a mass model as text: the values of the structural knobs, and `_is_large`."""
     fixed = {k: v for k, v in params.items() if _is_structural(k, recipe.keys)}
     return json.dumps([fixed, _is_large(recipe, shape)], sort_keys=True, default=str)
 
 
 def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Shape], list[str]]:
-    """The shape and the structure of each candidate; each is worked out once, as 10^5 candidates have few."""
+    """(shape, structure) of each candidate, as two lists. Cached: 10^5 candidates share few shapes and structures."""
     knobs = [knob.name for knob in space.knobs]
     keys = space.recipe.keys
     varying = [i for i, n in enumerate(knobs) if n in _variables(keys)]
@@ -242,7 +242,7 @@ def _is_large(recipe: Recipe, shape: _Shape) -> bool:
 
 
 def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
-    """`span` with room on both sides, so that the model holds for what a user could change next."""
+    """`span` widened by the factor `by` on both sides, so that the model covers the user's next changes."""
     return span[0] / by, span[1] * by
 
 
@@ -254,7 +254,7 @@ def _read(folder: Path) -> tuple[MassModel, int, float] | None:
 
 
 def _keep(folder: Path, kept: Path) -> None:
-    """Put a model where the next search finds it; a full disk or another search's copy is no reason to fail."""
+    """Move a model to the folder where the next search finds it. Ignores a full disk or another search's copy."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(kept)
@@ -274,7 +274,7 @@ def _shape(space: Space, candidate: Candidate) -> _Shape:
 
 
 def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
-    """(most live bytes, seconds of an optimizer step, those before its update) of each shape.
+    """(peak live bytes, seconds of an optimizer step, seconds before its update), each (len(shapes),).
 
     Equal shapes are evaluated once.
     """
@@ -284,7 +284,7 @@ def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shap
     accumulation, chunk = columns[:, 4], columns[:, 5]
     live = np.zeros(len(unique))
     for phase, peak in model.peaks(values, layers).items():
-        later = phase.endswith("+")  # while gradients of an earlier micro-batch are alive
+        later = phase.endswith("+")  # phase in which gradients of an earlier micro-batch are alive
         happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
         live = np.maximum(live, np.where(happens, peak, 0.0))
     once = np.ones(len(unique))
@@ -301,7 +301,7 @@ def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shap
 
 
 def _key(request: Mapping[str, object], worst_case: Path) -> str:
-    """A hash of all that a model depends on: what is traced, and the code that traces it."""
+    """A hash of all inputs of a mass model: the traced recipe, and the code that traces it."""
     keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], request["keys"]))
     unread = (
         "output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs",
@@ -315,7 +315,7 @@ def _key(request: Mapping[str, object], worst_case: Path) -> str:
 
 @cache
 def _code() -> str:
-    """A hash of the simulation's own code and the versions of what it runs."""
+    """A hash of the simulation's own code and the versions of the packages that it runs."""
     digest = hashlib.sha256(json.dumps([version(p) for p in _PACKAGES]).encode())
     package = Path(__file__).parent.parent
     folders = (

@@ -1,4 +1,4 @@
-"""What is expected of every candidate before the first probe: plain arrays, whoever made them."""
+"""Predicted bytes and seconds of every candidate before the first probe, as plain arrays from any source."""
 
 from dataclasses import dataclass, fields
 
@@ -13,13 +13,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predictions:
-    """One entry a candidate, in the same order.
+    """One entry per candidate, in the order of `candidates`.
 
-    `floor_bytes` is a lower bound of device-used (live tensors and context): below it the candidate certainly does not
-    fit, so it is never probed. `device_used_bytes` and `step_s` are what a probe is expected to say; `step_s` is per
-    optimizer step at the recipe's effective batch, so that candidates compare. They may be wrong: the search learns by
-    how much. They may be nan where nothing is known of a candidate, and the floor is then 0. `rollout_s` is what of
-    `step_s` passes before the update; with it, a probe that says both corrects each by itself.
+    `floor_bytes` is a lower bound of device-used (live tensors and context): under a smaller target the candidate
+    certainly does not fit, so it is never probed. `device_used_bytes` and `step_s` are the expected results of a probe;
+    `step_s` is per optimizer step at the recipe's effective batch, so that candidates compare. They may be wrong: the
+    search learns the error. They are NaN for a candidate without a prediction, and its floor is 0. `rollout_s` is the
+    part of `step_s` before the update; with it, a probe that reports both parts corrects each part separately.
     """
 
     candidates: tuple[Candidate, ...]
@@ -35,12 +35,14 @@ class Predictions:
             if values is None:
                 continue
             if values.shape != (count,):
-                raise ConfigError(f"predictions need one {field.name} a candidate ({count}); got shape {values.shape}")
+                raise ConfigError(
+                    f"predictions must have one {field.name} per candidate, shape ({count},); got shape {values.shape}"
+                )
             if not field.name.startswith("floor") and not (values[~np.isnan(values)] > 0).all():
-                raise ConfigError(f"predicted {field.name} must be above zero, or nan where nothing is known")
+                raise ConfigError(f"predicted {field.name} must be above zero, or NaN if unknown")
 
     def of(self, candidates: tuple[Candidate, ...]) -> "Predictions":
-        """The same predictions for `candidates`, in their order; nan for those of which nothing is known."""
+        """The predictions for `candidates`, in their order; NaN for a candidate without one."""
         if candidates == self.candidates:
             return self
         known = {candidate: place for place, candidate in enumerate(self.candidates)}

@@ -1,8 +1,8 @@
 """Builds mass models from a few short simulated trainings of the real trainer, one variable changed at a time.
 
-A model is for one structure: everything but the variables. `B` is the micro-batch, `G` the completions generated at
-once, `C` the completion length, `r` the LoRA rank. TRL's loss works in tiles of tokens, so a micro-batch of more tokens
-than a tile has a model of its own. Imports torch.
+A mass model covers one structure: all settings except the variables. `B` is the micro-batch, `G` the completions
+generated at once, `C` the completion length, `r` the LoRA rank. TRL's loss works in tiles of tokens, so micro-batches
+with more tokens than a tile have a separate model. Imports torch.
 """
 
 import gc
@@ -28,12 +28,12 @@ from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Train
 from autofit.plugin.registry import load
 from autofit.recipe.keys import BatchKeys
 
-LATER = "+"  # ends the name of a phase in which gradients of an earlier micro-batch are alive
+LATER = "+"  # suffix of a phase name: gradients of an earlier micro-batch are alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Where to trace: values of the variables and the shape of a step."""
+    """A point to trace: values of the variables, and the shape of a step."""
 
     micro_batch: int
     completion: int
@@ -50,7 +50,7 @@ class Point:
 def trace(
     point: Point, *, trainer: Trainer, keys: BatchKeys, values: Mapping[str, object], device: str, worst_case: Path
 ) -> Trace:
-    """Two optimizer steps of the recipe `values` at `point`, on the simulated `device`."""
+    """The trace of two optimizer steps of the recipe `values` at `point`, on the simulated `device`."""
     changed = dict(values) | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
     if keys.rollout is not None:
         assert keys.group is not None
@@ -75,7 +75,7 @@ def trace(
 
 
 class _Marks(Report):
-    """Names the phases of the simulated card's bytes and kernels."""
+    """A report that labels the simulated card's allocations and kernels with their phase."""
 
     def __init__(self, gpu: FakeGpu, *, accumulation: int) -> None:
         self._gpu = gpu
@@ -124,12 +124,12 @@ class _Marks(Report):
 
 
 def run(request_path: str) -> int:
-    """Build the mass model that the request at `request_path` asks for; answer in a file beside it. 0 either way."""
+    """Build the mass model requested at `request_path` and write the request's answer files. Always returns 0."""
     request = read_json(Path(request_path))
     assert request is not None
     answer = Path(str(request["answer"]))
     gc.collect()
-    gc.freeze()  # collections need not look at what was imported
+    gc.freeze()  # excludes the imported modules from later collections
     try:
         keys = BatchKeys.from_json(cast(dict[str, "str | None"], request["keys"]))
         asked = {k: v for k, v in request.items() if k in Structure.__slots__}
@@ -148,27 +148,27 @@ def run(request_path: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """A recipe but for its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
+    """A recipe without its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
 
     trainer: str
     keys: BatchKeys
-    tile_tokens: int | None  # tokens of a micro-batch that the loss works on at once
+    tile_tokens: int | None  # tokens of a micro-batch that the loss processes at once
     values: Mapping[str, object]
     device: str
     worst_case: str
-    large: bool  # a micro-batch of more tokens than a tile
-    reused: bool  # a rollout serves several optimizer steps
+    large: bool  # True: micro-batches have more tokens than a tile
+    reused: bool  # True: a rollout serves several optimizer steps
     varies_rank: bool
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
 
     @property
     def depth(self) -> tuple[int, int]:
-        """(layers, the number after which their pattern repeats)."""
+        """(number of layers, period of their pattern in layers)."""
         return repeats_after(load(self.trainer).layers(self.values, WorstCase(path=Path(self.worst_case))))
 
     def model(self) -> tuple[MassModel, float]:
-        """The model, and by what share its phases miss those of a trace that it was not made from."""
+        """(mass model, its hold-out error: largest error of a phase's peak, relative to the largest peak)."""
         layers, period = self.depth
         shallow = layers % period + period
         shallow += period if shallow < 2 else 0
@@ -207,7 +207,7 @@ class Structure:
         return int(str(found["longest_tokens"]))
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
-        """The variables at the base point, and for each: its other value, where to trace, and what varies with it."""
+        """({variable: base value}, [(variable, other value, point to trace, variable that must change with it)])."""
         wider = base.micro_batch + (base.micro_batch + 2) // 4 * 2 if self._generates else 2 * base.micro_batch
         at: dict[str, float] = {"B": base.micro_batch}
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]

@@ -1,1 +1,1 @@
-"""The machine: its devices, and what its host costs the simulated clock."""
+"""The machine: its devices, and the host costs of the simulated clock."""

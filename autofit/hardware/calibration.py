@@ -1,6 +1,6 @@
-"""Which host costs the simulated clock takes: fitted to a probe on that card, else measured on this host, else guesses.
+"""Host costs of the simulated clock: fitted to a probe on that card, else measured on this host, else guesses.
 
-Kept in the cache folder, one file for the host and one for each card. Nothing needs them.
+Stored in the cache folder, one file for the host and one for each card. The files are optional.
 """
 
 import json
@@ -18,7 +18,7 @@ _HOST = "host"
 
 
 class Seconds(Protocol):
-    """What a probe says of its time: seconds of the rollout and of the update, one entry per measured step."""
+    """Times of a probe: seconds of the rollout and of the update, one entry per measured step."""
 
     @property
     def rollout_s(self) -> tuple[float, ...]: ...
@@ -29,18 +29,18 @@ class Seconds(Protocol):
 
 
 def costs_path(name: str = _HOST) -> Path:
-    """Where the costs of this host, or those fitted to probes on the card `name`, are kept."""
+    """The path of the file with the costs of this host, or with those fitted to probes on the card `name`."""
     return cache_folder() / "host_costs" / f"{name}.json"
 
 
 def found_path(device: Device) -> Path | None:
-    """The file that counts for a simulated `device`: its card's, else this host's; None where neither exists."""
+    """The costs file for a simulated `device`: its card's, else this host's; None if neither exists."""
     names = (device.removeprefix("sim:"), _HOST)
     return next((path for path in map(costs_path, names) if path.is_file()), None)
 
 
 def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
-    """The costs for a simulated `device` (None: the guesses), and where they are from."""
+    """(costs for a simulated `device` or None for the guesses, their source as text)."""
     path = found_path(device)
     if path is None:
         return None, GUESSES
@@ -52,13 +52,13 @@ def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
 
 
 def fingerprint(device: Device) -> str:
-    """Text that changes when the costs for a simulated `device` do."""
+    """The content of the costs file for a simulated `device`; "" without one."""
     path = found_path(device)
     return "" if path is None else path.read_text()
 
 
 def measure() -> "HostCosts":
-    """Measure this host's costs on the CPU, about a second, and keep them. Imports torch."""
+    """This host's costs, measured on the CPU in about a second, and stored. Imports torch."""
     from autofit.fakegpu.calibrate import measure_host_costs, save_host_costs
 
     costs = measure_host_costs()
@@ -67,9 +67,9 @@ def measure() -> "HostCosts":
 
 
 def fit_card(device: Device, *, predicted: Seconds, measured: Seconds) -> "HostCosts | None":
-    """Correct the costs for a simulated `device` by a real probe of the same recipe on that card, and keep them.
+    """The costs for a simulated `device`, corrected by a real probe of the same recipe on that card, and stored.
 
-    None, and nothing kept, where either says no seconds. Imports torch.
+    None, and nothing is stored, if either probe has no seconds. Imports torch.
     """
     from statistics import median
 

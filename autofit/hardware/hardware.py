@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: GPUs through NVML, host memory through the operating system."""
+"""The devices of this machine, found without torch: GPUs through NVML, host memory through the operating system."""
 
 import os
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from autofit.units import format_bytes
 _SIMULATED_AT_ONCE = 64
 Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 
-# Sizes that cards are sold with, in the "GB" of the box. Of several cards of a size, the usual one is meant: among the
-# 80 GB ones the A100, slower than the H100, so that no time is promised that the older card does not keep.
+# Advertised sizes of cards in GB. If several cards have the same size, the size means the usual one: for 80 GB the
+# A100, which is slower than the H100, so that predicted times are not too optimistic for the older card.
 _SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
 _USUAL_CARDS = ("t4", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
-_OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB of it
-_GIVE = "give --target-vram SIZE (40GB takes the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
+_OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
+_GIVE = "give --target-vram SIZE (40GB selects the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Gpu:
 
 
 def visible_gpu_ids() -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves of the machine's cards: indices or UUIDs, as it names them."""
+    """The cards in CUDA_VISIBLE_DEVICES, as indices or UUIDs; the indices of all cards if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(str(i) for i in range(len(_all_gpus())))
@@ -38,9 +38,9 @@ def visible_gpu_ids() -> tuple[str, ...]:
 
 
 def slot_names(device: Device, count: int) -> tuple[str, ...]:
-    """The slots that probes on `device` share: one a visible card, `count` on the CPU, and plenty for simulated ones.
+    """Names of the slots for probes on `device`: one per visible card, `count` on the CPU, 64 for simulated cards.
 
-    A simulated probe occupies no device, so it queues behind nobody's measurement.
+    A simulated probe occupies no device, so it need not wait for a measurement.
     """
     if device == "cuda":
         return tuple(f"cuda-{name}" for name in visible_gpu_ids())
@@ -57,7 +57,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def _all_gpus() -> tuple[Gpu, ...]:
-    """The CUDA cards that the driver lists; none where there is no driver."""
+    """The CUDA cards that the driver lists; empty without a driver."""
     import pynvml
 
     try:
@@ -84,9 +84,9 @@ def host_memory_bytes() -> int:
 
 
 def choose_device(asked: str, gpu: str | None = None) -> Device:
-    """A device that exists, `cpu` or `cuda` (`auto`: where there is a card), or `sim:` and the `gpu` that is named.
+    """`cpu`, `cuda`, or `sim:` plus the name of `gpu`. `auto` is `cuda` if there is a card, else `cpu`.
 
-    Raises ConfigError for a card that is not there or not known.
+    Raises ConfigError for a missing or unknown card.
     """
     if gpu is not None:
         if asked not in ("auto", "sim"):
@@ -98,16 +98,16 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
         return "cpu"
     found = gpus()
     if asked == "cuda" and not found:
-        raise ConfigError("--device cuda needs a CUDA card, and the driver lists none; use --device cpu or --gpu NAME")
+        raise ConfigError("--device cuda needs a CUDA card, but the driver lists none; use --device cpu or --gpu NAME")
     return "cuda" if found else "cpu"
 
 
 def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | None) -> tuple[Device, int]:
-    """Where probes run, and the target in bytes: `auto` is the CUDA card where there is one, else a simulated card.
+    """(device for probes, target in bytes): `auto` is the CUDA card if there is one, else a simulated card.
 
-    A simulated card that is not named is the one whose size `asked_bytes` names (`card_of_size`). A target that names
-    its card by the size on the box ("40GB", "24GiB") is at most what that card's driver reports.
-    Raises ConfigError when neither says which card.
+    Without `gpu`, the simulated card is the one of size `asked_bytes` (`card_of_size`). A target equal to the card's
+    advertised size ("40GB", "24GiB") is lowered to the capacity that the card's driver reports.
+    Raises ConfigError if neither argument selects a card.
     """
     simulated = gpu is not None or asked == "sim" or (asked == "auto" and not gpus())
     if not simulated or (gpu is not None and asked not in ("auto", "sim")):
@@ -115,7 +115,7 @@ def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | Non
         return device, choose_target(asked_bytes, device)
     if gpu is None and asked_bytes is None:
         none = "the driver lists no CUDA card, so one is simulated; " if asked == "auto" else ""
-        raise ConfigError(f"{none}say which: {_GIVE}")
+        raise ConfigError(f"{none}choose the simulated card: {_GIVE}")
     spec = _spec(gpu) if gpu is not None else card_of_size(cast(int, asked_bytes))
     device = f"sim:{spec.name}"
     if asked_bytes is not None and _is_named_by(spec, asked_bytes):
@@ -124,11 +124,11 @@ def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | Non
 
 
 def card_of_size(size_bytes: int) -> GpuSpec:
-    """The simulated card that `size_bytes` names: the usual one of that size, else of the smallest that has so much.
+    """The simulated card for `size_bytes`: the usual one of that advertised size, else the smallest that is larger.
 
-    Cards are named by the GiB of their chips, of which the driver reports a little less ("40 GB" A100: 39.4 GiB, which
-    is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9 bytes), so both 40GB and 40GiB name the 40 GB card.
-    Raises ConfigError when no card has so much.
+    Advertised sizes are the GiB of a card's chips, and the driver reports a little less ("40 GB" A100: 39.4 GiB, which
+    is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9 bytes), so both 40GB and 40GiB select the 40 GB card.
+    Raises ConfigError if no card is large enough.
     """
     named = [spec for spec in GPU_SPECS.values() if _is_named_by(spec, size_bytes)]
     usual = [spec for spec in named if spec.name in _USUAL_CARDS]
@@ -138,7 +138,7 @@ def card_of_size(size_bytes: int) -> GpuSpec:
     if not larger:
         most = max(GPU_SPECS.values(), key=lambda spec: spec.capacity_bytes)
         raise ConfigError(
-            f"--target-vram must be within the largest card that is known, {most.name} with "
+            f"--target-vram must be at most the capacity of the largest known card, {most.name} with "
             f"{format_bytes(most.capacity_bytes)}; got {format_bytes(size_bytes)}"
         )
     return min(larger, key=lambda spec: (_box_sizes(spec), spec.name not in _USUAL_CARDS, spec.capacity_bytes))
@@ -149,7 +149,7 @@ def _is_named_by(spec: GpuSpec, size_bytes: int) -> bool:
 
 
 def _box_sizes(spec: GpuSpec) -> tuple[int, ...]:
-    """What the box of the card says, in "GB": the first size that is sold and not below what the driver reports."""
+    """Advertised sizes of the card in GB: the first common size that is at least the capacity the driver reports."""
     sold = next((size for size in _SOLD_SIZES if size * 2**30 >= spec.capacity_bytes), None)
     return (() if sold is None else (sold,)) + _OTHER_BOX_SIZES.get(spec.name, ())
 
@@ -162,7 +162,7 @@ def _spec(name: str) -> GpuSpec:
 
 
 def simulated_twin(device: Device) -> Device | None:
-    """The simulated card that predicts `device`: itself, or the visible card's model; None where none is known."""
+    """The simulated card that predicts `device`: itself, or the visible card's model; None for an unknown model."""
     if device.startswith("sim:"):
         return device
     names = {gpu.name for gpu in gpus()} if device == "cuda" else set()
@@ -173,7 +173,7 @@ def simulated_twin(device: Device) -> Device | None:
 
 
 def choose_target(asked_bytes: int | None, device: Device) -> int:
-    """The target in bytes: what was asked for, or the whole card. Raises ConfigError for more than there is."""
+    """The target in bytes: `asked_bytes`, or the whole card. Raises ConfigError if it exceeds the capacity."""
     if device.startswith("sim:"):
         capacity = _spec(device.removeprefix("sim:")).capacity_bytes
     else:
@@ -185,7 +185,7 @@ def choose_target(asked_bytes: int | None, device: Device) -> int:
         return capacity
     if asked_bytes > capacity:
         raise ConfigError(
-            f"--target-vram must be within the {what}'s memory of {format_bytes(capacity)}; got "
+            f"--target-vram must be at most the {what}'s memory of {format_bytes(capacity)}; got "
             f"{format_bytes(asked_bytes)}"
         )
     return asked_bytes

@@ -10,7 +10,7 @@ from autofit.recipe import catalogue
 
 
 def model_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """The config of the model `name`: from its folder, the hub or, where the hub is away, the catalogue.
+    """The config of the model `name`: from its folder, the hub or, if the hub is unreachable, the catalogue.
 
     Raises OSError, ValueError or KeyError where none has it.
     """

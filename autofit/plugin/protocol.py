@@ -39,7 +39,7 @@ class Facts:
     space: str  # path of the trainer's default search space
     model: str = ""
     command: str | None = None  # what runs a tuned recipe without autofit, before its file's name
-    trains_on_data: bool = True  # False: the samples are made up, so there is nothing to train on
+    trains_on_data: bool = True  # False: the samples are synthetic, so there is nothing to train on
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     compared: tuple[str, ...] = ()
     longest_prompt_tokens: int | None = None  # for trainers that generate
@@ -84,7 +84,7 @@ class WorstCase:
 class Inspection:
     """What `Trainer.inspect` is asked: leave the longest sample in `worst_case`.
 
-    On a simulated card `prompt_tokens` asks for a made-up sample of that many tokens in place of the data.
+    On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data.
     """
 
     device: str  # "cpu", "cuda" or "sim:NAME"

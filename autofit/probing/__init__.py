@@ -1,1 +1,1 @@
-"""One candidate on one device, in a process of its own."""
+"""Probes: one candidate on one device, in a process of its own."""

@@ -1,11 +1,11 @@
 """The fork server: imports torch, transformers, TRL and peft once, then forks a child for each call in milliseconds.
 
-The server never computes and holds no database, which is what makes its forks safe. It ends when the process that
-started it ends; children that are at work then go on to their end.
+Its forks are safe because the server never computes and opens no database. It ends when the process that started it
+ends; running children then continue to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
-"cancel"}; `cancel` names a file that, once there, ends the child. The reply is one JSON line with the Ending.
-Hanging up before the reply kills the child.
+"cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
+If the caller closes the connection before the reply, the child is killed.
 """
 
 import gc
@@ -36,11 +36,11 @@ _PRELOAD = (
 
 
 class ServerGone(EnvironmentFault):
-    """No server took the call, so nothing of it has run."""
+    """No server accepted the call, so no part of it has run."""
 
 
 class ForkServer:
-    """The server as its starter sees it. Starting returns at once; the first call waits until it is ready."""
+    """Handle to the server. The constructor returns at once; the first call waits until the server is ready."""
 
     def __init__(self, folder: Path) -> None:
         self.log_path = folder / "fork_server.log"
@@ -54,11 +54,11 @@ class ForkServer:
             )  # fmt: skip
 
     def call(self, message: Mapping[str, object]) -> Ending:
-        """Run the entry that `message` names in a fork, and wait for its end."""
+        """Run the function named by `message` in a forked child; returns its Ending."""
         return call(self.socket_path, message, alive=lambda: self._process.poll() is None)
 
     def close(self) -> None:
-        """Stop the server; children at work go on."""
+        """Stop the server; running children continue."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.terminate()
@@ -67,7 +67,7 @@ class ForkServer:
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
-    """Send one call and wait for the Ending. Raises ServerGone, or EnvironmentFault when the child's keeper is gone."""
+    """The Ending of one call. Raises ServerGone, or EnvironmentFault if the child's keeper was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -98,21 +98,21 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 
 def serve(socket_path: str) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's business
-    gc.disable()  # going through all that is imported, again and again, would be a quarter of the time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
+    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
     for name in _PRELOAD:
         importlib.import_module(name)
     _preload_trainers()
     gc.enable()
-    gc.freeze()  # so that the children's collections do not copy what they share
+    gc.freeze()  # keeps the children's collections from copying shared memory pages
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_path + ".new")
         listener.listen(64)
         os.rename(socket_path + ".new", socket_path)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are nobody's to wait for
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers; the kernel reaps them
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:  # the starter ended, perhaps too suddenly to clean up
+            if sys.stdin in ready:  # the starting process ended, perhaps killed before it could clean up
                 shutil.rmtree(os.path.dirname(socket_path), ignore_errors=True)
                 return
             connection, _ = listener.accept()
@@ -123,7 +123,7 @@ def serve(socket_path: str) -> None:
 
 
 def _preload_trainers() -> None:
-    """Import the installed trainers; one that cannot be imported is only an error where it is asked for."""
+    """Import the installed trainers. A failed import is logged here and raised only when that trainer is requested."""
     for name in registry.names():
         try:
             registry.load(name)
@@ -154,7 +154,7 @@ def _keep_call(connection: socket.socket) -> None:
 
 
 def _left(connection: socket.socket, message: Mapping[str, object]) -> bool:
-    """Whether the caller hung up, or put down the file that it said would mean so."""
+    """Whether the caller closed the connection or created the `cancel` file."""
     if "cancel" in message and os.path.exists(str(message["cancel"])):
         return True
     ready, _, _ = select.select([connection], [], [], 0)

@@ -1,4 +1,4 @@
-"""What a recipe means, asked of its trainer once before any probe.
+"""The inspection of a recipe by its trainer, once, before any probe.
 
 Runs in a child of the fork server, because trainers import torch and may import the user's code.
 """
@@ -13,7 +13,7 @@ from autofit.plugin.registry import load
 
 
 def run(request_path: str) -> int:
-    """Inspect the recipe of the request at `request_path`; answer in `answer` beside it. 0 either way."""
+    """Inspect the recipe of the request at `request_path` and write the request's `answer` file. Always returns 0."""
     request = read_json(Path(request_path))
     assert request is not None
     inspection = Inspection(

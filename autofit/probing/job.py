@@ -1,4 +1,4 @@
-"""What submitit runs: one probe, in a child process, and an answer whatever happens to it. Never raises."""
+"""The job that submitit runs: one probe in a child process. Always writes an answer and never raises."""
 
 import signal
 import subprocess
@@ -18,12 +18,12 @@ from autofit.probing.slots import slot
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.units import format_bytes
 
-_LARGER = 1.1  # a card that is hardly larger than the target cannot say by how much that is exceeded
+_LARGER = 1.1  # least capacity / target for an uncapped probe: a smaller card has no room to measure the excess
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 def run_probe(request_path: str) -> None:
-    """Probe as the request says, on a free slot; afterwards there is an answer beside the request."""
+    """Run the requested probe on a free slot; afterwards an answer file lies beside the request."""
     began = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
     process = psutil.Process()
@@ -49,7 +49,7 @@ def cancelled(request: ProbeRequest) -> bool:
 
 
 def _can_say_how_far_over(request: ProbeRequest) -> bool:
-    """Whether the probe ran out of memory under a target that is emulated on a larger card."""
+    """Whether the probe ran out of memory under an emulated target, on a card with room to measure the excess."""
     answer = ProbeResult.read(request.answer_path)
     oom = answer is not None and answer.status is ProbeStatus.OOM
     if request.device != "cuda" or request.limit_bytes is None or not oom or cancelled(request):
@@ -58,7 +58,7 @@ def _can_say_how_far_over(request: ProbeRequest) -> bool:
 
 
 def _grade(request: ProbeRequest, slot_name: str) -> None:
-    """Probe again without the cap, and add its bytes and seconds to the answer. The cap alone decides what fits."""
+    """Probe again without the cap, and add its bytes and seconds to the answer. The verdict stays that of the cap."""
     free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
     free.folder.mkdir(exist_ok=True)
     write_json(free.request_path, free.to_json())
@@ -66,7 +66,7 @@ def _grade(request: ProbeRequest, slot_name: str) -> None:
     found, answer = ProbeResult.read(free.answer_path), ProbeResult.read(request.answer_path)
     assert answer is not None
     assert request.limit_bytes is not None
-    used = found.device_used_bytes if found is not None and found.step_s else None  # without steps it did not end
+    used = found.device_used_bytes if found is not None and found.step_s else None  # no steps: it did not complete
     if found is not None and used is not None and used > request.limit_bytes:
         over = (
             f"without the cap it held {format_bytes(used)}, {format_bytes(used - request.limit_bytes)} over the target"
@@ -80,7 +80,7 @@ def _grade(request: ProbeRequest, slot_name: str) -> None:
 
 
 def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
-    """Run the probe to its end; `asked` is the request that is cancelled with it."""
+    """Run the probe to its end; a cancellation of the request `asked` ends it too."""
     env: dict[str, str] = {}
     if slot_name.startswith("cuda-"):
         env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
@@ -93,8 +93,8 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
         try:
             return call(request.server_socket, message)
         except ServerGone:
-            pass  # nothing has run yet, so it is started here
-        except EnvironmentFault:  # the child may have run, so it is not run again
+            pass  # nothing has run yet: start the probe below
+        except EnvironmentFault:  # the child may have run: do not run it again
             return Ending(exit_code=-signal.SIGKILL)
     return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(asked))
 
@@ -110,7 +110,7 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
 
 
 def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
-    """The result of a probe that ended without an answer of its own."""
+    """The result of a probe that ended without writing an answer."""
     phase = request.phase_path.read_text() if request.phase_path.exists() else "load"
     status, cause, what = _end_of(ending, request)
     return ProbeResult(
@@ -124,7 +124,7 @@ def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
 
 
 def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause, str]:
-    """(status, cause, what happened in words)."""
+    """(status, cause, reason in words)."""
     if ending.deadline_passed:
         return ProbeStatus.LOST, Cause.DEADLINE, f"the deadline of {request.deadline_s:.0f} s passed"
     if ending.kernel_oom:

@@ -1,4 +1,4 @@
-"""Starts the jobs of probes through submitit, and finds them again. Nothing else assumes one machine."""
+"""Starts the jobs of probes through submitit, and finds them again. The only module that assumes one machine."""
 
 import itertools
 import signal
@@ -18,37 +18,37 @@ from autofit.files import is_full, read_json, write_json
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 
-_ATTEMPTS = 2  # a probe that was killed is tried once more
+_ATTEMPTS = 2  # a killed probe is repeated once
 
 
 class Next(StrEnum):
-    """What follows from the end of a probe."""
+    """The next action after the end of a probe."""
 
-    KEEP = "keep"  # the result stands
-    REPEAT = "repeat"  # it was killed, and may not be the next time
-    FREE_SPACE = "free space"  # the disk is full: the user has to do something first
+    KEEP = "keep"  # the result is final
+    REPEAT = "repeat"  # the probe was killed; a second attempt may succeed
+    FREE_SPACE = "free space"  # the disk is full: the user must free some space first
 
 
 def what_next(result: ProbeResult, folder: Path, *, attempts: int) -> Next:
-    """What follows from `result` of the probe in `folder`, which was attempt number `attempts`."""
+    """The next action after `result` of the probe in `folder`, attempt number `attempts` (from 1)."""
     if result.cause is Cause.NO_SPACE or (result.status is ProbeStatus.LOST and is_full(folder)):
         return Next.FREE_SPACE
     return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
 
 
 def no_space_left(folder: Path) -> EnvironmentFault:
-    return EnvironmentFault(f"no space left in {folder}; free some and run the same command again")
+    return EnvironmentFault(f"no space left in {folder}; free some space and run the same command again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """The probes of one trial: NAME-1 in `home`, and NAME-2 where that was killed."""
+    """The probe folders of one trial: NAME-1 in `home`, and NAME-2 if that probe was killed."""
 
     home: Path
     name: str
 
     def folders(self) -> list[Path]:
-        """Those made so far, oldest first."""
+        """The existing folders, oldest first."""
         return list(itertools.takewhile(Path.exists, map(self._folder, itertools.count(1))))
 
     def new_folder(self) -> Path:
@@ -62,7 +62,7 @@ class Attempts:
 
 
 class Launcher:
-    """submitit's LocalExecutor: one job a probe, which runs `function` on the path of its request."""
+    """submitit's LocalExecutor: one job per probe, which calls `function` with the path of its request."""
 
     def __init__(self, function: Callable[[str], None] = run_probe) -> None:
         self._function = function
@@ -73,13 +73,13 @@ class Launcher:
         start_job(request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + 3600)
 
     def result(self, folder: Path) -> ProbeResult | None:
-        """The answer in `folder`; a LOST one when its job has ended without; None while it runs."""
+        """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""
         answer = ProbeResult.read(folder / "answer.json")
         if answer is not None and (answer.wall_s is not None or not is_alive(folder)):
             return answer
         if is_alive(folder):
             return None
-        answer = ProbeResult.read(folder / "answer.json")  # put in place between the two looks
+        answer = ProbeResult.read(folder / "answer.json")  # may have been written between the two checks
         if answer is not None:
             return answer
         device = str((read_json(folder / "request.json") or {}).get("device", ""))
@@ -87,7 +87,7 @@ class Launcher:
         return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=Cause.KILLED)
 
     def run(self, request: ProbeRequest, *, poll_s: float = 0.02) -> ProbeResult:
-        """Submit one probe and wait for its answer."""
+        """The answer of one probe: submits it and waits."""
         self.submit(request)
         while (result := self.result(request.folder)) is None:
             time.sleep(poll_s)
@@ -102,7 +102,7 @@ class Launcher:
 
 
 def start_job(folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float) -> None:
-    """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; notes it in `folder`."""
+    """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; records it in `folder`."""
     executor = submitit.LocalExecutor(folder=folder / "job")
     # submitit counts a preemption within 10 minutes of the limit as a timeout, so the limit is well above the deadline.
     executor.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
@@ -113,7 +113,7 @@ def start_job(folder: Path, function: Callable[[str], None], argument: str, *, t
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the job noted in `folder` runs, also when another process submitted it."""
+    """Whether the job recorded in `folder` is running, even if another process submitted it."""
     for name in ("started.json", "job.json"):
         note = read_json(folder / name)
         if note is None:
@@ -124,7 +124,7 @@ def is_alive(folder: Path) -> bool:
             return abs(created - float(str(note["create_time"]))) < 1
         if name == "started.json":
             return False
-    request = folder / "request.json"  # submitted a moment ago by a process that died before it could note the job
+    request = folder / "request.json"  # a process submitted it a moment ago and died before it could record the job
     return (
         request.exists()
         and not (folder / "job.json").exists()
@@ -143,7 +143,7 @@ def _create_time(pid: int) -> float | None:
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Children started within ignore Ctrl-C: a search decides by itself what becomes of its jobs."""
+    """Context in which started children ignore Ctrl-C: the search itself decides which of its jobs to stop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Peak memory by phase: the CPU allocator's bytes, or what the driver of a CUDA card reports. Imports torch.
+"""Peak memory by phase: bytes of the CPU allocator, or bytes reported by a CUDA card's driver. Imports torch.
 
-On `cpu` every storage is followed from the operator that made it to its release. That equals the peak of
-`torch.profiler(profile_memory=True)` but for the 8-byte boxes that torch makes for Python numbers, which no operator
+On `cpu` every storage is tracked from the operator that made it to its release. The result equals the peak of
+`torch.profiler(profile_memory=True)` except for the 8-byte boxes that torch makes for Python numbers, which no operator
 returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own events come too late to stop at a limit.
 """
 
@@ -21,27 +21,27 @@ from autofit.units import format_bytes
 
 
 class Memory(Protocol):
-    """A device's account of its bytes."""
+    """Records a device's bytes and time."""
 
     device_name: str
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def switch(self, left: str, entered: str) -> PhasePeak:
-        """The peaks since the last call, which belong to the phase `left`."""
+        """The peaks of phase `left`: those since the last call."""
         ...
 
     def account(self) -> dict[str, Any]:
-        """What else this device can say once the probe is done: further fields of ProbeResult."""
+        """Further fields of ProbeResult that this device knows after the probe."""
         ...
 
     def now_s(self) -> float:
-        """Seconds, all that was launched being done."""
+        """Current time in seconds, after all launched kernels have completed."""
         ...
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Follows live storages of one device type; raises torch.OutOfMemoryError above `limit_bytes`."""
+    """Tracks live storages of one device type; raises torch.OutOfMemoryError above `limit_bytes`."""
 
     def __init__(self, device_type: str, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,10 @@ class _StorageTracker(TorchDispatchMode):
                 )
 
     def see_rng_states(self) -> Callable[[], torch.Tensor]:
-        """Let `torch.get_rng_state` be seen: checkpointing keeps one state of 5056 B a layer, made by no operator."""
+        """Track `torch.get_rng_state` too: checkpointing keeps one state of 5056 B a layer, made by no operator.
+
+        Returns the original function.
+        """
         original = torch.get_rng_state
 
         def get_rng_state() -> torch.Tensor:
@@ -96,7 +99,7 @@ class _StorageTracker(TorchDispatchMode):
 
 
 class CpuMemory:
-    """The CPU allocator: what is allocated is what is reserved and used, so the three peaks are one number."""
+    """The CPU allocator. Allocated, reserved and device-used bytes are equal, so the three peaks are one number."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.device_name = _cpu_name()
@@ -108,7 +111,7 @@ class CpuMemory:
         self._original_rng = self._tracker.see_rng_states()
 
     def stop(self) -> None:
-        """Stop following: the steps after this run at full speed."""
+        """Stop tracking: the following steps run at full speed."""
         if self._original_rng is not None:
             torch.get_rng_state, self._original_rng = self._original_rng, None
             self._tracker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -131,9 +134,9 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """A CUDA card: torch's allocator, and NVML for everything that is on the card besides it.
+    """A CUDA card: torch's allocator, and NVML for all other bytes on the card.
 
-    The target is emulated on a larger card by a hard cap on the allocator: target minus what the card holds outside it
+    The target is emulated on a larger card by a hard cap on the allocator: target minus the bytes outside the allocator
     (context, library handles, other processes), measured after a first matmul.
     """
 
@@ -190,7 +193,7 @@ class CudaMemory:
 
 @contextmanager
 def memory_of(device: str, limit_bytes: int | None) -> Iterator[Memory]:
-    """The account of `device` ("cpu", "cuda" or "sim:GPU") with a hard limit in bytes."""
+    """The memory recorder of `device` ("cpu", "cuda" or "sim:GPU") with a hard limit in bytes."""
     if device.startswith("sim:"):
         from autofit.probing.simulated import simulated
 
@@ -201,14 +204,14 @@ def memory_of(device: str, limit_bytes: int | None) -> Iterator[Memory]:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error` is an allocation that was refused, on either device."""
+    """Whether `error` is a failed allocation, on the CPU or a CUDA card."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def merged(peaks: Iterable[PhasePeak]) -> tuple[PhasePeak, ...]:
-    """One entry a phase, in order of first appearance, with the largest of each peak."""
+    """One entry per phase, in order of first appearance, with the maximum of each peak."""
     by_name: dict[str, PhasePeak] = {}
     for peak in peaks:
         old = by_name.get(peak.name, peak)

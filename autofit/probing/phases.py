@@ -1,4 +1,4 @@
-"""The phases of a training: which one is at work, its peak and its seconds."""
+"""The phases of a training: the current one, and the peak and seconds of each."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +11,7 @@ BEFORE_UPDATE = (WAKE_UP, ROLLOUT, SCORING)  # phases that count as the rollout'
 
 
 class Recorder:
-    """Which phase the probe is in, the peak of each, and the seconds of each in the measured steps."""
+    """Records the current phase of the probe, the peak of each phase, and its seconds in the measured steps."""
 
     def __init__(self, memory: Memory, phase_path: Path) -> None:
         self._memory = memory
@@ -23,7 +23,7 @@ class Recorder:
         phase_path.write_text(self.phase)
 
     def enter(self, phase: str) -> str:
-        """Switch to `phase`; the phase that was left."""
+        """Switch to `phase`; returns the previous phase."""
         now, left = self._memory.now_s(), self.phase
         self.peaks.append(self._memory.switch(left, phase))
         self.seconds[left] += now - self._entered
@@ -34,7 +34,7 @@ class Recorder:
 
 
 class Followed(Report):
-    """The report of a run whose phases a recorder follows."""
+    """A run's report that passes its phases to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder

@@ -1,4 +1,4 @@
-"""From what was given to a Recipe: its trainer, in a child of the fork server, says what it means."""
+"""From a given recipe to a Recipe: its trainer interprets it, in a child of the fork server."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
 def worst_case_path(folder: Path) -> Path:
-    """Where the row with the longest prompt is kept."""
+    """The path of the file that holds the row with the longest prompt."""
     return folder / "worst_case.json"
 
 
@@ -24,10 +24,10 @@ def prepare(
     given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
     changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
 ) -> Recipe:  # fmt: skip
-    """The recipe that was `given` with `changes` over it; leaves the worst-case row in `folder`.
+    """The recipe that was `given`, with `changes` applied; writes the worst-case row to `folder`.
 
-    On a simulated card `prompt_tokens` stands for the dataset: a made-up prompt of so many tokens is the worst case.
-    Raises ConfigError for what TRL would not take.
+    On a simulated card `prompt_tokens` replaces the dataset: a synthetic prompt of that length is the worst case.
+    Raises ConfigError for a recipe that TRL would refuse.
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = merge(source.values, changes or {})
@@ -51,7 +51,9 @@ def prepare(
     )
     answer = read_json(answer_path)
     if answer is None and is_full(folder):
-        raise EnvironmentFault(f"no space left to write {answer_path}; free some or choose another folder with --dir")
+        raise EnvironmentFault(
+            f"no space left to write {answer_path}; free some space or choose another folder with --dir"
+        )
     if answer is None:
         raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
@@ -69,13 +71,16 @@ def prepare(
 
 
 def keep_worst_case(source: Path, target: Path) -> None:
-    """Move what the inspection in `source` left for probes to `target`, unless an earlier run of the study did."""
+    """Move the files that probes need from the inspection folder `source` to `target`.
+
+    Does nothing if an earlier run of the study has moved them.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    if worst_case_path(target).exists():  # the same study has the same one
+    if worst_case_path(target).exists():  # the same study has the same worst case
         return
     own = {"inspect.json", "inspection.json", "inspection.log", "forecasts", worst_case_path(source).name}
     for path in [p for p in source.iterdir() if p.name not in own]:
         if (target / path.name).is_dir():
             shutil.rmtree(target / path.name)
         os.replace(path, target / path.name)
-    os.replace(worst_case_path(source), worst_case_path(target))  # last: its presence says that the rest is there
+    os.replace(worst_case_path(source), worst_case_path(target))  # last: its presence marks the move as complete

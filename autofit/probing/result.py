@@ -1,4 +1,4 @@
-"""What a probe is asked and what it answers: plain values that travel as JSON."""
+"""Request and result of a probe: plain values that travel as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,13 +19,13 @@ class ProbeStatus(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a probe has no measurement, for decisions and filters; `ProbeResult.reason` says it to people."""
+    """The reason why a probe has no measurement, for decisions and filters; `ProbeResult.reason` is the text."""
 
-    DEADLINE = "deadline"  # it took longer than it may
-    KILLED = "killed"  # by someone else, or with its job
+    DEADLINE = "deadline"  # it exceeded its deadline
+    KILLED = "killed"  # by another process, or with its job
     HOST_OOM = "host oom"  # the kernel's out-of-memory killer ended it: the host's memory, not the card's
     NO_SPACE = "no space"  # the disk is full
-    CRASHED = "crashed"  # a signal of its own making, such as SIGSEGV
+    CRASHED = "crashed"  # a signal that it raised itself, such as SIGSEGV
     EXITED = "exited"  # sys.exit, or an exit code before the answer
     RAISED = "raised"  # an exception
 
@@ -50,8 +50,8 @@ class ProbeRequest:
     cwd: Path = field(default_factory=Path.cwd)
     server_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
-    least_of_fits: bool = True  # simulated: find the least capacity of what fits too, which takes a second or more
-    capped: bool = True  # False: allocate what is asked for, and hold it against the limit afterwards
+    least_of_fits: bool = True  # simulated: find the least capacity of a fit too (takes a second or more)
+    capped: bool = True  # False: no cap during the run; the bytes are compared with the limit afterwards
 
     @property
     def request_path(self) -> Path:
@@ -67,7 +67,7 @@ class ProbeRequest:
 
     @property
     def phase_path(self) -> Path:
-        """Holds the name of the phase that the probe is in, for when it dies without a word."""
+        """The file with the name of the current phase, read if the probe dies without an answer."""
         return self.folder / "phase"
 
     def to_json(self) -> dict[str, object]:
@@ -89,20 +89,20 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSetup:
-    """All that the probes of one command have in common; `request` completes it for one of them."""
+    """The common settings of all probes of one command; `request` completes them for one probe."""
 
     trainer: str
     device: Device
     limit_bytes: int | None
     worst_case: Path
-    deadline_s: float  # of a probe of `measured_steps`
+    deadline_s: float  # for a probe of `measured_steps` steps
     measured_steps: int = 2
     parallel: int = 1
     server_socket: str | None
     least_of_fits: bool = True
 
     def request(self, folder: Path, values: Mapping[str, object], *, measured_steps: int | None = None) -> ProbeRequest:
-        """The probe of a recipe of `values` in `folder`; more measured steps have more time."""
+        """The request to probe the recipe `values` in `folder`; the deadline grows with the measured steps."""
         steps = measured_steps or self.measured_steps
         return ProbeRequest(
             folder=folder, trainer=self.trainer, values=values, device=self.device, limit_bytes=self.limit_bytes,
@@ -114,7 +114,7 @@ class ProbeSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
-    """The most that was held during one phase (load, rollout, scoring, update, optimizer, save, resume)."""
+    """Peak bytes during one phase (load, rollout, scoring, update, optimizer, save, resume)."""
 
     name: str
     peak_allocated_bytes: int
@@ -124,11 +124,11 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What the device said. None is "not measured"; times have one entry per measured optimizer step."""
+    """The result of a probe. None is "not measured"; times have one entry per measured optimizer step."""
 
     status: ProbeStatus
     device: str
-    reason: str = ""  # for people: nothing is decided by its words
+    reason: str = ""  # for people: no code decides by its words
     cause: Cause | None = None  # None for a fit and for an OOM of the device
     oom_phase: str | None = None
     device_used_bytes: int | None = None
@@ -141,15 +141,15 @@ class ProbeResult:
     update_s: tuple[float, ...] = ()
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
-    least_capacity_bytes: int | None = None  # simulated: the smallest card on which the probe runs through
+    least_capacity_bytes: int | None = None  # simulated: capacity of the smallest card on which the probe completes
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: Fidelity = Fidelity.MEASURED
-    host_costs: str = ""  # simulated: where the clock's costs are from
+    host_costs: str = ""  # simulated: source of the clock's host costs
     device_name: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer
-    wall_s: float | None = None  # from the launch of the job to its end, as the job saw it
+    wall_s: float | None = None  # from the start of the job to its end, measured by the job
 
     @property
     def median_step_s(self) -> float | None:
@@ -158,12 +158,12 @@ class ProbeResult:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was ended from outside, which says nothing of its candidate."""
+        """Whether the probe was killed from outside, so that it is no evidence about its candidate."""
         return self.status is ProbeStatus.LOST and self.cause is not Cause.DEADLINE
 
     @property
     def is_graded(self) -> bool:
-        """Whether an OOM says how much would have been enough: the probe ran to its end all the same."""
+        """Whether an OOM reports the exact bytes needed, because the probe completed without the limit."""
         return (self.least_capacity_bytes or self.uncapped_bytes) is not None
 
     @property
@@ -173,7 +173,7 @@ class ProbeResult:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Prompt and completion tokens trained on per second."""
+        """Prompt and completion tokens trained on, per second."""
         step_s = self.median_step_s
         return None if step_s is None or self.tokens_per_step is None else self.tokens_per_step / step_s
 

@@ -1,7 +1,8 @@
-"""The `sim:` device: the simulated GPU's account of its bytes, and its clock. Imports torch.
+"""The `sim:` device: memory recorder and clock of the simulated GPU. Imports torch.
 
-A probe is traced with as few layers as show what repeats, and then expanded to all of them: every allocation, free and
-second of the deep run, for the time of a shallow one. A run that does not repeat is traced again at full depth.
+A probe is traced with the fewest layers that show the repeating pattern, and then expanded to all layers: every
+allocation, free and second of the deep run, at the cost of a shallow one. A run without a repeating pattern is traced
+again at full depth.
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ from autofit.probing.result import Fidelity, PhasePeak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a probe on the simulated card found, phase by phase and for each measured step."""
+    """The result of a probe on the simulated card: peaks per phase, and seconds per measured step."""
 
     peaks: tuple[PhasePeak, ...]
     step_s: tuple[float, ...]
@@ -34,10 +35,10 @@ class Simulation:
 
 
 class SimMemory:
-    """A simulated card: nothing is allocated, and seconds are those of its clock.
+    """A simulated card: nothing is allocated, and seconds come from its clock.
 
-    The card has no limit while the probe runs, so that a candidate over the target says by how much; the verdict comes
-    from replaying its allocations under the target.
+    The card has no limit while the probe runs, so that a candidate over the target reports its excess; the verdict
+    comes from a replay of its allocations under the target.
     """
 
     def __init__(self, device: str, limit_bytes: int | None) -> None:
@@ -47,14 +48,14 @@ class SimMemory:
         self.device_name = f"{self._spec.full_name} (simulated)"
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
-        self._steps: list[int] = []  # the marks at which measured steps begin and end, in turn
+        self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
         self._run: Run | None = None
         self._replay: Unlimited | None = None
         self.least_of_fits = True
 
     @contextmanager
     def card(self, *, shallow: bool) -> Iterator[None]:
-        """A fresh card; with `shallow`, models made inside have only as many layers as are needed."""
+        """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern."""
         self._marks, self._steps = [], []
         with fake_gpu(
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
@@ -71,7 +72,7 @@ class SimMemory:
         pass
 
     def switch(self, left: str, entered: str) -> PhasePeak:
-        """Remembers the moment; the peaks are known when the run is whole."""
+        """Marks the phase change. The peaks are zero here; `simulation` has them after the run."""
         if self._gpu is not None:
             clock = self._gpu.clock
             assert isinstance(clock, LayerClock)
@@ -79,7 +80,7 @@ class SimMemory:
         return PhasePeak(name=left, peak_allocated_bytes=0, peak_reserved_bytes=0, device_used_bytes=0)
 
     def mark_step(self) -> None:
-        """A measured step begins or ends at the last switch."""
+        """Mark the last phase change as the begin or end of a measured step."""
         self._steps.append(len(self._marks) - 1)
 
     def now_s(self) -> float:
@@ -88,7 +89,8 @@ class SimMemory:
     def simulation(self, *, share_of_scoring: float = 0.0) -> Simulation:
         """The whole run, expanded to all layers. Raises NotRepeatingError.
 
-        What a trainer scores once before it trains (DPO's reference) is spread over the steps: each bears that share.
+        Seconds of scoring done once before training (DPO's reference) are distributed: each step gets
+        `share_of_scoring` of them.
         """
         assert self._gpu is not None
         run = self._run = expanded(self._gpu, self._marks)
@@ -126,7 +128,7 @@ class SimMemory:
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.
 
-        Without `least_of_fits`, what fits without giving anything back has no least capacity.
+        Without `least_of_fits`, a probe that fits without returning cached blocks has no least capacity.
         """
         run, unlimited, outside = self._run, self._replay, self._outside_bytes
         assert run is not None
@@ -135,7 +137,7 @@ class SimMemory:
         least = None
         if self.least_of_fits or used > self._limit_bytes:
             least = min(used, unlimited.least_capacity() + outside)
-            if used > self._limit_bytes >= least:  # the allocator gives cached blocks back before it gives up
+            if used > self._limit_bytes >= least:  # the allocator returns cached blocks before it raises OOM
                 room = self._limit_bytes - outside
                 used = unlimited.replay(room).peak_reserved_bytes + outside
             elif least > self._limit_bytes:
@@ -152,13 +154,13 @@ class SimMemory:
 
 @contextmanager
 def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
-    """The card in `device` ("sim:a100-40gb"), of which a probe may use `limit_bytes`."""
+    """The memory recorder of `device` ("sim:a100-40gb") with a limit of `limit_bytes`."""
     yield SimMemory(device, limit_bytes)
 
 
 @contextmanager
 def _shallow_models() -> Iterator[None]:
-    """Within, a model's configuration is read with fewer layers, unless its code comes with it."""
+    """Context in which model configurations are read with fewer layers, except for models with remote code."""
     original: Callable[..., Any] = transformers.AutoConfig.from_pretrained
 
     def read(*args: Any, **kwargs: Any) -> Any:

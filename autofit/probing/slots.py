@@ -1,4 +1,4 @@
-"""Slots: at most one probe a GPU, and one on the CPU by default, over all searches of a user on a machine.
+"""Slots: at most one probe per GPU, and by default one on the CPU, across all searches of a user on a machine.
 
 A slot is a locked file, so a killed holder frees it at once.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def slot(names: tuple[str, ...], *, abandoned: Callable[[], bool] = lambda: False) -> Iterator[str | None]:
-    """Hold the first of the slots `names` that is free, waiting for one; None when `abandoned` while waiting."""
+    """Hold the first free slot of `names`; yields its name, or None if `abandoned` became true while waiting."""
     folder = Path(tempfile.gettempdir()) / f"autofit-slots-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     while not abandoned():

@@ -1,6 +1,6 @@
-"""Keeps one child process: waits for its end, a deadline or an abandoned caller, and leaves no descendant alive.
+"""The keeper of one child process: waits for its end, a deadline or an abandoned call, and kills all descendants.
 
-Linux only: the keeper is a subreaper, so whatever the child leaves behind becomes the keeper's own and is killed.
+Linux only: the keeper is a subreaper, so orphans of the child become children of the keeper, which kills them.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a child ended: its exit code (negative: the signal), and whether we or the kernel ended it."""
+    """The end of a child: its exit code (negative: the signal), and whether the keeper or the kernel killed it."""
 
     exit_code: int
     deadline_passed: bool = False
@@ -31,19 +31,19 @@ class Ending:
 
 
 def computing_env(**more: str) -> dict[str, str]:
-    """The environment of a process that computes: this one's, with OpenMP threads that sleep while they wait.
+    """The environment of a computing process: this process' own, with OpenMP threads that sleep while they wait.
 
-    Spinning threads on cores that others use as well made a step 4 to 14 times slower (experiments/LOG.md). Asking NVML
-    whether there is a card, not CUDA, keeps the fork server's forks safe.
+    Spinning threads on shared cores made a step 4 to 14 times slower (experiments/LOG.md). Torch detects the card by
+    NVML, not by CUDA, which keeps the fork server's forks safe.
     """
     ours = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return {**ours, **os.environ, **more}
 
 
 def keep(start: Callable[[], int], *, deadline_s: float, abandoned: Callable[[], bool] = lambda: False) -> Ending:
-    """Run `start` (returns the pid of a child of this process) to its end, and kill what is left of it.
+    """The end of the child that `start` starts (it returns the child's pid); kills the child's remaining descendants.
 
-    `abandoned` is asked every 0.2 s; when it says True the child is killed.
+    `abandoned` is called every 0.2 s; if it returns True the child is killed.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     kills_before = _kernel_oom_kills()
@@ -77,7 +77,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all that descends from this process; orphans of orphans come to it as well, so ask until nobody is left."""
+    """Kill all descendants of this process. Orphans are reparented to it meanwhile, so repeat until none is left."""
     for _ in range(100):
         children = psutil.Process().children(recursive=True)
         if not children:
@@ -91,7 +91,7 @@ def _kill_descendants() -> None:
 
 
 def _kernel_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since boot (/proc/vmstat), or 0 where it does not say."""
+    """Number of out-of-memory kills by the kernel since boot (/proc/vmstat); 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:

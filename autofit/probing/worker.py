@@ -1,7 +1,7 @@
-"""The probe: a few worst-case optimizer steps of the real trainer on one device. Does not know who started it.
+"""The probe: a few worst-case optimizer steps of the real trainer on one device, independent of its caller.
 
 Order: load, one step (the warm-up), save; then, as after an interruption, load, resume, one step, and the measured
-steps. All but the measured steps are followed allocation by allocation; the measured ones run at full speed.
+steps. Memory is tracked in all but the measured steps, which run at full speed.
 """
 
 import gc
@@ -24,11 +24,11 @@ from autofit.probing.supervise import die_with_parent
 
 
 def run(request_path: str) -> int:
-    """Probe as the request at `request_path` says; answer in JSON beside it. 0 when there is an answer."""
+    """Run the probe requested at `request_path` and write its JSON answer beside it. Returns 0."""
     started = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
     env = request.values.get("env")
-    if isinstance(env, dict):  # an allocator reads its settings before the recipe is parsed
+    if isinstance(env, dict):  # set here: the allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
     try:
@@ -80,7 +80,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     over = request.limit_bytes is not None and used > request.limit_bytes
     return ProbeResult(
         status=ProbeStatus.OOM if over else ProbeStatus.FIT,
-        reason="the device held more than the target" if over else "",
+        reason="device-used bytes exceeded the target" if over else "",
         oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
         device=request.device,
         limit_bytes=request.limit_bytes,
@@ -104,7 +104,7 @@ def _task(request: ProbeRequest, *, steps: int) -> Task:
 
 
 def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder, trainer: Trainer) -> tuple[Run, Any]:
-    """Load, a step, save; then load, resume, a step and the measured ones."""
+    """Load, one step, save; then load, resume, one step and the measured steps. (run, its step times)."""
     task = _task(request, steps=1)
     try:
         recorder.enter(LOAD)
@@ -126,10 +126,10 @@ def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder,
 
 
 def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, trainer: Trainer) -> tuple[Run, Any]:
-    """Load and two steps: the second has the optimizer's state, and a simulated step takes the same time each time.
+    """Load and two steps; only the second is measured: it has the optimizer's state, and simulated steps do not vary.
 
-    A simulated card keeps no values, so there is nothing to save or to resume from. With few layers first; with all of
-    them where few cannot stand for all.
+    A simulated card keeps no values, so the probe does not save or resume. It runs with few layers first, and again
+    with all layers if the few cannot represent them.
     """
     from autofit.probing.simulated import SimMemory
 
@@ -139,10 +139,10 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
         str(value) for key, value in request.values.items() if key.startswith("lora_") and not isinstance(value, float)
     ]
     try:
-        shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer's number means all
+        shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer number needs all layers
         run = _train_on_card(request, memory, recorder, trainer, shallow=shallow)
         simulation = memory.simulation(share_of_scoring=run.scoring_share)
-    except Exception as error:  # NotRepeatingError, or a model that does not like to be shallow: the deep run decides
+    except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
         print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
         run = _train_on_card(request, memory, recorder, trainer, shallow=False)
         simulation = memory.simulation(share_of_scoring=run.scoring_share)
@@ -151,7 +151,7 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 
 def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
-    gc.freeze()  # trainers collect garbage while they are built: not over everything that was imported
+    gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
     with memory.card(shallow=shallow):
         recorder.enter(LOAD)
         run = trainer.build(request.values, _task(request, steps=2))
@@ -168,9 +168,9 @@ class _SaveNow(Followed):
 
 
 class _StepClock(Followed):
-    """Seconds of each optimizer step after number `measure_after`, at which the memory account is closed.
+    """Measures the seconds of each optimizer step after number `measure_after`, where memory tracking stops.
 
-    What a trainer scores once before it trains (DPO's reference) is spread over the steps: each bears its share.
+    Seconds of scoring done once before training (DPO's reference) are distributed: each step gets its share.
     """
 
     def __init__(self, run: Run, recorder: Recorder, memory: Memory, *, measure_after: int) -> None:
@@ -203,7 +203,7 @@ class _StepClock(Followed):
 
 
 class _StepMarks(Followed):
-    """Tells the simulated card where each optimizer step after number `measure_after` begins and ends."""
+    """Marks on the simulated card the begin and end of each optimizer step after number `measure_after`."""
 
     def __init__(self, recorder: Recorder, memory: Any, *, measure_after: int) -> None:
         super().__init__(recorder)
@@ -222,7 +222,7 @@ class _StepMarks(Followed):
 
 
 def _tops(peaks: tuple[PhasePeak, ...]) -> dict[str, Any]:
-    """The largest of each peak over all phases."""
+    """The maximum of each peak over all phases, in bytes."""
     names = ("device_used_bytes", "peak_reserved_bytes", "peak_allocated_bytes")
     return {name: max((getattr(p, name) for p in peaks), default=None) for name in names}
 

@@ -1,1 +1,1 @@
-"""A trial becomes a full training run."""
+"""Promotion: a trial becomes a full training run."""

@@ -1,4 +1,4 @@
-"""What submitit runs for a promoted trial: the training in a child process, on a slot of its own. Never raises."""
+"""The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
 import math
 import subprocess
@@ -14,7 +14,7 @@ from autofit.probing.supervise import computing_env, keep
 
 
 def run_promoted(request_path: str) -> None:
-    """Train as the request says; afterwards final.json, failed.json or a resumable checkpoint tells how it went."""
+    """Run the requested training. The outcome is final.json, failed.json or a resumable checkpoint in its folder."""
     request = read_json(Path(request_path))
     assert request is not None
     folder = Path(str(request["folder"]))

@@ -1,4 +1,4 @@
-"""Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it where it was."""
+"""Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _YEAR_S = 365 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """The full run of one trial. Everything about it lies in `folder`, so that it can be found again."""
+    """The full run of one trial. All its files are in `folder`, so that later commands find the run."""
 
     folder: Path
     study: str
@@ -39,8 +39,8 @@ class Promotion:
     proof: Proof
     generates: bool
     trains_on_data: bool
-    command: str | None  # what runs the tuned YAML without autofit, before its file's name
-    confirmation: str = ""  # whether the trial was probed longer, in words
+    command: str | None  # the command that runs the tuned YAML without autofit, up to the file's name
+    confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
 
     @property
     def output_dir(self) -> Path:
@@ -51,9 +51,9 @@ class Promotion:
 def plan_promotion(
     folder: Path, *, study_name: str | None, trial: str, say: Callable[[str], None] = lambda _: None
 ) -> Promotion:
-    """The promotion of `trial` (a number or "best") of a study in `folder`; proves it, then writes its tuned YAML.
+    """The promotion of `trial` (a number or "best") of a study in `folder`, after its proof; writes its tuned YAML.
 
-    Raises ConfigError, with nothing written, for a trial that claims to be neutral and is not.
+    Raises ConfigError, and writes nothing, for a trial that claims to be neutral and is not.
     """
     study = load_study(folder, study_name)
     record = record_of(study)
@@ -67,7 +67,7 @@ def plan_promotion(
     if device.startswith("sim:"):  # the run itself needs a device that exists
         device = choose_device("auto")
     on_cpu: dict[str, object] = {"use_cpu": True} if "use_cpu" in record.resolved else {}
-    extra = dict(on_cpu if record.device == "cpu" else {})  # what was predicted for a card is written for one
+    extra = dict(on_cpu if record.device == "cpu" else {})  # a YAML tuned for a simulated card is for a real card
     if "output_dir" in record.resolved:
         own = given.get("output_dir")
         extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
@@ -79,7 +79,7 @@ def plan_promotion(
     if record.command is not None:
         comment += f"\nrun it with: {record.command} THIS_FILE"
     if not record.trains_on_data:
-        comment += "\nits prompts were made up: add dataset_name, and reward_funcs of your own"
+        comment += "\nits prompts were synthetic: add dataset_name, and your own reward_funcs"
     path = home / "tuned.yaml"
     write_atomically(path, tuned_yaml(given, {**chosen.yaml_changes, **extra}, comment=comment))
     return Promotion(
@@ -91,11 +91,11 @@ def plan_promotion(
 
 
 def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True) -> Trial:
-    """The trial that `asked` names (a number or "best"). Raises ConfigError when there is none, or it does not fit."""
+    """The trial that `asked` names (a number or "best"). Raises ConfigError if there is none or it does not fit."""
     if asked == "best":
         best = winner(trials, **rule)
         if best is None:
-            raise ConfigError("there is no best trial: nothing has fitted yet; run `autofit search` to its end first")
+            raise ConfigError("there is no best trial: no trial fits yet; run `autofit search` to its end first")
         return best
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:
@@ -108,16 +108,18 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
         state = (
             "is not finished"
             if chosen.status is None
-            else f"fell when it was to be confirmed: {chosen.confirmed and chosen.confirmed.reason}"
+            else f"failed its confirmation run: {chosen.confirmed and chosen.confirmed.reason}"
             if chosen.fell
             else f"is {chosen.status}: {chosen.result and chosen.result.reason}"
         )
-        raise ConfigError(f"only a trial that fits can be promoted, and trial {chosen.number} {state}")
+        raise ConfigError(
+            f"only a trial that fits can be promoted, but trial {chosen.number} {state}; choose another trial"
+        )
     return chosen
 
 
 def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -> str:
-    """Start the run, or find it at work or done: "started", "resumed", "running" or "done"."""
+    """Start the run unless it is running or done. Returns "started", "resumed", "running" or "done"."""
     folder = promotion.folder
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
@@ -144,9 +146,9 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
 
 
 def follow(promotion: Promotion, show: Callable[[dict[str, object]], None]) -> dict[str, object]:
-    """Call `show` with each logged step until the run ends; its final summary.
+    """The final summary of the run; calls `show` with each logged step until the run ends.
 
-    Raises EnvironmentFault when it ends without one: killed, or failed with a reason.
+    Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
     seen = 0
     while True:
@@ -162,14 +164,14 @@ def follow(promotion: Promotion, show: Callable[[dict[str, object]], None]) -> d
             if failed is not None:
                 raise EnvironmentFault(f"the run failed: {failed['reason']}; see {promotion.folder / 'run.log'}")
             raise EnvironmentFault(
-                f"the run ended before it was done (killed?); run the same command to resume it; "
+                f"the run ended before its last step, perhaps killed; run the same command to resume it; "
                 f"see {promotion.folder / 'run.log'}"
             )
         time.sleep(0.1)
 
 
 def read_progress(folder: Path) -> list[dict[str, object]]:
-    """The logged steps so far. A last line without its end is still being written."""
+    """The logged steps so far, one dict each. An incomplete last line is skipped: it is still being written."""
     path = folder / "progress.jsonl"
     if not path.exists():
         return []
@@ -178,7 +180,7 @@ def read_progress(folder: Path) -> list[dict[str, object]]:
 
 
 def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
-    """Ask the run to save a checkpoint after the step it is in, and wait; True when it has ended."""
+    """Ask the run to save a checkpoint after its current step and to end; waits. True if it has ended."""
     (promotion.folder / "stop").touch()
     deadline = time.monotonic() + wait_s
     while is_alive(promotion.folder) and time.monotonic() < deadline:
@@ -187,6 +189,6 @@ def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
 
 
 def model_path(final: Mapping[str, object]) -> str:
-    """Where the trained model lies, relative to here when it is below."""
+    """The path of the trained model, relative to the working directory if it is below it."""
     path = Path(str(final["output_dir"]))
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""The promoted run itself: the full training of a tuned recipe, resumable at every optimizer step it saved.
+"""The promoted run itself: the full training of a tuned recipe, resumable from every saved checkpoint.
 
 Runs in a process of its own (`python -m autofit.promotion.training REQUEST`). Imports torch.
 """
@@ -22,11 +22,11 @@ from autofit.plugin.protocol import Control, Report, Run, Task
 from autofit.plugin.registry import load
 from autofit.probing.supervise import die_with_parent
 
-_SAVE_EVERY_S = 60.0  # so a kill costs at most about a minute
+_SAVE_EVERY_S = 60.0  # time between checkpoints: a kill loses at most about a minute
 
 
 def main(request_path: str) -> int:
-    """Train to the end, to a request to stop, or to an error that is noted in failed.json."""
+    """Train until the end, a stop request, or an error, which goes to failed.json. The exit code: 1 after an error."""
     request = read_json(Path(request_path))
     assert request is not None
     folder = Path(str(request["folder"]))
@@ -77,7 +77,7 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
 
 
 def last_checkpoint(output: Path, is_whole: Callable[[Path], bool]) -> Path | None:
-    """The newest whole checkpoint in `output`; a torn one (killed while saving) is deleted."""
+    """The newest complete checkpoint in `output`, or None. Deletes incomplete ones (killed while saving)."""
     for folder in sorted(output.glob("checkpoint-*"), key=_step_of, reverse=True):
         if is_whole(folder):
             return folder
@@ -91,7 +91,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop what was logged after the checkpoint: those steps are done again, to the same result."""
+    """Delete the log lines after the checkpoint's step: those steps are repeated, with the same result."""
     if not path.exists():
         return
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -102,7 +102,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 class _Recorder(Report):
-    """Writes each logged step to progress.jsonl, saves now and then, and stops when asked to."""
+    """Writes each logged step to progress.jsonl, saves a checkpoint about once a minute, and stops on request."""
 
     def __init__(self, folder: Path, run: Run, samples_word: str) -> None:
         self._folder, self._run, self._samples_word = folder, run, samples_word
@@ -145,7 +145,7 @@ def _memory() -> dict[str, int]:
 
 
 def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":
-    """A process that copies progress.jsonl to MLflow; the training never waits for it."""
+    """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end."""
     with (folder / "mlflow.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autofit.tracking.run_mirror", str(folder / "request.json")],

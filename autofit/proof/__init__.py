@@ -1,1 +1,1 @@
-"""The gradient proof: is the gradient of a trial the same as that of the baseline?"""
+"""The gradient proof: a comparison of the gradients of a trial and the baseline."""

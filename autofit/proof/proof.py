@@ -1,7 +1,7 @@
-"""The gradient proof of a trial: is its gradient the baseline's, to rounding, as its tier claims? No torch here.
+"""The gradient proof of a trial: whether its gradient equals the baseline's to rounding, as its tier claims. No torch.
 
-The proof runs in a process of its own (`autofit.probing.proof_worker`) and is kept in the study, so that a trial is
-proven once.
+The proof runs in a process of its own (`autofit.proof.worker`) and is kept in the study, so that a trial is proven
+once.
 """
 
 import hashlib
@@ -28,28 +28,28 @@ from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of
 
-# Rounding in float32 was 1e-7 to 6e-6 in the neutral cells of experiments/neutrality, and the least difference of any
-# other cell 9e-5: the bound lies between.
+# Rounding in float32 was 1e-7 to 6e-6 in the neutral cells of experiments/neutrality, and the smallest difference of
+# any other cell was 9e-5: the bound lies between.
 ROUNDING = 1e-5
-# For one parameter by itself, whose own gradient may be a hundredth of the whole.
+# Bound for a single parameter, whose gradient norm may be a hundredth of the whole gradient's.
 PARAMETER_ROUNDING = 1e-3
-_VERSION = 2  # of what a proof compares: one that was kept by another is made anew
+_VERSION = 2  # version of the comparison: a stored proof of another version is repeated
 _DEADLINE_S = 900.0
 _PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
 class Verdict(StrEnum):
-    BASELINE = "baseline"  # nothing is changed, so there is nothing to prove
-    PROVEN = "proven"  # claimed neutral, and the gradient differs by rounding only
-    NOT_COMPARED = "not compared"  # claimed neutral, and only by knobs that no gradient on a CPU can show
-    REFUSED = "refused"  # claimed neutral, and the gradient differs by more than rounding
-    APPROXIMATE = "approximate"  # claimed approximate: the difference is shown
-    RECIPE = "recipe"  # another recipe is trained; what is compared has its changes in both
+    BASELINE = "baseline"  # the trial changes nothing, so no proof is needed
+    PROVEN = "proven"  # claimed neutral; the gradient differs by rounding only
+    NOT_COMPARED = "not compared"  # claimed neutral; all changed knobs have no effect on a gradient on a CPU
+    REFUSED = "refused"  # claimed neutral; the gradient differs by more than rounding
+    APPROXIMATE = "approximate"  # claimed approximate; the difference is reported
+    RECIPE = "recipe"  # another recipe is trained; its changes are in both sides of the comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What was compared, by how much it differs, and what follows. None is "nothing was compared"."""
+    """The result of a proof: the compared changes, their gradient difference, the verdict. None is "not compared"."""
 
     trial: int
     claimed_tier: Tier
@@ -59,9 +59,9 @@ class Proof:
     largest_parameter: str | None = None
     largest_parameter_difference: float | None = None
     compared: Mapping[str, object]
-    in_both: Mapping[str, object]  # changes of the recipe, applied to the baseline as well
-    not_compared: Mapping[str, str]  # knob: why
-    because_of: Mapping[str, float | None]  # where it is more than rounding: knob, and its difference alone
+    in_both: Mapping[str, object]  # changes of the recipe, applied to the baseline too
+    not_compared: Mapping[str, str]  # {knob: reason}
+    because_of: Mapping[str, float | None]  # {knob: difference of this change alone}, if above rounding
     simplified: tuple[str, ...] = ()
     model: str = ""
     samples_per_step: int | None = None
@@ -79,22 +79,22 @@ class Proof:
 
     @property
     def sentence(self) -> str:
-        """One line: the verdict, the number and what was compared."""
+        """One line: the verdict, the relative difference and the compared changes."""
         number = "" if self.relative_difference is None else f"{self.relative_difference:.1e}"
         against = f"rounding is below {ROUNDING:.0e}"
         blame = ", ".join(k if d is None else f"{k} ({d:.1e} alone)" for k, d in self.because_of.items())
         unseen = "; ".join(f"{key}: {self.not_compared.get(key)}" for key in self.because_of)
         known = "only rounding here" if self.rounding else f"more than rounding, because of {blame}"
         return {
-            Verdict.BASELINE: "the recipe as it is: nothing to prove",
+            Verdict.BASELINE: "the recipe is unchanged: no proof is needed",
             Verdict.PROVEN: f"gradient proven neutral: relative difference {number} ({against})",
             Verdict.NOT_COMPARED: f"no gradient to compare: {', '.join(self.not_compared)}",
-            Verdict.REFUSED: "claimed neutral, and " + (
+            Verdict.REFUSED: "claimed neutral, but " + (
                 f"is not: relative difference {number} ({against}), because of {blame}" if number
                 else f"no gradient can show it: {unseen}"),
             Verdict.APPROXIMATE: "approximate: " + (f"relative gradient difference {number} ({known})" if number
                                                     else "no gradient was compared"),
-            Verdict.RECIPE: "the recipe is changed" + (f"; the rest of the changes differs by {number} ({known})"
+            Verdict.RECIPE: "the recipe is changed" + (f"; the other changes alone differ by {number} ({known})"
                                                        if number else ", so no gradient is compared"),
         }[self.verdict]  # fmt: skip
 
@@ -112,9 +112,9 @@ class Proof:
 
 
 def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lambda _: None) -> Proof:
-    """The proof of `trial`, kept in the study: made once for the same changes and versions.
+    """The proof of `trial`, stored in the study and made only once for the same changes and versions.
 
-    Raises EnvironmentFault when the comparison itself fails.
+    Raises EnvironmentFault if the comparison itself fails.
     """
     question = _Question.of(study, trial)
     kept = kept_proof(study, trial.number)
@@ -126,19 +126,19 @@ def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lam
 
 
 def checked(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lambda _: None) -> Proof:
-    """The proof of `trial` before its run. Raises ConfigError when it claims to be neutral and is not."""
+    """The proof of `trial` before its run. Raises ConfigError if the trial claims to be neutral and is not."""
     proof = prove(study, trial, say=say)
     if proof.verdict is Verdict.REFUSED:
         raise ConfigError(
             f"trial {trial.number} {proof.sentence}; it is not promoted: choose another trial, or search with "
-            f"--allow approximate and a space that declares it so"
+            f"--allow approximate and a space that declares these knobs approximate"
         )
     return proof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """What to compare: two recipes as TRL's YAML values, and what of the changes lies outside the comparison."""
+    """The comparison to make: two recipes as TRL's YAML values, and the changes outside the comparison."""
 
     trial: Trial
     trainer: str
@@ -169,7 +169,7 @@ class _Question:
 
     @property
     def key(self) -> str:
-        """Of everything that the proof depends on."""
+        """A hash of all inputs of the proof."""
         parts = [
             _VERSION, list(Proof.__slots__), self.trainer, self.baseline, self.candidate, list(self.outside),
             self.trial.tier, [version(name) for name in _PACKAGES],
@@ -177,7 +177,7 @@ class _Question:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def parts(self) -> dict[str, Mapping[str, object]]:
-        """{what: the baseline with that change alone}, for those that can stand alone."""
+        """{name of a change: the baseline with that change alone}, for the changes that are valid alone."""
         found: dict[str, Mapping[str, object]] = {}
         keys = self.keys
         batch = {keys.micro_batch, keys.accumulation, keys.rollout, keys.rollout_batch}
@@ -222,7 +222,7 @@ def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
     say(f"comparing the gradients of trial {trial.number} and the baseline on a small model")
     answer = _ask(question)
     if "error" in answer:
-        if trial.tier == "recipe":  # the rest of the changes cannot stand without the recipe's
+        if trial.tier == "recipe":  # the other changes are not valid without those of the recipe
             return _proof(question, Verdict.RECIPE, {})
         raise EnvironmentFault(f"the gradients of trial {trial.number} could not be compared: {answer['error']}")
     proof = _proof(question, verdict[trial.tier], answer)
@@ -233,14 +233,14 @@ def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
 
 
 def _because_of(question: _Question, answer: Mapping[str, object]) -> dict[str, float | None]:
-    """The parts that differ by more than rounding on their own, or all that was compared where none does."""
+    """The parts that alone differ by more than rounding; if none does, all compared changes."""
     parts = cast(dict[str, dict[str, float]], answer["parts"])
     found: dict[str, float | None] = {k: d["relative"] for k, d in parts.items() if not d["relative"] <= ROUNDING}
     return found or dict.fromkeys(question.compared)
 
 
 def _ask(question: _Question) -> dict[str, object]:
-    """The worker's answer. Raises EnvironmentFault when it dies without one."""
+    """The worker's answer. Raises EnvironmentFault if the worker dies without one."""
     with tempfile.TemporaryDirectory(prefix="autofit-proof-") as temporary:
         folder = Path(temporary)
         request = {
@@ -281,7 +281,7 @@ def _proof(
         compared=question.compared, in_both=question.in_both,
         not_compared={key: reason for key, (_, reason) in question.outside.items()},
         because_of=because_of or {}, simplified=unlike(question.resolved) if answer else (),
-        model=f"{model} in the place of the recipe's, which cannot be made small: {stand_in}" if stand_in else model,
+        model=f"{model} in place of the recipe's model, which cannot be made small: {stand_in}" if stand_in else model,
         samples_per_step=cast("int | None", answer.get("samples_per_step")),
         shrunken=cast(int, answer.get("shrunken", 1)),
         versions=cast(dict[str, str], answer.get("versions", {})),
@@ -290,7 +290,7 @@ def _proof(
 
 
 def lines(proof: Proof, resolved: Mapping[str, object]) -> list[str]:
-    """The proof as text, a fact a line."""
+    """The proof as text, one fact per line."""
     found = [f"trial {proof.trial}, claimed {proof.claimed_tier}: {proof.verdict}", f"  {proof.sentence}"]
     if proof.relative_difference is not None:
         found += [
@@ -299,14 +299,14 @@ def lines(proof: Proof, resolved: Mapping[str, object]) -> list[str]:
             f"  compared: {describe_changes(proof.compared, resolved)}",
         ]
     if proof.in_both:
-        found.append(f"  the recipe's changes, in both: {describe_changes(proof.in_both, resolved)}")
+        found.append(f"  changes of the recipe, in trial and baseline: {describe_changes(proof.in_both, resolved)}")
     found += [f"  not compared: {key}: {reason}" for key, reason in proof.not_compared.items()]
     if proof.relative_difference is not None:
         found.append(
             f"  on {proof.model}; float32, CPU, identical samples; {len(proof.steps)} optimizer step(s) of "
             f"{proof.samples_per_step} samples"
-            + (f" (accumulation divided by {proof.shrunken} in both)" if proof.shrunken > 1 else "")
+            + (f" (accumulation divided by {proof.shrunken} in trial and baseline)" if proof.shrunken > 1 else "")
             + (f"; {proof.seconds:.1f} s" if proof.seconds is not None else "")
         )
-        found += [f"  not as the recipe has it, in both: {text}" for text in proof.simplified]
+        found += [f"  simplified in trial and baseline: {text}" for text in proof.simplified]
     return found

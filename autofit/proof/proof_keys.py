@@ -1,4 +1,4 @@
-"""What a gradient proof can say about a key of a recipe: compared live, harmless, beyond a CPU, or something else."""
+"""The reach of a gradient proof for each key of a recipe: compared, harmless, not on a CPU, or not in a gradient."""
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
@@ -8,16 +8,16 @@ from autofit.plugin.attention import compared_attention
 
 class Reach(StrEnum):
     COMPARED = "compared"  # the proof trains with it
-    HARMLESS = "harmless"  # cannot change a gradient by construction
-    KERNEL = "kernel"  # computes the same function, and does not run on a CPU
-    OTHER = "other"  # changes more than a gradient on fixed rollouts in float32 can show
+    HARMLESS = "harmless"  # by construction, cannot change a gradient
+    KERNEL = "kernel"  # computes the same function, but does not run on a CPU
+    OTHER = "other"  # has effects that a gradient on fixed rollouts in float32 does not show
 
 
-# Changes of the recipe that the small trainings can have in both baseline and candidate.
+# Changes of the recipe that can be applied to both baseline and candidate in the small trainings.
 IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations")
-_CONSTRUCTION = "by construction: it moves memory or logs and enters no arithmetic"
+_CONSTRUCTION = "neutral by construction: it changes memory or logs, not arithmetic"
 _HARMLESS = {
-    "env": "by construction: an allocator's or library's setting, read outside the model's arithmetic",
+    "env": "neutral by construction: a setting of an allocator or library, outside the model's arithmetic",
     **dict.fromkeys((
         "torch_empty_cache_steps", "logging_steps", "logging_strategy", "logging_first_step", "report_to", "save_steps",
         "save_strategy", "save_total_limit", "save_only_model", "output_dir", "run_name", "disable_tqdm",
@@ -30,21 +30,21 @@ _KERNELS = dict.fromkeys(
     ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
      "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
      "padding_free"),
-    "the same function with other kernels or places, which the proof cannot run on one CPU",
+    "the same function with other kernels or on other devices, which the proof cannot run on one CPU",
 )  # fmt: skip
 _BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
 
 
 def reach(compared: Collection[str], key: str, value: object, own: object) -> tuple[Reach, str]:
-    """How far a proof reaches for `key` changed from `own` to `value`, and why it is not compared ("" where it is).
+    """(reach of a proof for `key` changed from `own` to `value`, reason why it is not compared or "").
 
-    `compared` has the keys that the trainer's small trainings take as they are.
+    `compared` has the keys that the trainer's small trainings use unchanged.
     """
     if key == "attn_implementation":
         absent = [v for v in (own, value) if not compared_attention(v)]
         if not absent:
             return Reach.COMPARED, ""
-        return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default stands in for it"
+        return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default replaces it"
     if key in compared:
         return Reach.COMPARED, ""
     if key in _HARMLESS:
@@ -52,26 +52,26 @@ def reach(compared: Collection[str], key: str, value: object, own: object) -> tu
     if key in _KERNELS:
         return Reach.KERNEL, _KERNELS[key]
     if key in _BOUNDS:
-        return Reach.OTHER, "it is a bound that these samples need not reach"
+        return Reach.OTHER, "it is a bound, and the proof's samples may never reach it"
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
-    return Reach.OTHER, "it changes more than a gradient on fixed samples in float32 can show"
+    return Reach.OTHER, "it has effects that a gradient on fixed samples in float32 does not show"
 
 
 def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
-    """What the recipe has and the small trainings do not, in words."""
-    found = ["whole optimizer steps, and not the part of one that may be left where an epoch ends"]
+    """The differences between the recipe and the small trainings, one phrase each."""
+    found = ["whole optimizer steps only, without a partial step at the end of an epoch"]
     dtype = resolved.get("dtype")
     if resolved.get("bf16") or resolved.get("fp16") or dtype not in (None, "float32", "auto"):
-        found.append("float32, not the recipe's 16-bit arithmetic, whose rounding is larger")
+        found.append("float32, not the recipe's 16-bit arithmetic, which has larger rounding errors")
     if resolved.get("load_in_4bit") or resolved.get("load_in_8bit"):
         found.append("no quantised weights")
     if resolved.get("use_vllm"):
-        found.append("no vLLM: its importance weights, one a token or sequence, are not compared")
+        found.append("no vLLM: its importance weights, one per token or sequence, are not compared")
     if not compared_attention(resolved.get("attn_implementation")):
-        found.append(f"the attention that the model has on a CPU, not {resolved['attn_implementation']}")
+        found.append(f"the model's attention kernel for CPUs, not {resolved['attn_implementation']}")
     if resolved.get("torch_compile") or resolved.get("use_liger_kernel"):
         found.append("neither torch.compile nor Liger's kernels")
     if (resolved.get("use_peft") and resolved.get("lora_dropout")) or resolved.get("neftune_noise_alpha"):
-        found.append("no dropout and no noise: they draw other numbers in every split")
+        found.append("no dropout and no noise: their random numbers differ in every split")
     return tuple(found)

@@ -1,8 +1,8 @@
-"""The gradient proof itself: accumulated gradients of recipes on one small model and identical samples, compared.
+"""The gradient proof itself: compares accumulated gradients of recipes on one small model and identical samples.
 
-Runs in a process of its own (`python -m autofit.proof.worker REQUEST`), on the CPU, in float32. Each gradient
-is that of a whole optimizer step of the real trainer, read before the optimizer uses it. What would make two runs
-differ without changing the recipe (generation, dropout, clipping, the optimizer) is taken out or made the same.
+Runs in a process of its own (`python -m autofit.proof.worker REQUEST`), on the CPU, in float32. Each gradient is that
+of a whole optimizer step of the real trainer, read before the optimizer uses it. Sources of differences that are not
+part of the recipe (generation, dropout, clipping, the optimizer) are removed or made equal.
 """
 
 import gc
@@ -28,27 +28,27 @@ from autofit.probing.supervise import die_with_parent
 
 Gradient = dict[str, torch.Tensor]
 
-_MOST_SAMPLES = 256  # of one optimizer step; a larger one is shrunken alike in baseline and candidate
+_MOST_SAMPLES = 256  # most samples of one optimizer step; a larger step is shrunk equally in baseline and candidate
 _MOST_STEPS = 3
-_MOVE = 0.02  # of the weights' norm, in one step: enough to leave the policy that the rollouts came from
-_SPREAD = 0.05  # of the noise on the trained weights, so that policy and reference differ and no LoRA matrix is zero
-_WEIGHTY = 1e-2  # a parameter with a smaller share of the gradient's norm is measured against this share
+_MOVE = 0.02  # length of one step relative to the weights' norm: enough to leave the policy that made the rollouts
+_SPREAD = 0.05  # scale of the noise on trained weights, so that policy and reference differ and no LoRA matrix is zero
+_WEIGHTY = 1e-2  # least share of the gradient's norm by which a parameter's difference is divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a gradient is from the baseline's, over the compared optimizer steps (the worst of them)."""
+    """The difference of a gradient from the baseline's: the largest over the compared optimizer steps."""
 
     relative: float  # ||g - g_baseline|| / ||g_baseline||
     steps: tuple[float, ...]
-    parameter: str  # the one that differs most, relative to its own gradient
+    parameter: str  # the parameter with the largest difference relative to its own gradient
     parameter_relative: float
 
 
 def run(request_path: str) -> int:
-    """Answer the request at `request_path` in the file that it names. 0 when there is an answer."""
+    """Write the answer to the request at `request_path` into the file that it names. Returns 0."""
     began = time.perf_counter()
-    gc.freeze()  # TRL collects garbage after every training; what was imported is none
+    gc.freeze()  # TRL collects garbage after every training; this excludes the imported modules
     request = read_json(Path(request_path))
     assert request is not None
     try:
@@ -64,7 +64,7 @@ def run(request_path: str) -> int:
 
 
 def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
-    """The candidate's difference from the baseline; above the bounds, that of each of its `parts` alone as well."""
+    """The answer: the candidate's difference from the baseline, and above the bounds also that of each part alone."""
     recipes: dict[str, dict[str, object]] = {
         "baseline": request["baseline"], "candidate": request["candidate"], **request["parts"],
     }  # fmt: skip
@@ -82,7 +82,7 @@ def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
 
 
 class Proof:
-    """Recipes (values by name, "baseline" among them) over the small trainings of their trainer."""
+    """Gradients of recipes ({name: values}, including "baseline") in the small trainings of their trainer."""
 
     def __init__(self, trainer: str, recipes: Mapping[str, Mapping[str, object]], folder: Path) -> None:
         go_offline_without_a_hub()
@@ -90,7 +90,7 @@ class Proof:
         self._baseline: list[Gradient] | None = None
 
     def gradients(self, name: str) -> list[Gradient]:
-        """The accumulated gradient of each optimizer step of the recipe `name`: {parameter: tensor}."""
+        """The accumulated gradients of the recipe `name`: one {parameter: tensor} per optimizer step."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = self.small.run(name)
@@ -103,7 +103,7 @@ class Proof:
         return reader.steps
 
     def difference(self, name: str) -> Difference:
-        """How far the recipe `name` is from the baseline. Raises ConfigError when they train other parameters."""
+        """The difference of the recipe `name` from the baseline. Raises ConfigError if they train other parameters."""
         if self._baseline is None:
             self._baseline = self.gradients("baseline")
         return compare(self._baseline, self.gradients(name))
@@ -113,15 +113,15 @@ def compare(baseline: list[Gradient], candidate: list[Gradient]) -> Difference:
     """The relative difference of two runs' gradients, step by step."""
     shapes = [[{n: tuple(g.shape) for n, g in step.items()} for step in steps] for steps in (baseline, candidate)]
     if shapes[0] != shapes[1]:
-        raise ConfigError("the candidate trains other parameters than the baseline, so no gradient can be compared")
+        raise ConfigError("candidate and baseline must train the same parameters; gradients cannot be compared")
     relative: list[float] = []
     worst, worst_relative = "", 0.0
     for ours, theirs in zip(candidate, baseline, strict=True):
         norm = _norm(theirs)
         if not norm > 0 or not norm < float("inf"):
-            raise ConfigError(f"the baseline's gradient has norm {norm}, so nothing can be compared with it")
+            raise ConfigError(f"the norm of the baseline's gradient must be finite and above zero; it is {norm}")
         if not all(bool(g.isfinite().all()) for g in ours.values()):
-            raise ConfigError("the candidate's gradient is not finite")
+            raise ConfigError("the candidate's gradient must be finite; it has infinite or NaN entries")
         gaps = {name: ours[name] - theirs[name] for name in theirs}
         relative.append(_norm(gaps) / norm)
         for name, gap in gaps.items():
@@ -137,9 +137,9 @@ def _norm(gradient: Gradient) -> float:
 
 
 class _Reader(Report):
-    """Keeps the gradient of each optimizer step, and then steps along the baseline's.
+    """Records the gradient of each optimizer step, then steps along the baseline's gradient.
 
-    So every run is at the same weights in every step, and rounding does not grow from one step to the next.
+    Every run therefore has the same weights in every step, and rounding does not accumulate over steps.
     """
 
     def __init__(self, baseline: list[Gradient] | None) -> None:

@@ -1,1 +1,1 @@
-"""A recipe: the YAML that TRL takes, and what follows from it."""
+"""A recipe: the YAML that TRL takes, and the quantities derived from it."""

@@ -1,9 +1,9 @@
-"""The recipe that a search or an estimate takes when none is given."""
+"""The built-in recipe of a search or an estimate without a recipe argument."""
 
 from importlib import resources
 from pathlib import Path
 
-PROMPT_TOKENS = 1024  # baseline.yaml says where it is from
+PROMPT_TOKENS = 1024  # baseline.yaml names the source
 
 
 def baseline_path() -> Path:

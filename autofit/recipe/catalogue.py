@@ -1,4 +1,4 @@
-"""Architectures that are known without a download: facts from published config.json files, by model name. No torch."""
+"""Architectures known without a download: facts from published config.json files, by model name. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Architecture:
 
 
 def names() -> tuple[str, ...]:
-    """The models that the catalogue knows, as the hub names them."""
+    """The names of all models in the catalogue, as on the hub."""
     return tuple(_all())
 
 
 def architecture(name: str) -> Architecture | None:
-    """The entry of the model `name`, forgiving about case, or None."""
+    """The entry of the model `name`, in any case, or None."""
     found = _all()
     return found.get(name) or {key.lower(): value for key, value in found.items()}.get(name.lower())
 

@@ -1,4 +1,4 @@
-"""A recipe: the YAML that `trl grpo --config` takes, and what follows from it. No torch here."""
+"""A recipe: the YAML that `trl grpo --config` takes, and the quantities derived from it. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ TrainerName = str  # an installed trainer's name, or module:object
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice: the second would silently win."""
+    """SafeLoader that refuses duplicate keys: plain YAML silently keeps the second one."""
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[object, object]:
@@ -23,7 +23,7 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[object, o
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     twice = sorted({str(key) for key in keys if keys.count(key) > 1})
     if twice:
-        raise ConfigError(f"each key may stand once; given twice: {', '.join(twice)}; remove one of them")
+        raise ConfigError(f"each key may appear only once; given twice: {', '.join(twice)}; remove one of them")
     return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
 
 
@@ -35,21 +35,21 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
     if not path.exists():
         raise ConfigError(f"the {what} {path} does not exist; give the path of a YAML file")
     if path.is_dir():
-        raise ConfigError(f"the {what} must be a YAML file, and {path} is a folder")
+        raise ConfigError(f"the {what} must be a YAML file, but {path} is a folder")
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the {what} {path} must be UTF-8 text, and is not (byte {error.start})") from error
+        raise ConfigError(f"the {what} {path} must be UTF-8 text; byte {error.start} is not valid") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"the {what} {path} is not valid YAML: {_one_line(error)}") from error
     except ConfigError as error:
         raise ConfigError(f"the {what} {path}: {error}") from error
     if not isinstance(content, dict):
         kind = {list: "a list", type(None): "empty", str: "text"}.get(type(content), f"a {type(content).__name__}")
-        raise ConfigError(f"the {what} {path} must be a YAML mapping (key: value lines), and is {kind}")
+        raise ConfigError(f"the {what} {path} must be a YAML mapping (key: value lines); it is {kind}")
     wrong = [key for key in content if not isinstance(key, str)]
     if wrong:
         raise ConfigError(f"the {what} {path}: every key must be text; got {wrong[0]!r}")
@@ -64,10 +64,10 @@ def _one_line(error: yaml.YAMLError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the user trains: the YAML as given (`values`), and what its trainer says of it.
+    """The user's recipe: the YAML as given (`values`), and the facts that its trainer reports.
 
-    `resolved` has every key and its value, `keys` says which of them batch the samples, and `tiers` which knobs change
-    more under this recipe than their space declares (autofit.plugin.protocol.Facts).
+    `resolved` has every key and its value, defaults included. `keys` names the keys that batch the samples. `tiers` has
+    the knobs whose tier under this recipe is lower than their space declares (autofit.plugin.protocol.Facts).
     """
 
     trainer: TrainerName
@@ -75,17 +75,17 @@ class Recipe:
     resolved: Mapping[str, object]
     keys: BatchKeys
     tiers: Mapping[str, Tier] = field(default_factory=dict)
-    trainer_name: str = ""  # what search spaces call the trainer
+    trainer_name: str = ""  # name of the trainer in search spaces
     space: Path | None = None  # the trainer's default search space
     name: str = "recipe"
     folder: Path = field(default_factory=Path.cwd)
     world_size: int = 1
     model: str = ""
-    command: str | None = None  # what runs a tuned recipe without autofit, before its file's name
+    command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
     trains_on_data: bool = True
     compared: tuple[str, ...] = ()  # keys that the trainer's gradient proof trains with
     longest_prompt_tokens: int | None = None
-    longest_sample_tokens: int | None = None  # for the trainers that do not generate
+    longest_sample_tokens: int | None = None  # for trainers that do not generate
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
@@ -95,7 +95,7 @@ class Recipe:
     architecture_hash: str = ""
 
     def integer(self, key: str) -> int:
-        """The resolved value of `key`, which TRL's parser has made an integer."""
+        """The resolved value of `key`, an integer after TRL's parser."""
         value = self.resolved[key]
         assert isinstance(value, int), (key, value)
         return value
@@ -115,12 +115,12 @@ class Recipe:
 
     @property
     def generates(self) -> bool:
-        """Whether the trainer generates what it trains on."""
+        """Whether the trainer generates its samples (completions)."""
         return self.keys.rollout is not None
 
     @property
     def num_generations(self) -> int:
-        """Completions in a group; 1 for the trainers that have none."""
+        """Completions in a group; 1 for a trainer without groups."""
         return self.integer(self.keys.group) if self.keys.group is not None else 1
 
     @property
@@ -178,7 +178,7 @@ class Recipe:
             )
 
     def describe(self) -> list[tuple[str, str]]:
-        """(name, text) rows that tell a user what autofit understood."""
+        """(name, text) rows that describe the recipe to the user."""
         rows = [
             ("model", self.model or "?"),
             (
@@ -214,14 +214,14 @@ class Recipe:
 
 
 def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, comment: str) -> str:
-    """YAML text of `values` with `changes` laid over it (None removes a key), under a comment line."""
+    """YAML text of `values` with `changes` applied (None removes a key), after a comment."""
     tuned = merge(values, changes)
     lines = "".join(f"# {line}\n" for line in comment.splitlines())
     return lines + yaml.safe_dump(tuned, sort_keys=False, allow_unicode=True)
 
 
 def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """`values` with `changes` laid over it; a None removes the key, and `env` merges key by key."""
+    """`values` with `changes` applied; None removes a key, and `env` is merged key by key."""
     tuned = dict(values)
     for key, value in changes.items():
         old = tuned.get(key)

@@ -1,6 +1,6 @@
-"""Which of TRL's trainers a recipe is for, told by its keys without asking them. No torch here.
+"""The TRL trainer that a recipe is for, found by its keys without loading TRL. No torch here.
 
-A test holds the table of keys against TRL's own parsers.
+A test compares the table of keys with TRL's own parsers.
 """
 
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from autofit.errors import ConfigError
 from autofit.recipe.recipe import TrainerName
 
-TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")  # those that a recipe's keys can tell apart
+TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")  # trainers that a recipe's keys can distinguish
 
-# Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are left out, and so are most of
-# GRPO's own: they only have to tell a GRPO recipe with a wrong key from a recipe of another trainer.
+# Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are omitted, as are most of GRPO's
+# own: the table only has to distinguish a GRPO recipe with a wrong key from a recipe of another trainer.
 TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
     **dict.fromkeys(
         ("reward_funcs", "reward_model_name_or_path", "num_generations", "max_completion_length", "generation_kwargs",
@@ -40,9 +40,9 @@ TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
 
 
 def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
-    """`asked` (--trainer), or the one of TRL's trainers that takes every key of a recipe, GRPO where it may be that.
+    """`asked` (--trainer), or the TRL trainer that takes every key of the recipe; GRPO if it is one of several.
 
-    Raises ConfigError for a trainer that cannot take the recipe, or that only the user can choose.
+    Raises ConfigError if `asked` cannot take the recipe, or if several other trainers can.
     """
     if asked is not None and asked not in TRAINERS:
         return asked
@@ -52,14 +52,14 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
         foreign = [key for key, takers in telling.items() if asked not in takers]
         if foreign and len(possible) == 1:
             raise ConfigError(
-                f"--trainer {asked} takes no {', '.join(foreign)}; these keys are `trl {possible[0]}`'s, so give "
-                f"--trainer {possible[0]} or leave it out"
+                f"--trainer {asked} does not take {', '.join(foreign)}; these are keys of `trl {possible[0]}`: give "
+                f"--trainer {possible[0]} or omit --trainer"
             )
         return asked
     if "grpo" in possible or not possible:
         return "grpo"
     if len(possible) > 1:
         raise ConfigError(
-            f"{', '.join(telling)} may stand in a recipe of {' or '.join(possible)}: say which with --trainer"
+            f"{', '.join(telling)} may belong to a recipe of {' or '.join(possible)}: choose one with --trainer"
         )
     return possible[0]

@@ -1,1 +1,1 @@
-"""The candidates of a recipe that keep its effective batch."""
+"""The search space: all candidates of a recipe that keep its effective batch."""

@@ -1,10 +1,10 @@
-"""What a candidate changes, in words."""
+"""The changes of a candidate, in words."""
 
 from collections.abc import Mapping
 
 
 def samples_word(original: Mapping[str, object]) -> str:
-    """What a trainer of the recipe `original` counts: GRPO's completions, or samples."""
+    """The name of the samples that the trainer of the recipe `original` counts: "completions" (GRPO) or "samples"."""
     return "completions" if "num_generations" in original else "samples"
 
 

@@ -24,12 +24,12 @@ _ENV = "env."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One key of the recipe that may vary. `values` is empty for the solved knobs, else what the file lists."""
+    """One key of the recipe that may vary. `values` are those of the space file, empty for a solved knob."""
 
     name: str
     tier: Tier
     values: tuple[Value, ...] = ()
-    cpu_values: tuple[Value, ...] = ()  # tried as well where probes run on the CPU
+    cpu_values: tuple[Value, ...] = ()  # further values if probes run on the CPU
     solved: bool = False
     memory_ascending: bool = False
     needs: tuple[str, ...] = ()
@@ -45,10 +45,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """Every candidate for one recipe. Build it with `Space.of`, which checks and narrows the knobs.
+    """All candidates for one recipe. Build it with `Space.of`, which checks and narrows the knobs.
 
-    The constraints speak of three knobs only (the recipe's keys for micro-batch, rollout and group): their combinations
-    are solved first and the other knobs multiply them, so 10^5 candidates are listed in a fraction of a second.
+    The constraints involve three knobs only (the recipe's keys for micro-batch, rollout and group): their combinations
+    are solved first and multiplied by the other knobs, so 10^5 candidates are listed in a fraction of a second.
     """
 
     recipe: Recipe
@@ -58,7 +58,7 @@ class Space:
 
     @classmethod
     def of(cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu") -> "Space":
-        """The space of `recipe`, with the knobs that `allow` (lowest tier to touch) and `device` leave free."""
+        """The space of `recipe`, with the knobs permitted by `allow` (the lowest tier to change) and `device`."""
         recipe.check()
         unknown = [k.name for k in knobs if not _known(k.name, recipe)]
         if unknown:
@@ -138,26 +138,26 @@ class Space:
 
     @property
     def _solved_places(self) -> list[int]:
-        """Where the knobs are that the constraints speak of."""
+        """Indices of the knobs that the constraints involve."""
         bound = (self.keys.micro_batch, self.keys.rollout, self.keys.group)
         return [i for i, knob in enumerate(self.knobs) if knob.name in bound]
 
     @cached_property
     def _solved(self) -> tuple[tuple[tuple[Value, ...], int], ...]:
-        """Every valid combination of the knobs that the constraints speak of, with the index of its tier."""
+        """(values, index of their tier) of every valid combination of the constrained knobs."""
         combinations = itertools.product(*(self.choices[i] for i in self._solved_places))
         valid = [(values, c) for values in combinations if self.violated(c := self._with(values)) is None]
         return tuple((values, TIERS.index(self.tier(candidate))) for values, candidate in valid)
 
     def _with(self, solved: tuple[Value, ...]) -> Candidate:
-        """The baseline with these values of the knobs that the constraints speak of."""
+        """The baseline with the values `solved` for the constrained knobs."""
         row = list(self.baseline.values)
         for place, value in zip(self._solved_places, solved, strict=True):
             row[place] = value
         return Candidate(tuple(row))
 
     def _other_values(self, places: list[int]) -> Iterator[tuple[tuple[Value, ...], int]]:
-        """Every combination of the knobs in `places`, which no constraint binds, with the index of its tier."""
+        """(values, index of their tier) of every combination of the unconstrained knobs at `places`."""
         own = self.baseline.values
         tiers = {i: TIERS.index(self._tier_of(self.knobs[i].name)) for i in places}
         pairs = [[(v, tiers[i] if v != own[i] else 0) for v in self.choices[i]] for i in places]
@@ -174,9 +174,9 @@ class Space:
             return None
         generated = micro * ranks * chunk
         if self._generation_fixed and generated != recipe.generation_batch_size:
-            return f"generation batch = {recipe.generation_batch_size} completions, as the recipe has it"
+            return f"generation batch = {recipe.generation_batch_size} completions, as in the recipe"
         if not self._generation_fixed and recipe.effective_batch_size % generated:
-            return f"a generation batch is a whole part of the optimizer step ({keys.rollout} divides accumulation)"
+            return f"the optimizer step is a multiple of the generation batch ({keys.rollout} divides accumulation)"
         if generated % groups:
             return f"a generation batch holds whole groups ({keys.group} divides it)"
         if recipe.effective_batch_size % groups:
@@ -189,11 +189,15 @@ class Space:
 
     @property
     def _generation_fixed(self) -> bool:
-        """Rollouts that serve several optimizer steps cannot be resized: that would change how stale they get."""
+        """Whether the generation batch must stay as in the recipe.
+
+        True if the space has no rollout knob, or if a rollout serves several optimizer steps: another size would change
+        how stale the rollouts become.
+        """
         return self.recipe.reuses_rollouts or all(k.name != self.keys.rollout for k in self.knobs)
 
     def why_empty(self) -> str:
-        """One sentence: which constraint excludes how many of the combinations."""
+        """One sentence: the number of combinations that each constraint excludes."""
         others = math.prod(len(c) for i, c in enumerate(self.choices) if i not in self._solved_places)
         excluded: Counter[str | None] = Counter()
         for values in itertools.product(*(self.choices[i] for i in self._solved_places)):
@@ -201,12 +205,12 @@ class Space:
         reasons = "; ".join(f"{count} by '{reason}'" for reason, count in excluded.most_common() if reason)
         return f"the search space has no valid candidate: of {sum(excluded.values())} combinations, {reasons}"
 
-    # -- what a candidate changes ---------------------------------------------------------------------------------
+    # -- changes of a candidate -----------------------------------------------------------------------------------
 
     def changes(self, candidate: Candidate) -> dict[str, object]:
         """{key: value} that differs from the recipe, derived keys included; {} for the baseline.
 
-        A value of None means the key is taken out of the YAML.
+        A value of None means the key is removed from the YAML.
         """
         recipe, keys = self.recipe, self.keys
         params = self.params(candidate)
@@ -231,7 +235,10 @@ class Space:
         return {k: v for k, v in wanted.items() if k == "env" or v != recipe.resolved.get(k)}
 
     def yaml_changes(self, candidate: Candidate) -> dict[str, object]:
-        """`changes`, without the keys that would say the same thing another way and contradict them."""
+        """`changes` plus the rollout key where the batch changes, and None for a key that would conflict.
+
+        None removes a key of the YAML, here the rollout batch (generation_batch_size).
+        """
         changes, keys = self.changes(candidate), self.keys
         if {keys.rollout, keys.micro_batch, keys.accumulation} & set(changes):
             if keys.rollout is not None:
@@ -241,7 +248,7 @@ class Space:
         return changes
 
     def tier(self, candidate: Candidate) -> Tier:
-        """The lowest tier that `candidate` touches, as the space declares and as the recipe's own loss makes it."""
+        """The lowest tier that `candidate` touches, by the space's declaration and the recipe's own loss."""
         tiers: list[Tier] = ["neutral"]
         baseline, keys = self.baseline, self.keys
         micro, _, chunk, _ = self.split(candidate)
@@ -261,19 +268,19 @@ class Space:
         return max([self.recipe.tiers.get(name, "neutral"), *declared], key=TIERS.index)
 
     def allowed(self) -> list[Candidate]:
-        """The candidates whose tier the user allows, baseline first."""
+        """The candidates in the allowed tiers, baseline first."""
         return list(self.tiers)
 
     @cached_property
     def tiers(self) -> dict[Candidate, Tier]:
-        """{allowed candidate: its tier}, baseline first; made once. The baseline is there even if nothing else is."""
+        """{allowed candidate: its tier}, baseline first; cached. Contains the baseline even if no other is valid."""
         allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
         return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
 
     # -- memory order ---------------------------------------------------------------------------------------------
 
     def needs_no_less(self, candidate: Candidate, other: Candidate) -> bool:
-        """True when `candidate` can only need as much memory as `other` or more, by the knobs' declared order."""
+        """Whether `candidate` needs at least as much memory as `other`, by the memory order that the knobs declare."""
         micro, _, chunk, _ = self.split(candidate)
         other_micro, _, other_chunk, _ = self.split(other)
         if micro < other_micro or micro * chunk < other_micro * other_chunk:
@@ -292,7 +299,7 @@ def _known(name: str, recipe: Recipe) -> bool:
 
 
 def _usable(knob: Knob, recipe: Recipe, device: str) -> bool:
-    fixed = not recipe.resolved.get("sync_ref_model")  # TRL refuses scores of a reference that moves
+    fixed = not recipe.resolved.get("sync_ref_model")  # TRL refuses precomputed scores of a synchronized reference
     met = {"lora": recipe.uses_lora, "cuda": device != "cpu", "fixed-reference": fixed}
     return all(met[need] if need in met else find_spec(need) is not None for need in knob.needs)
 
@@ -305,12 +312,12 @@ def _own_value(name: str, recipe: Recipe) -> Value:
         env = recipe.values.get("env")
         return str(env[name.removeprefix(_ENV)]) if isinstance(env, dict) and name.removeprefix(_ENV) in env else None
     if name == "attn_implementation" and resolved.get(name) is None:
-        return "sdpa"  # what transformers takes when nothing is asked for
+        return "sdpa"  # transformers' default
     return cast(Value, resolved.get(name))
 
 
 def _choices(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
-    """What `knob` may be: the solved divisors or the listed values, the recipe's own among them, in memory order."""
+    """All values of `knob` in memory order: the solved divisors or the listed values, with the recipe's own value."""
     own = _own_value(knob.name, recipe)
     if knob.solved:
         per_rank = recipe.effective_batch_size // recipe.world_size
@@ -329,7 +336,10 @@ _SKIP = "\0skip"
 
 
 def _value(listed: Value, own: Value) -> Value:
-    """A listed value; "x0.5" is half the recipe's own, and is left out where that is no whole number above zero."""
+    """`listed`, or for text such as "x0.5" that share of the recipe's own value.
+
+    `_SKIP` if `own` is not a number, or if it is an integer and the share is not an integer above zero.
+    """
     if not (isinstance(listed, str) and listed[:1] == "x" and _is_number(listed[1:])):
         return listed
     if isinstance(own, bool) or not isinstance(own, int | float):
@@ -348,7 +358,7 @@ def _is_number(text: str) -> bool:
 
 
 def _scaled(value: object, new: Value, old: object) -> object:
-    """`value` in the ratio new/old; an integer stays one where the ratio allows it."""
+    """`value` times new/old; an integer stays an integer if the result is whole."""
     assert isinstance(value, int | float)
     assert isinstance(new, int | float)
     assert isinstance(old, int | float)

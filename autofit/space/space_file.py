@@ -1,4 +1,4 @@
-"""Search spaces as people write them: YAML files of knobs, checked before anything is searched."""
+"""Search space files: YAML files of knobs, checked before the search starts."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ StatedSpace = str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob]
 def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space file: a path, a name in `search_spaces/`, or None for the trainer's own.
 
-    Without `trainer` it is only checked as a file, whatever it is for. Raises ConfigError.
+    Without `trainer`, a space for any trainer is accepted. Raises ConfigError.
     """
     path = _space_path(name or trainer or "")
     return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
@@ -45,9 +45,9 @@ def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tup
     """The knobs of a space file's `content`; `what` names it in the errors."""
     wrong = sorted(set(content) - {"trainer", "knobs"})
     if wrong:
-        raise ConfigError(f"{what} may have the keys trainer and knobs; got {', '.join(wrong)}")
+        raise ConfigError(f"{what} may only have the keys trainer and knobs; got {', '.join(wrong)}")
     if trainer is not None and content.get("trainer") != trainer:
-        raise ConfigError(f"{what} is for trainer {content.get('trainer')!r}, the recipe for {trainer!r}")
+        raise ConfigError(f"{what} is for trainer {content.get('trainer')!r}, but the recipe is for {trainer!r}")
     knobs = content.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
         raise ConfigError(f"{what} must have a mapping `knobs` with at least one knob")

@@ -1,1 +1,1 @@
-"""MLflow: the mirror of a study and of a run, and MLflow's own server."""
+"""MLflow: mirrors of studies and runs, and MLflow's own server."""

@@ -1,4 +1,4 @@
-"""MLflow's record of a promoted run, copied from progress.jsonl: each step once, however often the run is resumed."""
+"""MLflow's record of a promoted run, copied from progress.jsonl: each step once, even if the run is resumed."""
 
 import select
 import sys
@@ -27,7 +27,7 @@ _EVERY_S = 1.0
 
 
 def main(request_path: str) -> None:
-    """Mirror until standard input closes, then once more and close the run."""
+    """Mirror the run until standard input closes, then once more, and close MLflow's run."""
     request = read_json(Path(request_path))
     assert request is not None
     ended = False
@@ -41,7 +41,7 @@ def main(request_path: str) -> None:
 
 
 def mirror(request: dict[str, Any], *, ended: bool) -> str | None:
-    """Copy what is new; the run's id, or None before there is anything to copy."""
+    """Copy the new steps to MLflow; returns the id of MLflow's run, or None while there is no step."""
     folder, study_folder, study = Path(request["folder"]), Path(request["study_folder"]), str(request["study"])
     lines = read_progress(folder)
     if not lines and not ended:

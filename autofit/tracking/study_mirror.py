@@ -1,7 +1,7 @@
-"""MLflow's mirror of a study: one top-level run a trial, made from Optuna at any time and any number of times.
+"""MLflow's mirror of a study: one top-level run per trial, rebuilt from Optuna at any time, any number of times.
 
-Optuna is the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own, so
-that MLflow being slow or down touches nothing else.
+Optuna holds the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own, so
+that a slow or unreachable MLflow affects nothing else.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down is said to be within seconds
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # reports an unreachable server within seconds
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 import alembic.util
@@ -39,8 +39,8 @@ from autofit.units import format_bytes
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
 ENDED, CONFIRMED = "autofit.ended", "autofit.confirmation"
 _FOLLOW_S = 2.0
-_LOCK_S = 15.0  # the longest that one mirror waits for another
-_FEW = 50  # so many runs are looked up one by one, which takes 10 ms each in an experiment of 1,000
+_LOCK_S = 15.0  # longest wait of one mirror for another
+_FEW = 50  # up to this number, runs are looked up one by one: 10 ms each in an experiment of 1,000
 _RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
                ProbeStatus.LOST: "KILLED"}  # fmt: skip
 
@@ -55,7 +55,7 @@ def client(folder: Path) -> MlflowClient:
 
 
 def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
-    """The study's experiment, made if need be; its artifacts lie beside the studies unless a server keeps them."""
+    """The id of the study's experiment, made if missing. Artifacts lie beside the studies, or on MLflow's server."""
     found = api.get_experiment_by_name(study_name)
     if found is not None:
         if found.lifecycle_stage == "deleted":
@@ -66,7 +66,7 @@ def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
     try:
         return str(api.create_experiment(study_name, artifact_location=location, tags={STUDY: study_name}))
     except MlflowException:
-        found = api.get_experiment_by_name(study_name)  # made by another process a moment ago
+        found = api.get_experiment_by_name(study_name)  # another process made it a moment ago
         if found is None:
             raise
         return str(found.experiment_id)
@@ -74,21 +74,21 @@ def experiment_id(api: MlflowClient, folder: Path, study_name: str) -> str:
 
 @contextlib.contextmanager
 def tracking_errors(folder: Path) -> Iterator[None]:
-    """Turn what MLflow and its database raise into one EnvironmentFault."""
+    """Turn errors of MLflow and its database into one EnvironmentFault."""
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
         reason = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
         raise EnvironmentFault(
-            f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move it, "
-            f"then `autofit sync` makes it anew"
+            f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move "
+            f"MLflow's database, then run `autofit sync` to rebuild it"
         ) from error
 
 
 def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) -> int:
-    """Bring MLflow in line with the study; `rebuild` deletes its trial runs first. The number of trials mirrored.
+    """Copy the study to MLflow; `rebuild` deletes its trial runs first. Returns the number of mirrored trials.
 
-    Raises EnvironmentFault when MLflow or its database cannot be used.
+    Raises EnvironmentFault if MLflow or its database cannot be used.
     """
     study = load_study(folder, study_name)
     with tracking_errors(folder):
@@ -96,7 +96,7 @@ def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) 
 
 
 def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuild: bool = False) -> int:
-    """As `sync`, looking only at what is not in `mirrored`, to which it adds what it mirrored."""
+    """Mirror trials not yet in `mirrored`; add them to it. Returns the number of finished trials."""
     api = client(folder)
     with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
         experiment = experiment_id(api, folder, study.study_name)
@@ -118,7 +118,7 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
         for (number, ended, _), trial in new.items():
             known = runs.get(str(number))
             if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):
-                api.delete_run(known.info.run_id)  # of a trial that a study of failures had before it began anew
+                api.delete_run(known.info.run_id)  # mirrors a trial of an earlier study of this name that was deleted
                 known = None
             if known is None or known.info.status == "RUNNING":
                 known = _mirror(api, experiment, study.study_name, record, trial, known, ended)
@@ -130,13 +130,13 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
 
 
 def trial_run_ids(api: MlflowClient, folder: Path, study_name: str, numbers: Sequence[int]) -> list[str]:
-    """The runs that mirror the trials `numbers`, as far as there are any."""
+    """Ids of the runs that mirror the trials `numbers`, without those that have no run yet."""
     runs = _runs(api, experiment_id(api, folder, study_name), numbers)
     return [str(runs[str(number)].info.run_id) for number in numbers if str(number) in runs]
 
 
 def _runs(api: MlflowClient, experiment: str, numbers: Sequence[int] | None = None) -> dict[str, Run]:
-    """{trial number: its run} of all trials, or of `numbers`, and the study's own under "summary"."""
+    """{trial number: its run} for all trials, or for `numbers`, and the study's own run under "summary"."""
     if numbers is None:
         return _search(api, experiment, f"tags.`{KIND}` != 'promoted'")
     found = _search(api, experiment, f"tags.`{KIND}` = 'study'")
@@ -161,7 +161,7 @@ def _search(api: MlflowClient, experiment: str, where: str) -> dict[str, Run]:
 
 
 def _mirror_confirmation(api: Any, run_id: str, result: ProbeResult, ended: datetime | None) -> None:
-    """The longer probe of a finalist, as `confirmed_` metrics and a tag of its trial's run."""
+    """Log the confirmation run of a finalist as `confirmed_` metrics and a tag of its trial's run."""
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
     metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in _metrics(result).items() if "." not in key]
     tag = RunTag(CONFIRMED, "confirmed" if result.status is ProbeStatus.FIT else f"{result.status}: {result.reason}")
@@ -196,7 +196,7 @@ def _mirror(
 
 
 def _params(trial: Trial, resolved: Mapping[str, object]) -> dict[str, object]:
-    """Every knob's value, the derived ones included, so that parallel coordinates show what differs."""
+    """Every knob's value, including derived ones, so that MLflow's parallel coordinates show all differences."""
     names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
     always = ("gradient_accumulation_steps", "steps_per_generation", "per_device_train_batch_size")
     base = {key: resolved.get(key) for key in always if key in resolved}
@@ -225,7 +225,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def _summary(
     api: Any, experiment: str, study_name: str, record: StudyRecord, trials: list[Trial], run: Run | None
 ) -> None:
-    """The study's run: its summary as text and JSON, and the plot of its front, as artifacts."""
+    """Write the study's own run: its summary as text and JSON, and the plot of its Pareto front, as artifacts."""
     finished = [t for t in trials if t.result is not None]
     if not finished:
         return
@@ -264,7 +264,7 @@ def _summary(
 
 def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s until standard input closes, then once more."""
-    os.nice(19)  # the probe that is being timed comes first
+    os.nice(19)  # gives way to the probe, which is being timed
     mlflow.set_tracking_uri(tracking_uri(folder))
     study, ended = None, False
     mirrored: set[tuple[object, ...]] = set()
@@ -272,7 +272,7 @@ def follow(folder: Path, study_name: str) -> None:
         ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
         try:
             study = study or load_study(folder, study_name)
-            if ended:  # all of it, whatever became of MLflow's runs meanwhile
+            if ended:  # mirror every trial again, as MLflow's runs may have changed meanwhile
                 mirrored.clear()
             with database_errors(database_path(folder)), tracking_errors(folder):
                 _sync(folder, study, mirrored)

@@ -1,4 +1,4 @@
-"""`autofit ui`: MLflow's server over the studies' folder, on loopback, and the address of the compare page."""
+"""`autofit ui`: MLflow's server for the studies' folder, on loopback, and the address of the compare page."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from autofit.tuning.frontier import baseline, pareto_front
 from autofit.tuning.study import load_study, trials_of
 
 _START_S = 60.0
-_MOST_COMPARED = 50  # more runs make a page that no one reads, and an address that no browser takes
+_MOST_COMPARED = 50  # with more runs the page is unreadable, and the address too long for browsers
 
 
 def compare_path(folder: Path, study_name: str | None) -> str:
-    """The path of MLflow's compare page for the front and the baseline, or of the experiment of a single trial."""
+    """The path of MLflow's compare page for the front and the baseline; of the experiment if it has only one run."""
     study = load_study(folder, study_name)
     trials = trials_of(study)
     api = client(folder)
@@ -31,7 +31,7 @@ def compare_path(folder: Path, study_name: str | None) -> str:
     base = baseline(trials)
     shown = [*pareto_front(trials), *([base] if base is not None and base.result is not None else [])]
     numbers = {t.number for t in shown}
-    if len(numbers) < 2:  # a front of one has nothing to compare with but the others
+    if len(numbers) < 2:  # a front of one trial: compare it with the other trials
         numbers |= {t.number for t in [t for t in trials if t.result is not None][:_MOST_COMPARED]}
     found = trial_run_ids(api, folder, study.study_name, sorted(numbers))
     if len(found) < 2:
@@ -41,10 +41,10 @@ def compare_path(folder: Path, study_name: str | None) -> str:
 
 @contextmanager
 def server(folder: Path, *, port: int | None) -> Iterator[str]:
-    """MLflow's server for `folder`; yields its address, and stops it by pid. Raises ConfigError for a port in use."""
+    """Run MLflow's server for `folder`; yields its address, and stops it by pid. ConfigError if the port is in use."""
     port = _free_port() if port is None else port
     if _in_use(port):
-        raise ConfigError(f"--port {port} is in use on this machine; choose another or leave it out")
+        raise ConfigError(f"--port {port} is in use on this machine; choose another port or omit --port")
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     command = [
         sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",

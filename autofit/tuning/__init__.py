@@ -1,1 +1,1 @@
-"""What to try next; Optuna is the record."""
+"""The search for the next trial; Optuna holds the record."""

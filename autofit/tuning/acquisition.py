@@ -13,20 +13,20 @@ from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places, expected_gain, probability_below
 
-_POOL = 512  # candidates whose beliefs are worked out in full; the others are less promising by their predictions
-_NEAR = 128  # of them, those that differ least from the best so far
-_GUESS = 0.3  # how far off a prediction is taken to be when the pool is chosen
-_OOM_COST = 0.01  # what an OOM costs, as a difference of logarithms: it may tell less than a fit, and may hang a card
-_CURIOSITY = 2.0  # spreads are taken to be so much wider for a proposal: small effects here hide large ones elsewhere
-_DOUBT = 1.5  # spreads are taken to be so much wider before it is said that little is left to gain
-_FIRST_FIT = 1.0  # what the first fit is worth, as a difference of logarithms
-_LIKELY = 0.5  # while no bytes are measured, a tier in which nothing is likelier to fit waits for one that has it
-_HOPELESS = 0.1  # where nothing of a tier fits with this probability, lower tiers get the probes
+_POOL = 512  # candidates with a full posterior; predictions rank the others lower
+_NEAR = 128  # candidates added to the pool because they differ from the best so far in the fewest knobs
+_GUESS = 0.3  # assumed prediction error (standard deviation of the logarithm) while the pool is chosen
+_OOM_COST = 0.01  # cost of an OOM, as a log difference: it may tell less than a fit, and may hang a card
+_CURIOSITY = 2.0  # factor on the posterior spread for a proposal: small effects here hide large ones elsewhere
+_DOUBT = 1.5  # factor on the posterior spread for the expected gain that may end the search
+_FIRST_FIT = 1.0  # worth of the first fit, as a log difference
+_LIKELY = 0.5  # after OOMs and no fit: a tier with a lower best fit probability is skipped if another tier has more
+_HOPELESS = 0.1  # the same threshold in all other cases, for a tier without a fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A candidate, and the share of the step's seconds that it (or a better one) is expected to gain."""
+    """A candidate, and the expected gain of the best candidate of its pool, as a share of the step's seconds."""
 
     place: int
     gain_frac: float
@@ -36,7 +36,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeCost:
-    """Seconds of a probe: its start, and so many steps."""
+    """Seconds of a probe: its start plus `steps` times the seconds of a step."""
 
     startup_s: float = 15.0
     steps: float = 3.0
@@ -46,7 +46,7 @@ def propose(
     model: Model, grid: Grid, observations: Sequence[Observation], pending: Sequence[int], free: Mask, *,
     goal: Goal, target_bytes: int | None, cost: ProbeCost, min_gain_frac: float,
 ) -> Proposal | None:  # fmt: skip
-    """The best candidate of the highest tier in which there is something to gain, or None when none is free."""
+    """The best candidate of the highest tier with a worthwhile gain; None if no candidate is free."""
     fallback: Proposal | None = None
     measured = any(o.fits for o in observations)
     unsure = not measured and any(not o.fits for o in observations)
@@ -68,7 +68,7 @@ def propose(
 
 
 class _Stage:
-    """The choice within one tier, against what fits in it and in the tiers above."""
+    """The choice within one tier, compared with the measured fits of this tier and of higher tiers."""
 
     def __init__(
         self, model: Model, grid: Grid, rivals: Sequence[Observation], imagined: Sequence[int], *, goal: Goal,
@@ -99,7 +99,7 @@ class _Stage:
         )
 
     def _pool(self, places: Places) -> Places:
-        """Those of `places` that may be best, judged by predictions and the bias that all of them share."""
+        """The most promising of `places`, ranked by prediction plus the bias that all candidates share."""
         if len(places) <= _POOL:
             return places
         model = self._model
@@ -118,7 +118,7 @@ class _Stage:
         return np.asarray(places[chosen], dtype=np.intp)
 
     def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats, *, wider: float = 1.0) -> Floats:
-        """Expected gain, as a difference of logarithms, of each of the pool if it fits."""
+        """Expected gain of each candidate of the pool if it fits, as a log difference (P,)."""
         if self._goal == "memory":
             return self._memory_gain(pool, step, spread, fits)
         if self._goal == "utilisation" and self._target is not None:
@@ -127,7 +127,7 @@ class _Stage:
         return self._model.gain_at(pool, best, wider=wider)
 
     def _memory_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
-        """The fewer bytes, as long as the step is not much slower than the fastest."""
+        """Expected gain in log bytes, times the probability that the step is at most 10 % slower than the fastest."""
         slower = math.log1p(SLOWER_FRAC)
         reachable = step[fits >= 0.5]
         fastest = min([*self._points[:, 0], *(reachable.min(keepdims=True) if len(reachable) else [])], default=0.0)
@@ -137,7 +137,7 @@ class _Stage:
         return expected_gain(best, used, doubt) * probability_below(fastest + slower, step, spread)
 
     def _band_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
-        """The faster, as long as the share of the target that is used is in the band."""
+        """Expected gain in log seconds, times the probability that the used share of the target is in the band."""
         assert self._target is not None
         low, high = (math.log(share * self._target) for share in BAND)
         used, doubt = self._model.log_used_at(pool)
@@ -148,6 +148,8 @@ class _Stage:
 
 
 def _reference(expected: Floats, likely: Floats) -> float:
-    """What to improve on while nothing fits yet: much worse than is expected of what is likely to, as a first fit is
-    worth more than a fast one."""
+    """Reference value (log seconds or log bytes) before the first fit.
+
+    Deliberately bad, so that any first fit counts as a large gain.
+    """
     return float(expected[likely >= 0.5 * likely.max()].max()) + _FIRST_FIT

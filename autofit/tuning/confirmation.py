@@ -1,6 +1,6 @@
-"""The winner is probed once more: longer, under the target as a hard cap, saving and resuming a checkpoint.
+"""The confirmation run: a longer probe of the winner under the target as a hard cap, with a checkpoint resumed.
 
-A finalist that fails falls to the next one. What was said is kept in the study, so it is not asked again.
+If a finalist fails, the next one is probed. The study keeps every result, so no confirmation is repeated.
 """
 
 import time
@@ -27,9 +27,9 @@ def confirm(
     plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Probe the finalist, and the next while one falls. A simulated card would say the same again: it is not asked.
+    """Probe the finalist; if it fails, probe the next one. Does nothing on a simulated card: results would not change.
 
-    May be interrupted or killed anywhere: run again, it attaches to the probe at work, or starts it anew.
+    Safe to interrupt or kill: a second call attaches to the running probe, or starts it again.
     """
     if plan.device.startswith("sim:"):
         return
@@ -47,7 +47,7 @@ def confirm(
 
 
 class _Prober:
-    """Starts the longer probes of a plan, and finds again what an earlier run of the command started."""
+    """Starts the longer probes of a plan, and finds the probes that an earlier run of the command started."""
 
     def __init__(self, plan: Plan, server_socket: str | None, launcher: Launcher) -> None:
         self._setup, self._launcher = plan.setup(server_socket=server_socket), launcher
@@ -55,7 +55,7 @@ class _Prober:
         self.measured_steps = max(MEASURED_STEPS, plan.measured_steps)
 
     def probe(self, trial: Trial, values: dict[str, object]) -> ProbeResult | None:
-        """What the probe said; None when it was killed each time."""
+        """The result of the probe; None if every attempt was killed."""
         attempts = Attempts(home=self._home, name=f"confirm-{trial.number:04d}")
         earlier = attempts.folders()
         folder = earlier[-1] if earlier else self._start(attempts, values)

@@ -18,7 +18,7 @@ NOISE_FRAC = 2 * 2**0.5 * 0.02
 
 
 class Rule(TypedDict):
-    """What decides the winner besides the tier; `target_bytes` is the target less the headroom."""
+    """The rule that picks the winner within a tier; `target_bytes` is the target less the headroom."""
 
     goal: Goal
     target_bytes: int | None
@@ -29,10 +29,11 @@ SPEED: Rule = {"goal": "speed", "target_bytes": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One candidate of a study and, once probed, what the device said. `changes` is empty for the baseline.
+    """One candidate of a study and, once probed, its results. `changes` is empty for the baseline.
 
-    `yaml_changes` are the changes as keys of the recipe's YAML, where None takes a key away.
-    `result` is the search's probe, `confirmed` the longer one that a finalist gets; figures are the longer one's.
+    `yaml_changes` are the changes as keys of the recipe's YAML, where None removes a key.
+    `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist. If both exist, all
+    figures come from `confirmed`.
     """
 
     number: int
@@ -49,22 +50,22 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether it fitted whenever it was probed."""
+        """Whether it fitted in every probe."""
         return self.status is ProbeStatus.FIT and not self.fell
 
     @property
     def fell(self) -> bool:
-        """Whether it ran out of memory, or failed, when it was to be confirmed."""
+        """Whether its confirmation run failed, out of memory or otherwise."""
         return self.confirmed is not None and self.confirmed.status is not ProbeStatus.FIT
 
     @property
     def stopped_at_oom(self) -> bool:
-        """Whether its bytes are those that it held when memory ran out: how much more it needs is not known."""
+        """Whether its bytes are a lower bound (censored): the bytes held when memory ran out."""
         return self.status is ProbeStatus.OOM and not (self.result is not None and self.result.is_graded)
 
     @property
     def figures(self) -> ProbeResult | None:
-        """The probe that says most: the confirmation where there is one."""
+        """The result to report: the confirmation run if there is one, else the probe of the search."""
         return self.confirmed if self.confirmed is not None else self.result
 
     @property
@@ -80,7 +81,7 @@ class Trial:
         return None if self.figures is None else self.figures.completions_per_s
 
     def speedup(self, baseline: "Trial | None") -> float | None:
-        """Completions per second against the baseline's, or None where either was not measured."""
+        """Completions per second divided by the baseline's; None if either was not measured."""
         ours = self.completions_per_s
         theirs = baseline.completions_per_s if baseline is not None else None
         return ours / theirs if ours is not None and theirs is not None else None
@@ -99,7 +100,10 @@ def cost(trial: Trial) -> tuple[float, int]:
 
 
 def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
-    """The fitting trials that no other beats in both step time and device-used bytes, fastest first."""
+    """The Pareto front: fitting trials that no other trial beats in both step time and device-used bytes.
+
+    Fastest first.
+    """
     front: list[Trial] = []
     least = math.inf
     for (_, used), trial in sorted(((cost(t), t) for t in measured(trials)), key=itemgetter(0)):
@@ -110,13 +114,14 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> Trial | None:
-    """Among what fits: the highest tier kept, then what the goal asks for (DESIGN.md).
+    """The winner among the fitting trials: highest tier first, then the goal (DESIGN.md). None if no trial fits.
 
     speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
-    utilisation: the fastest that uses 75 to 85 % of the target; where none does, the nearest to that from below.
+    utilisation: the fastest that uses 75 to 85 % of the target; if none does, the one nearest to that from below.
 
-    The first by the search's own probes stays the winner when its confirmation differs by no more than noise. Once two
-    are confirmed only those are compared: a machine that became slower must not have every trial probed again.
+    The first by the search's own probes stays the winner unless confirmation changes the order by more than noise. Once
+    two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower would cause a
+    new probe of every trial.
     """
     fitting = measured(trials)
     as_searched = [t if t.confirmed is None else replace(t, confirmed=None) for t in fitting]
@@ -131,20 +136,20 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
 
 
 def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
-    """Whether `one`, which ranks first, does so by more than the noise of a probe."""
+    """Whether `one`, which ranks first, is ahead of `other` by more than the noise of a probe."""
     (ours_s, ours_bytes), (theirs_s, theirs_bytes) = cost(one), cost(other)
     faster = ours_s < (1 - NOISE_FRAC) * theirs_s
     return one.tier != other.tier or faster or (goal != "speed" and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
 
 
 def finalist(trials: Iterable[Trial], rule: Rule) -> Trial | None:
-    """The winner when it has still to be confirmed; None for the baseline, which is what is run without us."""
+    """The winner if its confirmation run is still missing; None if the winner is the unchanged recipe."""
     best = winner(trials, **rule)
     return best if best is not None and best.confirmed is None and best.changes else None
 
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
-    """The winner by the figures as they are."""
+    """The winner by the given figures, without regard to noise."""
     kept = min((TIERS.index(t.tier) for t in fitting), default=0)
     rivals = [t for t in fitting if TIERS.index(t.tier) == kept]
     if not rivals:
@@ -158,11 +163,11 @@ def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) ->
 
 
 def _from_band(share: float) -> tuple[int, float]:
-    """(0 in the band, 1 below it, 2 above it; how far from it)."""
+    """(0 in the band, 1 below it, 2 above it; distance from the band as a share of the target)."""
     low, high = BAND
     return (0, 0.0) if low <= share <= high else (1, low - share) if share < low else (2, share - high)
 
 
 def baseline(trials: Iterable[Trial]) -> Trial | None:
-    """The recipe as it is, or None when it was not probed because it is predicted not to fit."""
+    """The trial of the unchanged recipe; None if it was not probed because it is predicted not to fit."""
     return next((t for t in trials if not t.changes and (t.number == 0 or t.result is not None)), None)

@@ -1,4 +1,4 @@
-"""Candidates as a matrix of integers, so that 10^5 of them are compared at once."""
+"""Candidates as a matrix of integers, so that 10^5 candidates are compared in one numpy operation."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,10 +15,10 @@ Mask = NDArray[np.bool_]
 
 
 class Grid:
-    """The candidates of a search: `codes[i, k]` is the place of candidate i's value among `choices[k]`.
+    """The candidates of a search: `codes[i, k]` is the index of candidate i's value in `choices[k]`.
 
-    Candidate 0 is the baseline. `tiers[i]` is the index of its tier in TIERS. Anyone can make one from plain tuples;
-    `Grid.of` makes it from a space, with the memory order that the space declares.
+    Candidate 0 is the baseline. `tiers[i]` is the index of candidate i's tier in TIERS. The constructor takes plain
+    tuples; `Grid.of` takes a space, with the memory order that the space declares.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Grid:
         self.tiers = np.array([ranks[t] for t in tiers] if tiers else [0] * len(self.candidates), dtype=np.int64)
         rising = [name in ascending for name in self.names]
         self._rising, self._equal = self.codes[:, rising], self.codes[:, [not r for r in rising]]
-        self.derived: tuple[Floats, ...] = ()  # more numbers in which candidates are near or far, in octaves
+        self.derived: tuple[Floats, ...] = ()  # further axes of distance between candidates, in octaves (log2)
 
     @classmethod
     def of(cls, space: Space) -> "Grid":
@@ -68,7 +68,7 @@ class Grid:
         return {candidate: place for place, candidate in enumerate(self.candidates)}
 
     def find(self, params: Mapping[str, object]) -> int | None:
-        """The place of the candidate with these {knob: value}, or None when it is not one of ours."""
+        """The index of the candidate with these {knob: value}, or None if the grid does not contain it."""
         if not set(self.names) <= set(params):
             return None
         return self._places.get(Candidate(tuple(params[name] for name in self.names)))  # type: ignore[misc]
@@ -77,14 +77,17 @@ class Grid:
         return dict(zip(self.names, self.candidates[place].values, strict=True))
 
     def needs_no_less(self, place: int, among: NDArray[np.intp] | None = None) -> Mask:
-        """Which candidates (of `among`) can only need as much memory as that one or more, by the declared order."""
+        """Mask of the candidates (of `among`) that need at least as much memory as candidate `place`.
+
+        By the memory order that the space declares.
+        """
         chosen = slice(None) if among is None else among
         rising = (self._rising[chosen] >= self._rising[place]).all(axis=1)
         equal = (self._equal[chosen] == self._equal[place]).all(axis=1)
         return np.asarray(rising & equal, dtype=np.bool_)
 
     def agrees(self, fixed: Mapping[str, object]) -> Mask:
-        """Which candidates have these values of some of the knobs."""
+        """Mask of the candidates that have all values of `fixed`, which names some of the knobs."""
         agree = np.ones(len(self), dtype=bool)
         for column, (name, values) in enumerate(zip(self.names, self.choices, strict=True)):
             if name in fixed:
@@ -94,7 +97,7 @@ class Grid:
 
     @cached_property
     def octaves(self) -> tuple[Floats | None, ...]:
-        """log2 of every choice of a knob, or None for one whose choices are no positive numbers."""
+        """log2 of every choice, one array a knob; None for a knob whose choices are not all positive numbers."""
         return tuple(_octaves(values) for values in self.choices)
 
 
@@ -104,7 +107,7 @@ def _octaves(values: Sequence[Value]) -> Floats | None:
 
 
 def _with_own(space: Space) -> list[tuple[Value, ...]]:
-    """The choices of every knob. The baseline's own value is among them (`Space.of`)."""
+    """The choices of every knob, with the baseline's own value added where it is missing."""
     own = space.baseline.values
     return [values if v in values else (*values, v) for values, v in zip(space.choices, own, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What is known of each candidate: tried, pending, ruled out, measured. Every finished trial is read once."""
+"""The state of each candidate: tried, pending, ruled out, measured. Every finished trial is read once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from autofit.tuning.grid import Grid, Mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the probe of a candidate said. `at_least` marks bytes of a probe that stopped when it ran out of memory.
+    """The measured values of one probe. `at_least`: the bytes are a lower bound, because memory ran out (censored).
 
-    A probe that ran to its end without the cap (or on a simulated card) has seconds, too, though it does not fit.
-    `rollout_s` is what of `step_s` passed before the update, where the probe said so.
+    A probe that ran to its end without the cap (or on a simulated card) has seconds even if it does not fit.
+    `rollout_s` is the part of `step_s` before the update; None if the probe did not report it.
     """
 
     place: int
@@ -29,7 +29,7 @@ class Observation:
 
 
 class Ledger:
-    """Fed with a study's trials, again and again; only what is new costs time."""
+    """Reads a study's trials repeatedly; each call spends time on new trials only."""
 
     def __init__(self, grid: Grid, *, target_bytes: int | None, cannot_fit: Mask | None = None) -> None:
         self._grid = grid
@@ -41,7 +41,7 @@ class Ledger:
         self.pending: tuple[int, ...] = ()
 
     def read(self, trials: Iterable[FrozenTrial], *, but: int | None = None) -> None:
-        """Take in `trials`, leaving out number `but`: the one that is being asked for."""
+        """Read `trials`, except number `but`: the trial that Optuna is asking for."""
         pending = []
         for trial in trials:
             if trial.number in self._read or trial.number == but:
@@ -85,11 +85,11 @@ class Ledger:
 
 
 def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Observation | None:
-    """What a finished trial says, ours or any Optuna user's; None for a failure, which says nothing.
+    """The observation of a finished trial, ours or any Optuna user's; None for a failed trial.
 
-    A constraint above zero, or a pruned trial, is an OOM: the bytes are the target plus the constraint. Bytes of a fit
-    are the second objective where there is one, else the target plus the constraint. The attribute `result` may have
-    more, under the names of `ProbeResult`: an OOM's exact bytes and seconds, what of the seconds the rollout took.
+    A constraint above zero, or a pruned trial, is an OOM: the bytes are the target plus the constraint. The bytes of a
+    fit are the second objective if there is one, else the target plus the constraint. The attribute `result` may add
+    values under the names of `ProbeResult`: exact bytes and seconds of an OOM, and the rollout's part of the seconds.
     """
     if trial.state is TrialState.FAIL:
         return None

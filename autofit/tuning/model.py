@@ -1,4 +1,4 @@
-"""What a candidate's bytes and seconds will be: its prediction, corrected by what the probes said so far."""
+"""Posterior of each candidate's bytes and seconds: its prediction, corrected by the probes so far."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,31 +11,34 @@ from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.ledger import Observation
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
 
-Told = tuple[int, float, bool]  # a candidate, the logarithm of what was measured, whether that is a lower bound
-_LEAST_SHARE = 1e-3  # of a step's seconds: a phase that takes less is no part of its own
-_NO_EFFECT = 0.01  # a knob whose values' means are that near, as logarithms, is not expected to matter
-_MOST_DATA = 24  # probes that the processes are given: the best and the latest; what an older, worse one says is known
-# How wrong a prediction may be over the knobs (unknown by the factor e^doubt), and in what all candidates share.
+Told = tuple[int, float, bool]  # (candidate, log of the measured value, whether the value is a lower bound)
+_LEAST_SHARE = 1e-3  # share of a step's seconds: a shorter phase gets no posterior of its own
+_NO_EFFECT = 0.01  # a knob has no predicted effect if the means of its values differ by less (log difference)
+_MOST_DATA = 24  # probes given to the Gaussian processes: the best and the latest; older, worse ones add little
+# Prior of the prediction error: spread over the knobs (itself uncertain by the factor e^doubt), and shared offset.
 _STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=0.02)
 _USED = Prior(spread=0.19, doubt=0.8, offset=0.25, noise=0.01)
-# Without a prediction the whole logarithm is a residual, about the mean of what was measured.
+# Without a prediction the whole logarithm is a residual, about the mean of the measured values.
 _STEP_ALONE = Prior(spread=0.7, doubt=0.8, offset=1.0, noise=0.02)
 _USED_ALONE = Prior(spread=0.5, doubt=0.8, offset=1.0, noise=0.01)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A quantity of which probes tell: what was expected of it (logarithms), and in what candidates are alike."""
+    """One measured quantity: its prior mean per candidate (logarithms), and the similarity of candidates (kernel)."""
 
     expected: Floats
     similarity: Similarity
 
     def about_mean_of(self, told: list[Told]) -> "_Part":
-        """The same, where nothing is predicted: what was told is expected of every candidate."""
+        """The part with the mean of `told` as the prior mean of every candidate, for use without predictions."""
         return replace(self, expected=np.full_like(self.expected, np.mean([v for _, v, _ in told]) if told else 0.0))
 
     def posterior(self, prior: Prior, told: list[Told], pending: Sequence[int]) -> Residual:
-        """After `told`, and after `pending` probes as if they had said what is expected of them then."""
+        """Posterior given `told`, treating each pending probe as if it returned its current expectation.
+
+        This is the kriging believer.
+        """
         found = self._after(prior, told)
         if not pending:
             return found
@@ -50,10 +53,10 @@ class _Part:
 
 
 class Model:
-    """Log-normal beliefs about every candidate of `grid`. `learn` replaces what it was told before.
+    """Log-normal posterior of every candidate of `grid`. `learn` replaces all earlier observations.
 
-    Where the predictions and every probe tell the rollout's seconds from the update's, each is a part of its own: it
-    depends on fewer knobs than their sum, and half of what a probe says would be lost in that.
+    If the predictions and every probe separate the rollout's seconds from the update's, each gets a Gaussian process
+    of its own: each depends on fewer knobs than their sum, and the sum alone loses half of the information of a probe.
     """
 
     def __init__(self, grid: Grid, predictions: Predictions | None, *, target_bytes: int | None) -> None:
@@ -80,16 +83,16 @@ class Model:
 
     @property
     def log_step(self) -> Floats:
-        """What is expected of the logarithm of the step's seconds without a probe's correction."""
+        """Prior mean of the logarithm of the step's seconds (N,), without correction by probes."""
         return self._step.expected
 
     @property
     def log_used(self) -> Floats:
-        """What is expected of the logarithm of the device-used bytes without a probe's correction."""
+        """Prior mean of the logarithm of the device-used bytes (N,), without correction by probes."""
         return self._used.expected
 
     def learn(self, observations: Sequence[Observation], pending: Sequence[int]) -> None:
-        """Condition on `observations`, and on `pending` probes as if they said what is expected of them."""
+        """Condition on `observations`, and on `pending` probes as if they returned their expectation."""
         kept = _informative(observations)
         timed = [(o, o.step_s) for o in kept if o.step_s is not None]
         held = [(o.place, math.log(o.device_used_bytes), o.at_least) for o in kept if o.device_used_bytes]
@@ -108,7 +111,10 @@ class Model:
         ]
 
     def _log_step_under_each(self, places: Places) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) under each setting that is kept: of a sum, to first order in the spreads."""
+        """(mean, standard deviation) of the log step time, each (settings, P), under each kept hyperparameter setting.
+
+        The log of a sum of log-normals, to first order in the spreads.
+        """
         beliefs = [(expected[places], *residual.each(places)) for expected, residual in self._seconds]
         means = np.array([expected + mean for expected, mean, _ in beliefs])
         spreads = np.array([spread for _, _, spread in beliefs])
@@ -133,25 +139,25 @@ class Model:
         return np.asarray(probability_below(self._target, mean + self.log_used[places], spread).mean(axis=0))
 
     def gain_at(self, places: Places, best: float, *, wider: float = 1.0) -> Floats:
-        """How far each of `places` is expected to come below `best`, the logarithm of a step's seconds."""
+        """Expected improvement (P,), in log seconds, of each of `places` below `best`, the log of a step's seconds."""
         mean, spread = self._log_step_under_each(places)
         return np.asarray(expected_gain(best, mean, wider * spread).mean(axis=0))
 
 
 def _is_split(rollout_s: Floats, step_s: Floats) -> bool:
-    """Whether both phases take time worth a word, wherever they are known."""
+    """Whether both phases take a noticeable share of the step in every candidate with a known split."""
     share = (rollout_s / step_s)[~np.isnan(rollout_s)]
     return bool(len(share) and share.min() > _LEAST_SHARE and share.max() < 1 - _LEAST_SHARE)
 
 
 def _without_effect(grid: Grid, logs: Floats) -> set[int]:
-    """The knobs (columns of the grid) that `logs` do not change with."""
+    """The knobs (columns of the grid) without effect on `logs`."""
     means = ([logs[codes == one].mean() for one in np.unique(codes)] for codes in grid.codes.T)
     return {column for column, of_values in enumerate(means) if np.ptp(of_values) < _NO_EFFECT}
 
 
 def _filled(grid: Grid, logs: Floats) -> Floats:
-    """`logs`, with what is nan guessed from the rest: a sum over the knobs' values."""
+    """`logs`, with each NaN filled by a least-squares additive fit over the knobs' values."""
     known = ~np.isnan(logs)
     if known.all():
         return logs

@@ -1,4 +1,4 @@
-"""What is kept with a study in Optuna, typed. The only module that knows the names of a study's attributes."""
+"""The typed record of a study in Optuna. The only module that knows the names of a study's attributes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ from autofit.tuning.frontier import Goal, Rule
 
 
 class Attributed(Protocol):
-    """Whatever has the user attributes of a study: Optuna's Study, or the plainer study of its storage."""
+    """An object with the user attributes of a study: Optuna's Study, or the simpler study of its storage."""
 
     @property
     def user_attrs(self) -> dict[str, Any]: ...
@@ -26,23 +26,23 @@ class Keeping(Attributed, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """What a study was asked and what its search found besides its trials. Each field is one attribute of the study.
+    """The request of a study and the results of its search besides its trials. Each field is one study attribute.
 
-    An older study may lack some: those have their default.
+    Attributes that an older study lacks have their default.
     """
 
-    fingerprint: str = ""  # of everything that a probe's result depends on
-    used: str = ""  # when it was last searched, in ISO 8601
+    fingerprint: str = ""  # hash of every input that a probe's result depends on
+    used: str = ""  # time of the last search, in ISO 8601
     device: str = ""
     target_bytes: int | None = None
     headroom_bytes: int = 0
     trainer: str = ""
     values: Mapping[str, object] = field(default_factory=dict)  # the recipe's YAML
-    resolved: Mapping[str, object] = field(default_factory=dict)  # with what TRL makes of it
+    resolved: Mapping[str, object] = field(default_factory=dict)  # the recipe with TRL's defaults filled in
     keys: BatchKeys | None = None
     compared: tuple[str, ...] = ()  # keys that the trainer's gradient proof trains with
-    command: str | None = None  # what runs a tuned recipe without autofit, before its file's name
-    trains_on_data: bool = True  # False: the samples were made up
+    command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
+    trains_on_data: bool = True  # False: the samples were synthetic
     recipe_name: str = ""
     effective_batch_size: int | None = None
     cwd: Path = Path()
@@ -50,28 +50,28 @@ class StudyRecord:
     goal: Goal = "speed"
     sampler: str = ""
     baseline_predicted: Mapping[str, float] | None = None  # floor_bytes, device_used_bytes, step_s, where known
-    least_floor_bytes: float | None = None  # the fewest that any candidate is predicted to need
+    least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
-    sensitivity: Mapping[str, object] | None = None  # what lies around the winner, as tuning.sensitivity says it
+    sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property
     def batch_keys(self) -> BatchKeys:
-        """The recipe's keys that batch its samples. Raises ConfigError for a study that does not know them."""
+        """The recipe's keys that batch its samples. Raises ConfigError for a study without them."""
         if self.keys is None:
             raise ConfigError(
-                "the study was made by an earlier autofit and lacks what its trainer tells; run its `autofit search` "
-                "once more: no trial is repeated"
+                "the study must contain its trainer's batch keys, but an earlier autofit made it without them; run its "
+                "`autofit search` command again to add them: no trial is repeated"
             )
         return self.keys
 
     @property
     def limit_bytes(self) -> int | None:
-        """The target less the headroom: what a probe may hold."""
+        """The limit of a probe in bytes: the target less the headroom."""
         return None if self.target_bytes is None else self.target_bytes - self.headroom_bytes
 
     @property
     def rule(self) -> Rule:
-        """What decides the winner: `winner(trials, **record.rule)`."""
+        """The rule that picks the winner: `winner(trials, **record.rule)`."""
         return {"goal": self.goal, "target_bytes": self.limit_bytes}
 
     def to_json(self) -> dict[str, object]:
@@ -97,14 +97,14 @@ def record_of(study: Attributed) -> StudyRecord:
 
 
 def keep_record(study: Keeping, record: StudyRecord) -> None:
-    """Write what differs from what the study has."""
+    """Write the fields of `record` that differ from the study's attributes."""
     known = study.user_attrs
     for name, value in record.to_json().items():
         if name not in known or known[name] != value:
             study.set_user_attr(name, value)
 
 
-# -- of single trials: with the study, as a finished trial takes no attributes ----------------------------------------
+# -- records of single trials, kept with the study because a finished Optuna trial accepts no attributes ---------------
 
 
 def _confirmation(number: int) -> str:
@@ -116,13 +116,13 @@ def _proof(number: int) -> str:
 
 
 def confirmations(study: Attributed, numbers: Iterable[int]) -> dict[int, ProbeResult]:
-    """{trial: what its longer probe said}, of those of `numbers` that had one."""
+    """{trial: result of its confirmation run}, for the trials of `numbers` that have one."""
     known = study.user_attrs
     return {n: ProbeResult.from_json(known[_confirmation(n)]) for n in numbers if _confirmation(n) in known}
 
 
 def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
-    """Keep what the longer probe of trial `number` said."""
+    """Keep the result of the confirmation run of trial `number`."""
     study.set_user_attr(_confirmation(number), result.to_json())
 
 

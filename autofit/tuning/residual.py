@@ -1,4 +1,4 @@
-"""A Gaussian process for few data: how far probes are from what was expected of them, over the knobs."""
+"""A Gaussian process for few data: the residual of each probe against its prediction, over the knobs."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from scipy.special import log_ndtr, ndtr
 from autofit.tuning.grid import Floats, Grid, Mask
 
 Places = NDArray[np.intp]
-_OCTAVES = 2.0  # a doubling of a number changes a residual by little, eight times may change it wholly
-_UNLIKE = 0.4  # how alike two candidates are, in what all knobs do together, that differ in one without an order
-_UNEVEN = 0.9  # spread of the logarithm of an axis' share: a few knobs have most of a residual
-_SLIGHT = 2.0  # by how much less, as a logarithm, a knob is taken to matter to what it is not expected to change
-_PAIRS = 0.5  # how strong effects of two knobs together are, against those of each alone
-_JOINT = 0.3  # and what all knobs do together, as a share of the spread
-_DRAWS = 128  # of how a residual may behave, from the prior
-_KEPT = 16  # of them, drawn by their evidence
-_PLENTY, _DRAWS_OF_PLENTY, _KEPT_OF_PLENTY = 24, 48, 5  # with so many probes the settings agree: fewer will do
-_MOVES = 6  # Metropolis steps of each of those, so that they fit the data better than the draws did
-_STRIDE = 0.3  # of a step, in each logarithm
-_DAMPING = 0.7  # of all sweeps but the first
-_SWEEPS = 5  # of expectation propagation over the probes that ran out of memory
+_OCTAVES = 2.0  # kernel length scale in octaves: a factor of 2 changes a residual little, a factor of 8 a lot
+_UNLIKE = 0.4  # joint similarity of two candidates that differ in one unordered knob
+_UNEVEN = 0.9  # prior spread of an axis' log weight: a few knobs cause most of a residual
+_SLIGHT = 2.0  # prior log-weight penalty for knobs the prediction says have no effect
+_PAIRS = 0.5  # prior strength of two-knob interactions, relative to the effects of single knobs
+_JOINT = 0.3  # prior strength of the joint effect of all knobs, as a share of the spread
+_DRAWS = 128  # hyperparameter settings drawn from the prior
+_KEPT = 16  # settings resampled from the draws by their evidence
+_PLENTY, _DRAWS_OF_PLENTY, _KEPT_OF_PLENTY = 24, 48, 5  # from 24 probes on the settings agree: use fewer
+_MOVES = 6  # Metropolis steps of each kept setting, so that the settings fit the data better than prior draws
+_STRIDE = 0.3  # standard deviation of a Metropolis step, in each logarithm
+_DAMPING = 0.7  # damping of all expectation propagation sweeps but the first
+_SWEEPS = 5  # sweeps of expectation propagation over the censored probes (OOM)
 
 
 class Similarity:
-    """How alike candidates are in each axis, and in all of them at once; 1 for a candidate with itself.
+    """Similarity of candidates along each axis, and along all axes jointly; 1 for a candidate with itself.
 
-    `slight` are the grid's columns along which nothing is expected to change; `centres` has, for each axis, the
-    logarithm of how much it is taken to matter against the others.
+    `slight` are the grid's columns without predicted effect; `centres` is the prior mean of each axis' log weight
+    relative to the others (axes,).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Similarity:
         self.centres = np.array([*columns, *[0.0] * len(self._continuous)])
 
     def between(self, rows: Places, columns: Places) -> tuple[Floats, Floats]:
-        """Similarity of each of `rows` with each of `columns`: (in each axis, in all of them jointly)."""
+        """(similarity along each axis (axes, R, C), joint similarity (R, C)) of `rows` with `columns`."""
         axes: list[Floats] = []
         joint = np.ones((len(rows), len(columns)))
         for column, alone, together in self._tables:
@@ -73,9 +73,9 @@ def _alike(count: int, octaves: Floats | None, *, trends: bool) -> tuple[Floats,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What is expected of a residual before any data: `spread` over the knobs, unknown by a factor of e^`doubt`.
+    """Prior of a residual: `spread` over the knobs, itself uncertain by a factor of e^`doubt`.
 
-    `offset` is the spread of what all candidates share, `noise` that of one probe.
+    `offset` is the standard deviation of the error that all candidates share, `noise` that of one probe.
     """
 
     spread: float
@@ -84,7 +84,7 @@ class Prior:
     noise: float
 
     def draw(self, centres: Floats, count: int) -> Floats:
-        """(count, axes + 3): logarithms of the overall spread, each axis' share, pairs' share, and what is joint."""
+        """(count, axes + 3): logs of the overall spread, each axis' weight, the pairs' weight and the joint weight."""
         drawn = np.random.default_rng(0).normal(size=(count, len(centres) + 3))
         return np.asarray(self._centre(centres) + drawn * self._scale(len(centres)), dtype=np.float64)
 
@@ -101,7 +101,7 @@ class Prior:
 
 
 class _Kernel:
-    """Covariances under several settings at once."""
+    """Covariances under several hyperparameter settings at once."""
 
     def __init__(self, settings: Floats, offset: float) -> None:
         self._offset = offset
@@ -113,7 +113,7 @@ class _Kernel:
     def between(self, axes: Floats, joint: Floats) -> Floats:
         flat = axes.reshape(len(axes), -1)
         alone = self._own @ flat
-        whole = alone * alone  # in place from here on: this is where a proposal's time goes
+        whole = alone * alone  # in place from here on: a proposal spends most of its time here
         whole -= self._own**2 @ (flat * flat)
         whole *= self._pairs[:, None]
         whole += alone
@@ -129,12 +129,12 @@ class _Kernel:
 
 
 class Residual:
-    """The posterior after `values` (natural logarithms) at `places`; those marked `at_least` are lower bounds."""
+    """The posterior given `values` (natural logarithms) at `places`; values marked `at_least` are lower bounds."""
 
     def __init__(self, similarity: Similarity, prior: Prior, places: Places, values: Floats, at_least: Mask) -> None:
         self._similarity, self._prior, self._places = similarity, prior, places
         self._values, self._at_least = values, at_least
-        self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # one pool is asked about several times
+        self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # cache: the same pool is queried several times
         draws = prior.draw(similarity.centres, _DRAWS if len(places) < _PLENTY else _DRAWS_OF_PLENTY)
         if not len(places):
             self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
@@ -148,7 +148,7 @@ class Residual:
         self._alpha = (self._inverse @ fit.values[:, :, None])[:, :, 0]
 
     def _moved(self, draws: Floats) -> Floats:
-        """Settings drawn from their posterior: resampled by the evidence, then moved, as a particle filter does."""
+        """Hyperparameter settings from their posterior: resampled by evidence, then moved, as in a particle filter."""
         chance = np.random.default_rng(len(self._places))
         evidence = self._evidence(draws)
         weights = np.exp(evidence - evidence.max()).cumsum()
@@ -170,11 +170,11 @@ class Residual:
 
     @property
     def informed(self) -> bool:
-        """Whether there are data at all."""
+        """Whether there is at least one observation."""
         return len(self._places) > 0
 
     def each(self, places: Places) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the residual at `places`, noise left out, under each setting that is kept."""
+        """(mean, standard deviation) of the residual at `places`, without noise, each (settings, P)."""
         if not self.informed:
             spread = np.repeat(self._spreads[:, None], len(places), axis=1)
             return np.zeros_like(spread), spread
@@ -187,17 +187,17 @@ class Residual:
         return self._last[1]
 
     def at(self, places: Places) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the residual at `places`, noise left out."""
+        """(mean, standard deviation) of the residual at `places`, without noise, each (P,)."""
         return mixed(*self.each(places))
 
     def mean_at(self, places: Places) -> Floats:
-        """The mean alone."""
+        """The posterior mean of the residual at `places` (P,)."""
         return self.at(places)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """For each covariance: the log evidence, and the Gaussian (value, variance) that stands for each observation."""
+    """For each covariance: the log evidence, and the Gaussian (value, variance) that replaces each observation."""
 
     log_evidence: Floats
     values: Floats
@@ -205,7 +205,7 @@ class _Fit:
 
 
 def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -> _Fit:
-    """Expectation propagation of the lower bounds, all at once and damped; exact where there are none.
+    """Expectation propagation of the lower bounds, in parallel and damped; exact without lower bounds.
 
     Rasmussen and Williams, Gaussian Processes for Machine Learning, section 3.6: (3.53) to (3.58), (3.65).
     """
@@ -245,9 +245,10 @@ def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -
 
 
 def _factored(matrices: Floats, vectors: Floats, least: Floats) -> tuple[Floats, Floats]:
-    """(Cholesky factors, their inverses times `vectors`): both from one factor of the matrices with one more row.
+    """(Cholesky factors, their inverses times `vectors`), both from one factorization of the matrices plus one row.
 
-    Its corner keeps it positive: `matrices` are at least as large as diagonal ones of `least`.
+    The corner entry keeps the extended matrix positive definite, as each matrix minus diag(`least`) is positive
+    semidefinite.
     """
     count = vectors.shape[1]
     wider = np.empty((len(matrices), count + 1, count + 1))
@@ -259,12 +260,12 @@ def _factored(matrices: Floats, vectors: Floats, least: Floats) -> tuple[Floats,
 
 
 def mixed(mean: Floats, spread: Floats) -> tuple[Floats, Floats]:
-    """(mean, standard deviation) of an even mixture, over the first axis."""
+    """(mean, standard deviation) of the mixture with equal weights over the first axis."""
     return mean.mean(axis=0), np.sqrt((spread**2).mean(axis=0) + mean.var(axis=0))
 
 
 def expected_gain(best: Floats | float, mean: Floats, spread: Floats) -> Floats:
-    """How far below `best` a Gaussian is expected to come, counting nothing where it stays above."""
+    """Expected improvement: E[max(best - x, 0)] of a Gaussian x with this mean and spread."""
     z = (best - mean) / spread
     return np.asarray((best - mean) * ndtr(z) + spread * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi), dtype=np.float64)
 

@@ -1,4 +1,4 @@
-"""Optuna samplers that propose only valid, untried candidates that nothing rules out: ours, and Optuna's wrapped."""
+"""Optuna samplers, our own and wrapped ones, that propose only valid candidates, neither tried nor ruled out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -21,21 +21,21 @@ from autofit.tuning.stop import Stop, StopKind
 
 SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-_NOT_LIKELY = 0.05  # a baseline that fits with less probability than this is not probed first
-_HOPELESS = 0.01  # nothing fits, and the likeliest candidate left is less likely to: the search ends
-_FITS_TO_STOP = 3  # without predictions, so many fits before an expected gain means anything
-_DRAWS = 24  # proposals of a plain sampler looked at per trial; the first valid one is taken
-_GP_DRAWS = 1  # Optuna's GP takes 0.2 s and more a proposal, and a second one is much the same
-_BLAS = ThreadpoolController()  # its threads wait for cores that probes have: 5 times as long for such small matrices
-_SAMPLE = 200  # candidates among which halving looks for the one that rules out the most
+_NOT_LIKELY = 0.05  # a baseline with a lower fit probability is not probed first
+_HOPELESS = 0.01  # if nothing fits and every candidate left has a lower fit probability, the search ends
+_FITS_TO_STOP = 3  # without predictions: fits needed before the expected gain may end the search
+_DRAWS = 24  # proposals of a plain sampler examined per trial; the first valid one is taken
+_GP_DRAWS = 1  # Optuna's GP takes 0.2 s and more a proposal, and a second one is nearly the same
+_BLAS = ThreadpoolController()  # BLAS threads wait for cores that probes use: 5 times slower for such small matrices
+_SAMPLE = 200  # candidates among which `halving` looks for the one that rules out the most
 
 
 class CandidateSampler(BaseSampler):
-    """What all of ours share: the baseline first, whole candidates, none twice, none that an OOM rules out.
+    """Base of all samplers here: baseline first, whole candidates only, no candidate twice, none that an OOM rules out.
 
-    Works in any Optuna study whose first objective is the step's seconds, minimised (device-used bytes may be the
-    second), and whose trials carry a constraint: bytes over the target, above zero for an OOM. An objective asks for
-    every knob: `{n: trial.suggest_categorical(n, d.choices) for n, d in sampler.distributions().items()}`.
+    Works in any Optuna study whose first objective is the step's seconds, minimised (the second may be device-used
+    bytes), and whose trials carry a constraint: bytes over the target, above zero for an OOM. The objective function
+    must ask for every knob: `{n: trial.suggest_categorical(n, d.choices) for n, d in sampler.distributions().items()}`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CandidateSampler(BaseSampler):
         self.ledger = Ledger(self.grid, target_bytes=self.target_bytes, cannot_fit=self._cannot_fit)
 
     def read(self, study: Study, *, but: int | None = None) -> Ledger:
-        """The ledger, with all that `study` holds but the trial of number `but`."""
+        """The ledger after reading all trials of `study`, except number `but`."""
         if self._study != study.study_name:  # one sampler may serve one study after another
             self._study = study.study_name
             self._begin()
@@ -70,18 +70,18 @@ class CandidateSampler(BaseSampler):
         return {n: CategoricalDistribution(c) for n, c in zip(self.grid.names, self.grid.choices, strict=True)}
 
     def worth_another(self, study: Study, *, min_gain_frac: float | None) -> Stop | None:
-        """Why no candidate is worth a probe any more, or None when one is."""
+        """The reason to stop, or None if a candidate is still worth a probe."""
         if not self.read(study).free.any():
             return Stop(StopKind.EXHAUSTED, "every candidate is tried or ruled out")
         return None
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
-        """The place of the candidate to probe next, one of `free`."""
+        """The index of the candidate to probe next, one of `free`."""
         raise NotImplementedError
 
     @property
     def baseline_first(self) -> bool:
-        """Whether the recipe as it is is worth the first probe: not when it is predicted not to fit."""
+        """Whether the first probe is the unchanged recipe. False if it is predicted not to fit."""
         return self._cannot_fit is None or not self._cannot_fit[0]
 
     # -- Optuna's interface ---------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class CandidateSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """All knobs at once. A trial that lost its driver half-way keeps the values it already has."""
+        """The values of all knobs. A trial whose driver was killed half-way keeps the values that it already has."""
         fixed = trial.params
         if set(fixed) >= set(search_space):
             return dict(fixed)
@@ -102,13 +102,13 @@ class CandidateSampler(BaseSampler):
             return self.grid.params(self._completed(fixed, free, ledger.untried))
         if not free.any():
             study.tell(trial.number, state=TrialState.FAIL)
-            raise RuntimeError("every candidate is tried or ruled out: there is nothing left to propose")
+            raise RuntimeError("no candidate is left to propose: every one is tried or ruled out")
         first = not ledger.observations and not ledger.pending and free[0]
         place = 0 if first and self.baseline_first else self.choose(study, trial, np.flatnonzero(free))
         return dict(self.grid.params(place))
 
     def _completed(self, fixed: Mapping[str, object], free: Mask, untried: Mask) -> int:
-        """A candidate with the values that are fixed already, untried if there is one."""
+        """The index of a candidate with the values in `fixed`, untried if possible."""
         agreeing = self.grid.agrees(fixed)
         pool = next(mask for mask in (agreeing & free, agreeing & untried, agreeing, free, untried) if mask.any())
         return int(np.flatnonzero(pool)[0])
@@ -116,10 +116,12 @@ class CandidateSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        raise ValueError(f"{param_name!r} is no knob of this sampler's grid; it has {', '.join(self.grid.names)}")
+        raise ValueError(
+            f"{param_name!r} is not a knob of this sampler's grid; its knobs are {', '.join(self.grid.names)}"
+        )
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """End `study.optimize` when nothing is left to propose."""
+        """End `study.optimize` when no candidate is left to propose."""
         if not getattr(study._thread_local, "in_optimize_loop", False):
             return
         ledger = self.read(study, but=trial.number)
@@ -136,10 +138,10 @@ class CandidateSampler(BaseSampler):
 class PriorSampler(CandidateSampler):
     """Predictions as the prior, probes as the evidence: constrained expected improvement per second of probing.
 
-    Gaussian processes over the knobs model how far probes are from their predictions, in bytes and in seconds (those of
-    rollout and update each, where both are told). An OOM that stopped a probe is a lower bound, a pending probe counts
-    as if it said what is expected of it, and the tiers are gone through in the winner rule's order. Without predictions
-    the processes model the logarithms themselves, after halving.
+    Gaussian processes over the knobs model the residual of each probe against its prediction, in bytes and in seconds
+    (rollout and update separately if both are reported). An OOM that stopped a probe is censored: a lower bound. A
+    pending probe counts as if it returned its expectation (kriging believer). The tiers are searched in the order of
+    the winner rule. Without predictions the processes model the logarithms themselves, after a phase of `halving`.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class PriorSampler(CandidateSampler):
 
     @property
     def baseline_first(self) -> bool:
-        """Not when the baseline is predicted not to fit, for certain or by a wide margin."""
+        """Whether the first probe is the baseline. False if its predicted fit probability is below 5 %."""
         if not super().baseline_first:
             return False
         if self.predictions is None or self.target_bytes is None:
@@ -163,7 +165,7 @@ class PriorSampler(CandidateSampler):
         return bool(unlearnt.fits_at(np.zeros(1, dtype=np.intp))[0] >= _NOT_LIKELY)
 
     def proposal(self) -> Proposal | None:
-        """The next candidate and what it is expected to gain, from what the ledger holds; worked out once."""
+        """The next candidate and its expected gain, given the ledger; cached until the ledger changes."""
         ledger = self.ledger
         known = (self._study, len(ledger.observations), ledger.pending, int(ledger.free.sum()))
         if known != self._known:
@@ -200,7 +202,7 @@ class PriorSampler(CandidateSampler):
         return found.place
 
     def _larger_than_the_fastest(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The candidates that can only need more memory than the fastest fit so far: speed is bought with memory."""
+        """The free candidates that need at least as much memory as the fastest fit so far: more memory buys speed."""
         fits = [o for o in self.ledger.observations if o.fits and o.step_s is not None]
         if not fits:
             return free
@@ -210,7 +212,7 @@ class PriorSampler(CandidateSampler):
 
 
 def halving(grid: Grid, pool: NDArray[np.intp], random: np.random.Generator) -> int:
-    """The candidate whose OOM, or whose fit, tells most about the others: as many above it as below."""
+    """The index of the candidate whose OOM or fit decides most others: many above and many below it in memory order."""
     sample = random.permutation(pool)[:_SAMPLE]
     order = np.array([grid.needs_no_less(int(place), sample) for place in sample])  # [i, j]: j needs no less than i
     above, below = order.sum(axis=1), order.sum(axis=0)
@@ -218,7 +220,7 @@ def halving(grid: Grid, pool: NDArray[np.intp], random: np.random.Generator) -> 
 
 
 class PlainSampler(CandidateSampler):
-    """One of Optuna's samplers, or grid order: its first draw that is valid and untried, else the free one nearest."""
+    """One of Optuna's samplers, or grid order: the first draw that is free, else the free candidate nearest to it."""
 
     def __init__(
         self, grid: Grid, *, inner: BaseSampler | None, predictions: Predictions | None = None,
@@ -268,7 +270,7 @@ def make_sampler(
     name: SamplerName, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None,
     seed: int = 0, goal: Goal = "speed", min_gain_frac: float = 0.01,
 ) -> CandidateSampler:  # fmt: skip
-    """The sampler of that name over `grid`. All but `autofit` take from predictions only what cannot fit."""
+    """The sampler of that name over `grid`. All but `autofit` use predictions only to exclude candidates."""
     if name == "autofit":
         return PriorSampler(
             grid, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal, min_gain_frac=min_gain_frac

@@ -1,4 +1,4 @@
-"""The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: run again, it goes on where it was."""
+"""The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: a second run continues the first."""
 
 import hashlib
 import json
@@ -33,14 +33,14 @@ from autofit.units import format_bytes
 
 _POLL_S = 0.03
 _SHOW_S = 0.5
-_BROKEN_TRIALS = 2  # so many failures, and nothing else, end a search
-DEFAULT_MIN_GAIN_FRAC = 0.01  # what a candidate has to promise while one of a higher tier is left
-_GAIN = 0.01  # a winner less than this share faster is no improvement
+_BROKEN_TRIALS = 2  # failures that end a search in which no probe ran to its end
+DEFAULT_MIN_GAIN_FRAC = 0.01  # smallest expected gain (share of step time) for which a tier is searched further
+_GAIN = 0.01  # smallest gain (share) that counts as an improvement of the winner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a search was asked to do. Everything that a probe's result depends on is in `fingerprint`."""
+    """The request of a search. Every input that a probe's result depends on is in `fingerprint`."""
 
     recipe: Recipe
     space: Space
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The target less the headroom: what a probe may hold."""
+        """The limit of a probe in bytes: the target less the headroom."""
         return None if self.target_bytes is None else self.target_bytes - self.headroom_bytes
 
     @property
@@ -87,7 +87,7 @@ class Plan:
         return self.folder / "probes" / self.name
 
     def setup(self, *, server_socket: str | None) -> ProbeSetup:
-        """What the probes of the search and of its confirmation have in common."""
+        """The common settings of all probes of the search and its confirmation runs."""
         return ProbeSetup(
             trainer=self.recipe.trainer, device=self.device, limit_bytes=self.limit_bytes,
             worst_case=worst_case_path(self.probes_folder), deadline_s=self.deadline_s,
@@ -98,7 +98,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a search is: shown while it runs."""
+    """The state of a search, shown while it runs."""
 
     trials: tuple[Trial, ...]
     probing: tuple[Trial, ...]
@@ -112,9 +112,9 @@ def open_study(plan: Plan) -> optuna.Study:
     storage = open_storage(plan.folder, create=True)
     with database_errors(database_path(plan.folder)):
         study = _stored(plan, storage)
-        if _all_broken(study.get_trials(deepcopy=False)):  # what was at fault may be mended by now
+        if _all_broken(study.get_trials(deepcopy=False)):  # the user may have repaired the cause since
             optuna.delete_study(study_name=plan.name, storage=storage)
-            shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may have been mended
+            shutil.rmtree(plan.probes_folder, ignore_errors=True)  # the worst case too: the data may be repaired
             study = _stored(plan, storage)
         study.sampler = make_sampler(
             plan.sampler, Grid.of(plan.space), predictions=plan.predictions, target_bytes=plan.limit_bytes,
@@ -124,7 +124,7 @@ def open_study(plan: Plan) -> optuna.Study:
         if known.fingerprint not in ("", plan.fingerprint):
             raise ConfigError(
                 f"the study {plan.name!r} was made for another recipe, target, device or space; "
-                f"leave --study out or give it another name"
+                f"omit --study or give another name"
             )
         keep_record(study, _asked(plan, known))
     return study
@@ -137,7 +137,7 @@ def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
 
 
 def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
-    """`known`, which a study has already, with what the plan asks."""
+    """`known`, the record that the study already has, updated with the plan's request."""
     recipe = plan.recipe
     return replace(
         known, fingerprint=plan.fingerprint, used=datetime.now(UTC).isoformat(), device=plan.device,
@@ -151,7 +151,7 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
 
 
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
-    """What is predicted of the recipe as it is: {floor_bytes, device_used_bytes, step_s}, or None."""
+    """The prediction for the unchanged recipe: {floor_bytes, device_used_bytes, step_s}, or None."""
     if plan.predictions is None or plan.space.baseline not in plan.predictions.candidates:
         return None
     alone = plan.predictions.of((plan.space.baseline,))
@@ -160,7 +160,7 @@ def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
 
 
 class Search:
-    """Drives one study. `run` returns why it stopped; it may be interrupted or killed anywhere and run again."""
+    """Drives one study. `run` returns the reason to stop; it is safe to interrupt or kill, and to run again."""
 
     def __init__(
         self, plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None
@@ -179,7 +179,7 @@ class Search:
         self._told: dict[int, Trial] = {}  # finished trials, each read once
 
     def run(self) -> Stop:
-        """Probe until the trials, the time, the plateau or the space is used up; why it stopped."""
+        """Probe until a stop rule holds (trials, time, plateau, gain, empty space); returns that rule."""
         with database_errors(database_path(self.plan.folder)):
             self._reconcile()
             while True:
@@ -194,7 +194,7 @@ class Search:
                 self._wait_for_one()
 
     def interrupt(self) -> None:
-        """Stop the probes at work; their trials wait in the queue for the next run."""
+        """Stop the running probes; their trials wait in the queue for the next run."""
         with database_errors(database_path(self.plan.folder)):
             running = {frozen.number for frozen in self._frozen() if frozen.state is TrialState.RUNNING}
             for number in running & set(self._live):
@@ -212,7 +212,7 @@ class Search:
         return self.study.get_trials(deepcopy=False)
 
     def _trials(self) -> tuple[Trial, ...]:
-        """All trials as plain values; a finished one is turned into one only once."""
+        """All trials as plain values; each finished trial is converted only once."""
         trials = []
         for frozen in self._frozen():
             trial = self._told.get(frozen.number) or to_trial(frozen)
@@ -222,7 +222,7 @@ class Search:
         return tuple(trials)
 
     def _enough(self) -> Stop | None:
-        """Why no further trial may be asked for, or None."""
+        """The reason to ask for no further trial, or None."""
         plan, frozen = self.plan, self._frozen()
         waiting = sum(t.state is TrialState.WAITING for t in frozen)
         if plan.budget_s is not None and time.monotonic() - self._began > plan.budget_s:
@@ -270,7 +270,7 @@ class Search:
             time.sleep(_POLL_S)
 
     def _conclude(self, number: int, folder: Path) -> bool:
-        """Tell the result of trial `number` if there is one; True when its place is free."""
+        """Tell the result of trial `number` if there is one; True if the trial no longer occupies a probe slot."""
         result = self._launcher.result(folder)
         if result is None:
             return False
@@ -282,13 +282,13 @@ class Search:
                 raise no_space_left(folder)
             return True
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
-        del self._live[number]  # told: from here on Ctrl-C finds nothing to tell
+        del self._live[number]  # told: a Ctrl-C from here on must not tell it again
         shutil.rmtree(folder / "job", ignore_errors=True)
         self.on_told(to_trial(self._frozen()[number]))
         return True
 
     def _reconcile(self) -> None:
-        """Find the probes of trials that an earlier run left RUNNING: still at work, answered, or gone."""
+        """Handle trials that an earlier run left RUNNING: attach to live probes, tell answers, requeue lost ones."""
         for frozen in self._frozen():
             if frozen.state is not TrialState.RUNNING:
                 continue
@@ -322,13 +322,13 @@ class Search:
 
 
 def _all_broken(frozen: list[FrozenTrial]) -> bool:
-    """Whether the first probes all failed: the recipe or the machine is at fault, not a candidate."""
+    """Whether all finished probes (at least two) failed: then the recipe or the machine is broken, not a candidate."""
     finished = [t for t in frozen if t.state.is_finished()]
     return len(finished) >= _BROKEN_TRIALS and all(t.state is TrialState.FAIL for t in finished)
 
 
 def since_improvement(trials: Sequence[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> int:
-    """Finished trials since the winner last got better by more than 1 % or kept a higher tier; 0 before any fits."""
+    """Number of trials finished since the winner last improved by more than 1 % or in tier; 0 before the first fit."""
     best: Trial | None = None
     since = 0
     for trial in trials:

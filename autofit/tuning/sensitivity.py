@@ -1,4 +1,4 @@
-"""What one step up or down in each knob of the winner would cost or gain, and how much room it has left."""
+"""The winner's neighbours (one step up or down in each knob: bytes and seconds gained or lost), and its free memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,18 +9,18 @@ from autofit.recipe.keys import Tier
 from autofit.space.space import Candidate, Space, Value
 from autofit.tuning.frontier import Trial
 
-# (device-used bytes, step seconds) of a candidate with so many completion tokens (None: its own), or None: not known
+# (candidate, completion tokens or None for its own) -> (device-used bytes, step seconds), or None if not known
 Predict = Callable[[Candidate, int | None], tuple[float, float] | None]
 Direction = Literal["down", "up"]
-_LONGEST = 4  # a margin is looked for up to so many times the length
+_LONGEST = 4  # the search for a longer sequence ends at this multiple of the current length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """The winner with one knob a step further, all else held. None is "not known"; deltas are against the winner."""
+    """The winner with one knob moved one step, all else equal. None is "not known"; deltas are against the winner."""
 
     knob: str
-    direction: Direction  # in the order of the knob's values: where memory has an order, up is more of it
+    direction: Direction  # in the order of the knob's values; for a memory-ordered knob, "up" needs more memory
     before: Value
     after: Value
     tier: Tier
@@ -28,25 +28,28 @@ class Neighbour:
     step_s: float | None
     device_used_delta_bytes: int | None
     step_delta_s: float | None
-    at_least: bool  # it ran out of memory, and how much more it needs is not known
+    at_least: bool  # the bytes are a lower bound: the probe ran out of memory
     fits: bool | None
-    fidelity: Fidelity | None  # predicted, or measured where it was probed
+    fidelity: Fidelity | None  # measured if it was probed, else predicted
     trial: int | None  # the trial that probed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """What the winner has left under the target less the headroom. None is "not known"."""
+    """The winner's free bytes under the target less the headroom. None is "not known"."""
 
     bytes_left: int | None
-    key: str | None  # of the sequence length that could grow
-    tokens: int | None  # by how many
-    at_least: bool  # no end was found
+    key: str | None  # name of the sequence-length key that could grow
+    tokens: int | None  # tokens by which it could grow
+    at_least: bool  # `tokens` is a lower bound: the upper end was not found
     fidelity: Fidelity | None
 
 
 def neighbours(space: Space, candidate: Candidate) -> Iterator[tuple[str, Direction, Candidate]]:
-    """The nearest valid candidate in each direction of each knob. A micro-batch keeps the rollout's size if it can."""
+    """The nearest valid candidate in each direction of each knob.
+
+    A step in the micro-batch keeps the rollout size if possible.
+    """
     for place, knob in enumerate(space.knobs):
         choices = space.choices[place]
         if candidate.values[place] not in choices:
@@ -61,7 +64,7 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[tuple[str, Direct
 
 
 def _with(space: Space, candidate: Candidate, knob: str, value: Value) -> Iterator[Candidate]:
-    """`candidate` with `value` of `knob`; for the micro-batch first the one whose rollout stays as large."""
+    """`candidate` with `knob` set to `value`; for the micro-batch, first the variant with the same rollout size."""
     params = {**space.params(candidate), knob: value}
     micro, _, chunk, _ = space.split(candidate)
     keys = space.keys
@@ -73,9 +76,9 @@ def _with(space: Space, candidate: Candidate, knob: str, value: Value) -> Iterat
 def sensitivity(
     space: Space, trials: Sequence[Trial], best: Trial, *, limit_bytes: int | None, predict: Predict
 ) -> dict[str, object]:
-    """{trial, neighbours, margin} as JSON. `space` may have more knobs than the trials: those are as in the recipe.
+    """{trial, neighbours, margin} as JSON. Knobs of `space` that the trials lack have the recipe's value.
 
-    A prediction is corrected by what the winner's own is off.
+    Each prediction is scaled by the ratio of measured to predicted at the winner.
     """
     own = space.params(space.baseline)
     candidate = space.candidate(_known(own, best.params))
@@ -126,10 +129,10 @@ def _neighbour(
 def _figures(
     other: Candidate, knob: str, trial: Trial | None, predict: Predict, limit_bytes: int | None
 ) -> tuple[int | None, float | None, bool | None, Fidelity | None]:
-    """(device-used bytes, step seconds, whether it fits, how that is known)."""
+    """(device-used bytes, step seconds, whether it fits, measured or predicted)."""
     if trial is not None and trial.result is not None and trial.status in (ProbeStatus.FIT, ProbeStatus.OOM):
         return trial.device_used_bytes, trial.step_s, trial.fits, trial.result.fidelity
-    found = None if knob.startswith("env.") else predict(other, None)  # the model knows nothing of the allocator
+    found = None if knob.startswith("env.") else predict(other, None)  # the model does not cover allocator settings
     if found is None:
         return None, None, None, None
     return round(found[0]), found[1], limit_bytes is None or found[0] <= limit_bytes, Fidelity.PREDICTED
@@ -156,7 +159,7 @@ def _margin(
 
 
 def _most_tokens(predict: Callable[[int], tuple[float, float] | None], now: int, limit_bytes: int) -> tuple[int, bool]:
-    """(the longest completion that fits, whether more might): bisection between `now` and some times as much."""
+    """(longest completion in tokens that fits, whether a longer one might fit): bisection from `now` to 4 x `now`."""
 
     def fits(tokens: int) -> bool:
         found = predict(tokens)
@@ -168,11 +171,11 @@ def _most_tokens(predict: Callable[[int], tuple[float, float] | None], now: int,
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, predict(high) is None  # the next length is of a structure that was not traced
+    return low, predict(high) is None  # None: the next length belongs to a structure that was not traced
 
 
 def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mapping[Candidate, Trial]) -> int | None:
-    """The longest sequence that fitted when it was probed with all else as in `candidate`."""
+    """The longest sequence (tokens) that fitted in a probe with all other knobs as in `candidate`."""
     params = space.params(candidate)
     lengths = [
         length
@@ -184,5 +187,5 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
 
 
 def of_winner(kept: Mapping[str, object] | None, best: Trial | None) -> Mapping[str, object] | None:
-    """What a study keeps of `sensitivity`, or None when it is of another trial than the winner."""
+    """`kept`, the study's stored sensitivity, or None if it belongs to another trial than the winner."""
     return kept if kept is not None and best is not None and kept.get("trial") == best.number else None

@@ -1,4 +1,4 @@
-"""Why a trial won, what to relax when nothing fits, and how sure that is: sentences for people."""
+"""Sentences for people: the reason why a trial won, advice when nothing fits, and the state of the confirmation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,14 +14,14 @@ _RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --targe
 _WINS = {
     "speed": "the fastest",
     "memory": f"the least memory, at most {SLOWER_FRAC:.0%} slower than the fastest,",
-    "utilisation": f"the fastest that fills {BAND[0]:.0%} to {BAND[1]:.0%} of the target, or the nearest to it,",
+    "utilisation": f"the fastest that uses {BAND[0]:.0%} to {BAND[1]:.0%} of the target, or the nearest to it,",
 }
 
 
 def why(
     trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None
 ) -> str:
-    """One sentence: why the winner won, or what to relax when nothing fits."""
+    """One sentence: the reason why the winner won, or advice when nothing fits."""
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
@@ -34,7 +34,7 @@ def why(
     against = f", {speed:.2f}x the baseline's {samples_word(original)}/s" if speed is not None and best.number else ""
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [t for t in lower if cost(t) < cost(best)]
-    note = f"; {len(faster)} faster ones change more than the {best.tier} tier" if faster else ""
+    note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
     change = describe_changes(best.changes, original)
     return (
         f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit and keep the {best.tier} tier"
@@ -50,7 +50,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
         return f"no probe ran to its end; trial {broken[0].number}: {broken[0].result.reason}"
     fell = [t for t in trials if t.fell]
     if not ooms and fell:
-        return f"nothing fits: each of the {len(fell)} trials that fitted fell when it was to be confirmed"
+        return f"nothing fits: all {len(fell)} trials that fitted in the search failed their confirmation run"
     if not ooms:
         return "no trial was probed"
     used = [t for t in ooms if t.device_used_bytes is not None]
@@ -65,7 +65,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
 
 
 def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
-    """Why candidates were skipped: they are predicted not to fit. An empty string where none was."""
+    """The reason why candidates were skipped: they are predicted not to fit. Empty if none was skipped."""
     predicted, limit = record.baseline_predicted, record.limit_bytes
     if not trials:
         least = record.least_floor_bytes
@@ -78,11 +78,11 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
     if predicted is None or limit is None or baseline(trials) is not None:
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
-    return f"; the recipe as it is was not probed: predicted {format_bytes(int(used))}, which does not fit"
+    return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}"
 
 
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
-    """Whether the winner was confirmed, with what figures, and which finalists fell before it; "" without a winner."""
+    """Whether the winner was confirmed, its figures, and the finalists that failed before it; "" without finalists."""
     best = winner(trials, **rule)
     parts = [_how_it_fell(t) for t in trials if t.confirmed is not None and t is not best]
     if best is not None:
@@ -95,14 +95,14 @@ def _how_it_fell(trial: Trial) -> str:
     assert long is not None
     if long.status is ProbeStatus.OOM:
         held = "" if long.device_used_bytes is None else f" at {format_bytes(long.device_used_bytes)}"
-        return f"trial {trial.number} fell in its confirmation: out of memory{held} during {long.oom_phase}"
+        return f"trial {trial.number} failed its confirmation run: out of memory{held} during {long.oom_phase}"
     if long.status is not ProbeStatus.FIT:
-        return f"trial {trial.number} fell in its confirmation: {long.status}: {long.reason}"
+        return f"trial {trial.number} failed its confirmation run: {long.status}: {long.reason}"
     before = short.median_step_s if short is not None else None
     times = f"{format_seconds(trial.step_s or 0)} a step" + (
         f", {format_seconds(before)} in the search" if before else ""
     )
-    return f"trial {trial.number} was probed longer as well and is not the winner ({times})"
+    return f"trial {trial.number} also had a confirmation run and is not the winner ({times})"
 
 
 def _how_sure(best: Trial) -> str:
@@ -115,13 +115,13 @@ def _how_sure(best: Trial) -> str:
     if best.result is not None and best.result.fidelity is Fidelity.PREDICTED:
         return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
     if not best.changes:
-        return "the recipe as it is needs no confirmation"
+        return "the winner is the unchanged recipe, which needs no confirmation run"
     steps = len(best.result.step_s) if best.result is not None else 0
-    return f"trial {best.number} is not confirmed: it was probed over {steps} steps only"
+    return f"trial {best.number} is not confirmed: it was probed for {steps} steps only"
 
 
 def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] | None:
-    """What `--json` says of the winner's confirmation; None without a winner."""
+    """The winner's confirmation as `--json` prints it; None without a winner."""
     best = winner(trials, **rule)
     if best is None:
         return None

@@ -1,23 +1,23 @@
-"""Why a search ended."""
+"""The reason why a search ended."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class StopKind(StrEnum):
-    TRIALS = "trials"  # as many as were asked for are done
-    BUDGET = "budget"  # the time is spent
+    TRIALS = "trials"  # the requested number of trials is done
+    BUDGET = "budget"  # the time budget is spent
     PLATEAU = "plateau"  # the last trials did not improve on the winner
-    GAIN = "gain"  # little is left to gain
-    HOPELESS = "hopeless"  # nothing fits, and nothing that is left is likely to
+    GAIN = "gain"  # the best candidate left has a small expected gain
+    HOPELESS = "hopeless"  # nothing fits, and no candidate left is likely to fit
     EXHAUSTED = "exhausted"  # every candidate is tried or ruled out
-    BROKEN = "broken"  # nothing but failures: the recipe or the machine is at fault
+    BROKEN = "broken"  # every probe failed: the recipe or the machine is broken
     INTERRUPTED = "interrupted"  # by the user
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a search ended: `kind` for decisions, `words` for people."""
+    """The reason why a search ended: `kind` for decisions, `words` for people."""
 
     kind: StopKind
     words: str

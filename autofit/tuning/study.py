@@ -31,7 +31,7 @@ def database_path(folder: Path) -> Path:
 
 
 def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
-    """The SQLite database of the studies in `folder`. Raises EnvironmentFault when it cannot be used."""
+    """The SQLite database of the studies in `folder`. Raises EnvironmentFault if it cannot be used."""
     path = database_path(folder)
     if not create and not path.exists():
         raise ConfigError(f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder")
@@ -40,28 +40,28 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
             folder.mkdir(parents=True, exist_ok=True)
         storage = RDBStorage(
             f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
-            skip_compatibility_check=True,  # which would raise a plain RuntimeError
+            skip_compatibility_check=True,  # Optuna's own check raises a plain RuntimeError; _check_version replaces it
         )  # fmt: skip
         _check_version(path, storage)
         return storage
 
 
 def _check_version(path: Path, storage: RDBStorage) -> None:
-    """Raise EnvironmentFault for tables that this Optuna does not read."""
+    """Raise EnvironmentFault if this Optuna cannot read the tables."""
     version = storage.get_current_version()
     if version == storage.get_head_version():
         return
     older = version in storage.get_all_versions()
     fix = f"run `optuna storage upgrade --storage {storage.url}`" if older else "update it: pip install -U optuna"
     raise EnvironmentFault(
-        f"{path} was written by another version of Optuna: its tables are {version}, and Optuna {optuna.__version__} "
-        f"has {storage.get_head_version()}; {fix}, or choose another folder with --dir"
+        f"{path} was written by another version of Optuna: its tables have version {version}, but Optuna "
+        f"{optuna.__version__} needs {storage.get_head_version()}; {fix}, or choose another folder with --dir"
     )
 
 
 @contextlib.contextmanager
 def database_errors(path: Path) -> Iterator[None]:
-    """Turn what the database raises into one clear EnvironmentFault."""
+    """Turn errors of the database into one clear EnvironmentFault."""
     try:
         yield
     except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
@@ -75,17 +75,17 @@ def database_errors(path: Path) -> Iterator[None]:
 def _advice(error: BaseException | None) -> str:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
     if code == sqlite3.SQLITE_FULL:
-        return "free some space and run the same command again: nothing told so far is lost"
+        return "free some space and run the same command again: no finished trial is lost"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
-    return "move it away, or choose another folder with --dir"
+    return "move the file away, or choose another folder with --dir"
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold `name`, waiting for it up to `wait_s`: one process drives a study. The lock ends with the process.
+    """Hold the lock `name`, waiting up to `wait_s`: one process drives a study. The lock ends with the process.
 
-    Raises ConfigError when another process holds it all that time.
+    Raises ConfigError if another process holds it for all of that time.
     """
     path = folder / f"{name}.lock"
     try:
@@ -98,7 +98,8 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
         while not _locked(file):
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"another autofit process is at work on {name}; wait for it, or name another study with --study"
+                    f"another autofit process is working on {name}; wait until it ends, or choose another study "
+                    f"with --study"
                 )
             time.sleep(0.1)
         yield
@@ -113,14 +114,14 @@ def _locked(file: TextIO) -> bool:
 
 
 def study_names(storage: RDBStorage) -> list[str]:
-    """All studies, the one used last at the end. Optuna's own summaries read every trial of every study."""
+    """Names of all studies, last used at the end. Not from Optuna's summaries: they read every trial of every study."""
     with database_errors(Path(storage.engine.url.database or "")):
         studies = storage.get_all_studies()
     return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
-    """The study `name` in `folder`, or the one used last. Raises ConfigError when there is none."""
+    """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none."""
     storage = open_storage(folder)
     names = study_names(storage)
     if not names:
@@ -133,7 +134,7 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
 
 
 def to_trial(frozen: FrozenTrial) -> Trial:
-    """The plain value of Optuna's trial."""
+    """Optuna's trial as a plain value."""
     attrs = frozen.user_attrs
     result = attrs.get("result")
     return Trial(
@@ -152,7 +153,7 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 
 
 def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
-    """`frozen`, which are trials of `study`, as `trials_of` has them."""
+    """`frozen`, trials of `study`, as plain values with their confirmations, like `trials_of`."""
     confirmed = confirmations(study, (t.number for t in frozen))
     return [replace(to_trial(t), confirmed=confirmed.get(t.number)) for t in frozen]
 
@@ -160,7 +161,7 @@ def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[T
 def note_candidate(
     trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object]
 ) -> None:
-    """Keep with a new trial which candidate it is."""
+    """Store the candidate's tier and changes with a new trial."""
     for name, value in (("tier", tier), ("changes", dict(changes)), ("yaml_changes", dict(yaml_changes))):
         trial.set_user_attr(name, value)
 
@@ -168,7 +169,7 @@ def note_candidate(
 def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:
     """Tell Optuna the result of trial `number`; `target_bytes` is the target less the headroom.
 
-    An OOM is told as a complete but infeasible trial, graded by the bytes over the target: samplers forget a failure.
+    An OOM is told as a complete but infeasible trial, graded by the bytes over the target: samplers ignore FAIL.
     """
     frozen = study.get_trials(deepcopy=False)[number]
     trial = optuna.trial.Trial(study, frozen._trial_id)
@@ -192,17 +193,17 @@ def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes:
 
 
 def _constrain(trial: optuna.trial.Trial, frozen: FrozenTrial, over_bytes: int) -> None:
-    """Grade the trial by its bytes over the target, once: it may have been told half-way by a run that was killed."""
+    """Set the trial's constraint to its bytes over the target, once: a killed run may have set it already."""
     if not frozen.constraints:
         trial.set_constraint("bytes_over_target", float(over_bytes))
 
 
 def _slowest_step_s(study: optuna.Study) -> float:
-    """The time imputed to a trial that never got to a step: the slowest one measured."""
+    """Seconds imputed to a trial that never completed a step: the slowest measured step, or 1.0 without any."""
     values = [t.values[0] for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.values]
     return max(values, default=1.0)
 
 
 def requeue(study: optuna.Study, frozen: FrozenTrial) -> None:
-    """Put a RUNNING trial whose probe is gone back in the queue: the same trial is probed again."""
+    """Put a RUNNING trial without a probe back in the queue, so that the same trial is probed again."""
     study._storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)

@@ -2,9 +2,9 @@
 
 Run: `python experiments/estimate_speed/run.py`
 
-CPU seconds stand beside wall seconds, because other work on the machine lengthens the latter only. An estimate is
-split in a process of its own; a command is timed from its start to its end, and the CPU seconds of all its processes
-are looked at ten times a second. Figures of one run on one machine; see results.json.
+CPU seconds are given beside wall seconds, because other work on the machine lengthens only the latter. The parts of an
+estimate are timed in a separate process; a command is timed from its start to its end, and the CPU seconds of all its
+processes are sampled ten times a second. Figures of one run on one machine; see results.json.
 """
 
 import json
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def report(content: dict[str, object], name: str, row: dict[str, object]) -> None:
-    """Print a row, and keep it with those before: on a busy machine all of them take long."""
+    """Print a row and save it with the earlier ones at once: on a busy machine the whole run takes long."""
     content[name] = row | {"load_average_1min": round(os.getloadavg()[0], 1)}
     print(f"{name}: {json.dumps(content[name])}", flush=True)
     (HERE / "results.json").write_text(json.dumps(content, indent=1) + "\n")

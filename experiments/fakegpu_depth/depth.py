@@ -1,4 +1,4 @@
-"""How exactly, and how fast, a 4-layer trace expands to 36 (Qwen3-4B) and 32 layers (Llama-3.1-8B), TRL's trainers.
+"""Accuracy and speed of the expansion of a 4-layer trace to 36 (Qwen3-4B) and 32 layers (Llama-3.1-8B), TRL trainers.
 
 Run from the repository root: python experiments/fakegpu_depth/depth.py
 Found with torch 2.13 (CPU build) on 2 cores shared with much other work (so the CPU seconds are high, and the run was

@@ -1,9 +1,9 @@
-"""A study of 1,000 trials: what the search costs besides its probes, and what the other commands take on it.
+"""A study of 1,000 trials: cost of the search besides its probes, and time of the other commands on that study.
 
-Run: `python experiments/large_study/run.py`. The search, its database and MLflow's follower are what `autofit search`
-has, two probes at a time; the probes answer at once, by the formulas of experiments/search_efficiency. Times are of one
-run on one machine: `wall_ms` waits for the disk (a trial is some 20 commits, each flushed), `cpu_ms` does not. Writes
-results.json next to this file.
+Run: `python experiments/large_study/run.py`. The search, its database and MLflow's follower are those of `autofit
+search`, with two probes at a time; the probes answer at once, by the formulas of experiments/search_efficiency. Times
+are of one run on one machine: `wall_ms` includes waiting for the disk (a trial is some 20 commits, each flushed),
+`cpu_ms` does not. Writes results.json next to this file.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _PHASES = ("load", "rollout", "scoring", "update", "optimizer", "save", "resume"
 
 
 class AtOnce(Launcher):
-    """Answers within the call, by the law. Notes when, and what the process held; its own time is taken out."""
+    """Answers within the call, by the law. Records times and the memory of the process; excludes its own time."""
 
     def __init__(self, case: cases.LawCase) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def main(trials: int, samplers: tuple[SamplerName, ...], short: int) -> None:
 def searched(
     case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int, *, mirrored: bool
 ) -> dict[str, object]:
-    """A search of so many trials: {at trial N: what a trial costs and what the driver holds}, and in all."""
+    """A search of the given number of trials: {at trial N: cost of a trial, memory of the driver}, and the totals."""
     folder.mkdir(exist_ok=True)
     plan, launcher = _plan(case, folder, sampler, trials), AtOnce(case)
     began = time.perf_counter()
@@ -140,7 +140,7 @@ def _plan(case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int) 
 
 
 def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
-    """Seconds of what is done with the study of `searched`, and its size on disk."""
+    """Seconds of each command on the study of `searched`, and the study's size on disk."""
     from autofit.tracking.study_mirror import sync  # a search itself loads no MLflow, and its memory is measured
     from autofit.tracking.ui import compare_path
 

@@ -1,6 +1,6 @@
-"""What a probe costs besides its work, warm and cold. Run: `python experiments/probe_overhead/run.py`
+"""The overhead of a probe, warm and cold. Run: `python experiments/probe_overhead/run.py`
 
-Overhead is the time from submitting the job to having its answer, less the time that the probe's own code ran in its
+Overhead is the time from the submission of the job to its answer, minus the run time of the probe's own code in its
 process. Ratios and times are of one run on one machine; see results.json.
 """
 

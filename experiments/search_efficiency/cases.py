@@ -1,4 +1,4 @@
-"""The recipes and spaces that are searched: five recipes on three cards, from one card's worth to far too much."""
+"""The recipes and spaces of the experiment: five recipes on three cards, from small ones to ones that never fit."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ _FLASH = Knob(name="attn_implementation", tier="neutral", values=("sdpa", "eager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOf:
-    """A recipe: what model, how it splits its batch, and how far the search may go."""
+    """A recipe: its model, the split of its batch, and the lowest tier of its search."""
 
     name: str
     shape: str
@@ -48,7 +48,7 @@ RECIPES = (
              allow="recipe"),
 )  # fmt: skip
 
-OTHERS = (  # on which nothing was chosen
+OTHERS = (  # hold-out: no constant of the search was chosen on these
     RecipeOf(name="0.5B, bnpo", shape="0.5B", split=(16, 4, 4), groups=16, completion_tokens=1024, allow="approximate",
              loss="bnpo", lora_r=8),
     RecipeOf(name="1.5B, short completions", shape="1.5B", split=(2, 32, 32), groups=4, completion_tokens=256,
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LawCase(Case):
-    """One whose bytes and seconds are from a law, for a model on a card."""
+    """A case with bytes and seconds from a law, for a model on a card."""
 
     known: Columns
     shape: Shape

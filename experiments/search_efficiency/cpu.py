@@ -1,8 +1,8 @@
-"""The same searches over a table that was measured: a tiny real model under TRL's trainer on the CPU.
+"""The same searches over a measured table: a tiny real model under TRL's trainer on the CPU.
 
-Run: `python experiments/search_efficiency/cpu.py`; `--measure` first measures the table anew, as an exhaustive
-`autofit search` (some minutes on an idle machine), and writes cpu_table.json. Nothing predicts a CPU, so every sampler
-starts from nothing. Targets are quantiles of the measured bytes. Writes cpu_summary.json.
+Run: `python experiments/search_efficiency/cpu.py`; `--measure` first measures the table again, as an exhaustive
+`autofit search` (some minutes on an idle machine), and writes cpu_table.json. There is no prediction for a CPU, so
+every sampler starts without predictions. Targets are quantiles of the measured bytes. Writes cpu_summary.json.
 """
 
 import argparse
@@ -36,18 +36,18 @@ from autofit.tuning.grid import Grid
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study
 
-SHARES = (0.3, 0.6, 0.9)  # of the candidates fit
+SHARES = (0.3, 0.6, 0.9)  # share of the candidates that fit
 _HERE = Path(__file__).parent
 _TABLE = _HERE / "cpu_table.json"
 
 
 def measure() -> None:
-    """Probe every neutral candidate of a recipe of 32 completions, and keep what the probes said."""
+    """Probe every neutral candidate of a recipe of 32 completions, and store the results."""
     folder = Path(tempfile.mkdtemp())
     path = tiny.write_recipe(
         folder, tiny.write_model(folder / "model", hidden=128, layers=4), per_device_train_batch_size=8,
         gradient_accumulation_steps=4, steps_per_generation=4, max_completion_length=48, gradient_checkpointing=True,
-        loss_type="grpo",  # with which the rollout may be split as well
+        loss_type="grpo",  # with this loss the rollout size is neutral too
     )  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "autofit", "search", str(path), "--dir", str(folder / "studies"), "--device", "cpu",

@@ -1,4 +1,4 @@
-"""Two habits that people search by: a grid with early stopping, and halving the micro-batch when memory runs out."""
+"""Two common manual methods: a grid with early stopping, and halving the micro-batch when memory runs out."""
 
 from collections.abc import Callable
 

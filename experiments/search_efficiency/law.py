@@ -1,14 +1,14 @@
-"""The bytes and seconds of a GRPO step, from formulas: `predict` is what a search is told, `truth` what probes say.
+"""The bytes and seconds of a GRPO step, from formulas: `predict` gives the predictions, `truth` the probe results.
 
-No figure here claims to be a real card's. `truth` has other efficiencies (GEMM, bandwidth, launch), fragmentation that
-depends on knobs, kernel choices that help or hurt whole regions, and noise; its distance from `predict` is scaled to
-the misprediction that is asked for: the root mean square, over all allowed candidates (those that do not fit among
-them), of the logarithm of truth over prediction, in bytes and in seconds each. Half of its square is an offset that all
-share, half varies over the candidates: 30 % is an offset of 21 % and a standard deviation of 21 %.
+The figures do not claim to match a real card. `truth` differs from `predict` in efficiencies (GEMM, bandwidth, launch),
+fragmentation that depends on knobs, kernel choices that help or hurt whole regions, and noise. The difference is scaled
+to the requested misprediction: the root mean square, over all allowed candidates (including those that do not fit), of
+the logarithm of truth / prediction, in bytes and in seconds separately. Half of its square is an offset common to all
+candidates, half varies between them: 30 % is an offset of 21 % and a standard deviation of 21 %.
 
-`truth` is wrong in the rollout's and in the update's seconds each in its own way, and a probe says both, as a real one
-does. `truth_of_totals` is the law that was used before: a probe says two numbers, and what no formula has is of the
-whole step. A law may return (bytes, seconds) alone, or (bytes, seconds, seconds before the update).
+`truth` has separate errors in the seconds of rollout and update, and a probe reports both, like a real one.
+`truth_of_totals` is the earlier law: a probe reports two numbers, and the unexplained error is that of the whole step.
+A law may return (bytes, seconds) alone, or (bytes, seconds, seconds before the update).
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from autofit.space.space import Space
 
 Floats = NDArray[np.float64]
 _GB = 1e9
-_UNEXPLAINED = 0.05  # of a logarithm, before scaling: what no formula has
-_WITHIN = np.sqrt(0.5)  # of a misprediction: the share that varies over the candidates, and that which all have
+_UNEXPLAINED = 0.05  # error outside all formulas, as a logarithm, before scaling
+_WITHIN = np.sqrt(0.5)  # share of a misprediction that varies over the candidates, and share common to all
 _WEIGHT_BYTES = {"none": 2.0, "8bit": 1.06, "4bit": 0.55}  # a parameter, with scales and the layers left in bf16
 
 
@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a cost model has to guess."""
+    """The parameters that a cost model must guess."""
 
     gemm: float = 0.5  # share of the dense peak, at many tokens
     half_tokens: float = 2000.0  # tokens in a micro-batch at which half of that is reached
@@ -146,7 +146,7 @@ def evaluate(c: Columns, shape: Shape, card: Card, rates: Rates) -> tuple[Floats
 
 
 def predict(known: Columns, shape: Shape, card: Card) -> tuple[Floats, Floats, Floats, Floats]:
-    """(floor bytes, device-used bytes, step seconds, those before the update) as the search is told."""
+    """(floor bytes, device-used bytes, step seconds, those before the update): the predictions for the search."""
     return evaluate(known, shape, card, Rates())
 
 
@@ -160,7 +160,7 @@ def truth(
     seed: int,
     unexplained: float = _UNEXPLAINED,
 ) -> tuple[Floats, Floats, Floats]:
-    """(device-used bytes, step seconds, those before the update) that probes measure, but for their noise.
+    """(device-used bytes, step seconds, those before the update) that probes measure, without their noise.
 
     `codes` number the knobs' values. Most of the misprediction comes from other rates; `unexplained` (of a logarithm,
     before scaling) from no formula: in the rollout, of the knobs that a rollout knows; in the update, of all.
@@ -180,14 +180,14 @@ def truth(
 def truth_unexplained(
     known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
 ) -> tuple[Floats, Floats, Floats]:
-    """A harder one: most of the misprediction is of values, pairs and waves that no formula has."""
+    """A harder law: most of the misprediction comes from values, pairs and waves outside all formulas."""
     return truth(known, codes, shape, card, misprediction=misprediction, seed=seed, unexplained=0.3)
 
 
 def truth_of_totals(
     known: Columns, codes: NDArray[np.int64], shape: Shape, card: Card, *, misprediction: float, seed: int
 ) -> tuple[Floats, Floats]:
-    """(device-used bytes, step seconds): a probe says no phases, and what no formula has is of the whole step."""
+    """(device-used bytes, step seconds): probes report no phases, and the unexplained error is of the whole step."""
     chance = np.random.default_rng([seed, int(misprediction * 1000)])
     expected, actual = predict(known, shape, card), evaluate(known, shape, card, _other_rates(chance))
     bytes_off, seconds_off = (np.log(actual[i] / expected[i]) + _UNEXPLAINED * _regions(codes, chance) for i in (1, 2))
@@ -217,13 +217,13 @@ def _other_rates(chance: np.random.Generator) -> Rates:
 
 
 def _changes(values: Floats, code: NDArray[np.int64]) -> bool:
-    """Whether `values` are expected to differ with this knob alone: by more than a tenth of a percent in the mean."""
+    """Whether `values` depend on this knob: the means of its values differ by more than 0.1 %."""
     means = [np.log(values[code == one]).mean() for one in np.unique(code)]
     return bool(np.ptp(means) > 1e-3)
 
 
 def _regions(coded: NDArray[np.int64], chance: np.random.Generator) -> Floats:
-    """Kernel choices and fragmentation that no formula has: an effect of each value, of pairs, and smooth waves."""
+    """Errors outside all formulas (kernel choices, fragmentation): effects of values and pairs, and smooth waves."""
     codes = [column for column in coded.T if np.ptp(column)]
     total = np.zeros(len(codes[0]))
     for code in codes:
@@ -243,7 +243,7 @@ def _scaled(values: Floats, misprediction: float, chance: np.random.Generator) -
 
 
 def _scaled_phases(expected: Floats, off: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
-    """Seconds (phases, candidates): `off` scaled until the whole step is mispredicted as `_scaled` has it."""
+    """Seconds (phases, candidates): `off` is scaled until the whole step has the misprediction of `_scaled`."""
     step = expected.sum(axis=0)
 
     def total_off(scale: float) -> Floats:

@@ -1,17 +1,17 @@
-"""How many probes a search needs: ours against Optuna's samplers and two habits.
+"""Number of probes that a search needs: our sampler against Optuna's samplers and two common manual methods.
 
 Run: `python experiments/search_efficiency/run.py`. Truth tables are exhaustive (law.py); every sampler asks and tells
-through plain Optuna. Writes results.json, summary.json and probes.png next to this file. `--truth module:function` puts
-another cost model in the place of `law.truth`, `--recipes module:NAME` other recipes in the place of `cases.RECIPES`,
-`--first-seed N` other seeds.
+through plain Optuna. Writes results.json, summary.json and probes.png next to this file. `--truth module:function`
+replaces `law.truth` by another cost model, `--recipes module:NAME` replaces `cases.RECIPES`, `--first-seed N` selects
+other seeds.
 
-A search has PROBES probes, whatever it was told: the rule that would end ours earlier is noted, not followed.
-`oom_probes_median` counts the OOMs among all of them; `oom_probes_12_*` those of the first 12, `oom_probes_to_stop_*`
-those until the rule (or the budget) ends it.
+Every search has PROBES probes: the stop rule that would end ours earlier is recorded, not applied.
+`oom_probes_median` counts the OOMs among all probes; `oom_probes_12_*` those of the first 12, `oom_probes_to_stop_*`
+those until the stop rule (or the budget) ends the search.
 
-A probe on a simulated card runs to its end, as one does under a target that is emulated on a larger card: an OOM says
-how many bytes it needs, and its seconds. With `--stop-at-oom` it ends where the allocation fails instead, as on a card
-of the target's size.
+A probe on a simulated card runs to its end, like a probe under a target emulated on a larger card: an OOM reports the
+bytes it needs and its seconds. With `--stop-at-oom` the probe ends at the failed allocation, as on a card of the
+target's size.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from habits import grid_early_stop, halve_on_oom
 
 from autofit.tuning.sampler import make_sampler
 
-PROBES = 20  # of every sampler alike: few enough for Optuna's GP, which takes 0.2 s a proposal
+PROBES = 20  # the same for every sampler: few enough for Optuna's GP, which takes 0.2 s a proposal
 MISPREDICTIONS = (0.05, 0.15, 0.30)
 STEP_NOISE, BYTES_NOISE = 0.01, 0.002  # of one probe, as a share
 SAMPLERS = ("autofit", "tpe", "gp", "random", "grid", "halving")
@@ -50,7 +50,7 @@ _CASES: dict[str, cases.LawCase] = {}
 
 
 class Prober:
-    """Answers probes from a truth table, with noise, and keeps what the winner's true speed is after each."""
+    """Answers probes from a truth table, with noise, and records the winner's true speed after each probe."""
 
     def __init__(
         self, case: cases.Case, used: law.Floats, step: law.Floats, rollout: law.Floats | None, seed: int, *,
@@ -62,7 +62,7 @@ class Prober:
         self.best: tuple[int, float, int] | None = None  # tier, measured seconds, place
         self.oom_at: list[bool] = []  # for every probe, whether it ran out of memory
         self.stopped: int | None = None  # probes after which the rule of the least gain would have ended it
-        self.attrs: dict[str, object] = {}  # what else the last probe said, as attributes of its trial
+        self.attrs: dict[str, object] = {}  # further results of the last probe, as attributes of its trial
         self.speed: list[float] = []  # the winner's true speed over the optimum's, after each probe
         found = cases.optimum(case, used, step)
         assert found is not None
@@ -133,7 +133,7 @@ def search(task: tuple[str, str, float, int, str, int, bool]) -> dict[str, Any]:
 
 
 def searched(name: str, prober: Prober, seed: int, probes: int) -> dict[str, Any]:
-    """What one search came to, by the sampler or habit of that name."""
+    """The result of one search by the sampler or manual method of that name."""
     began = time.perf_counter()
     if name == "halving":
         halve_on_oom(prober.case, prober.probe, probes)
@@ -163,7 +163,7 @@ def probes_to(speed: Sequence[float], share: float, never: int) -> int:
 
 
 def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
-    """Over searches in which anything fits. A search that never gets there counts as one probe more than it may."""
+    """Summary over searches with at least one fit. A search that never reaches 95 % counts `probes` + 1."""
     rows = [r for r in rows if r["speed"] is not None]
     if not rows:  # a model that is too large for its card
         return {"searches": 0}
@@ -193,7 +193,7 @@ def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
 
 
 def propose_ms(name: str, trials: int, *, repeats: int = 5) -> float:
-    """Milliseconds to propose at so many trials: ask and the ledger, on the largest grid."""
+    """Milliseconds to propose after the given number of trials: ask and ledger, on the largest grid."""
     case = max(_CASES.values(), key=lambda c: len(c.grid))
     used, step, rollout = law.truth(case.known, case.grid.codes, case.shape, case.card, misprediction=0.15, seed=0)
     sampler = make_sampler(name, case.grid, predictions=case.predictions, target_bytes=case.target_bytes)  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ def main() -> None:
 
 
 def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: float) -> None:
-    """Write the files; samplers that were not run again keep what the files say of them."""
+    """Write the files; samplers that were not run again keep their old entries."""
     options.out.mkdir(parents=True, exist_ok=True)
     summary, details = (_read(options.out / name) for name in ("summary.json", "results.json"))
     for name in options.samplers:

@@ -2,8 +2,8 @@
 
 Run: `python experiments/search_efficiency/scale.py`
 
-The mass models are traced first, and are not counted: scoring is what a search does with them for every candidate. The
-front is that of as many trials, the way it is made of the trials of a study. Writes scale.json; one run, one machine.
+The mass models are traced first, and not timed: scoring is their evaluation for every candidate. The Pareto front is
+computed from as many trials, by the same code as for a study. Writes scale.json; one run, one machine.
 """
 
 import json
@@ -43,7 +43,7 @@ _MORE = {
 
 
 def timed(work: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
-    """(median seconds, what the last run returned)."""
+    """(median seconds, result of the last run)."""
     seen = []
     for _ in range(repeats):
         began = time.perf_counter()

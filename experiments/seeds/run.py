@@ -1,8 +1,8 @@
 """The seeds' configurations on simulated cards, next to the figures that the seeds give. Every figure is predicted.
 
 Run: python experiments/seeds/run.py [--only NAME ...]
-Each NAME.yaml is a recipe; seeds.yaml says card, prompt and claim. Models that a seed keeps beside its policy are not
-part of a TRL recipe: their bf16 weights are added. Results: results.json and table.md.
+Each NAME.yaml is a recipe; seeds.yaml has its card, prompt and claim. Further models of a seed, besides its policy, are
+not part of a TRL recipe: their bf16 weights are added. Results: results.json and table.md.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What gradient proofs of the trainers train on."""
+"""The fixed samples and small models of gradient proofs."""

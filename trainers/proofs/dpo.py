@@ -1,4 +1,4 @@
-"""What a gradient proof of DPO trains on."""
+"""The small training of a gradient proof of DPO."""
 
 from trl import DPOTrainer
 
@@ -7,7 +7,7 @@ from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, s
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
+SAME: dict[str, object] = {  # a length limit would drop or cut the fixed rows
     "max_length": None, "padding_free": False, "activation_offloading": False, "disable_dropout": True,
     "pad_token": None,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a gradient proof of GRPO trains on: fixed completions and rewards in the place of generation and scoring."""
+"""The small training of a gradient proof of GRPO: fixed completions and rewards replace generation and scoring."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from ..trl_config import TrlConfig
 from .samples import LONGEST, Sample, name_of, number_of, sample
 from .small_model import tokenizer
 
-# The prompts in order, so that whole optimizer steps hold the same ones; vLLM and TRL's logs do not enter the gradient.
+# Prompts stay in order, so that equal optimizer steps have equal prompts. vLLM and TRL's logs do not affect gradients.
 SAME: dict[str, object] = {
     "shuffle_dataset": False, "disable_dropout": True, "use_vllm": False, "log_completions": False,
     "use_transformers_continuous_batching": False, "use_transformers_paged": False, "generation_kwargs": None,
     "log_completions_hub_repo": None,
-    "entropy_target": 1e3,  # above any model's entropy, so that an adaptive bonus is there to be seen
+    "entropy_target": 1e3,  # above any model's entropy, so that an adaptive bonus is active
 }  # fmt: skip
 
 
@@ -29,17 +29,20 @@ def samples_per_step(config: TrlConfig) -> int:
 
 
 def steps_of_a_round(config: TrlConfig) -> int:
-    """Optimizer steps until every kind of step has been taken: those that reuse a rollout, and one after the first
-    where the entropy bonus follows the step before."""
+    """Optimizer steps until every kind of step has occurred.
+
+    The kinds are the steps that reuse a rollout, and, with an adaptive entropy bonus, a step that depends on the one
+    before it.
+    """
     training = config.training
     reused = -(-training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
     return max(int(reused), 2 if training.use_adaptive_entropy else 1)
 
 
 def common_factor(configs: list[TrlConfig], most_samples: int) -> int:
-    """By how much accumulation and steps_per_generation can be divided in all recipes, to hold `most_samples` or less.
+    """The divisor of accumulation and steps_per_generation in all recipes, so that a step has at most `most_samples`.
 
-    The least that suffices, or the most that there is; whole groups, and two of them, are kept.
+    The smallest sufficient divisor, else the largest valid one. A valid divisor leaves whole groups, at least two.
     """
     steps = [(c.training.gradient_accumulation_steps, c.training.steps_per_generation) for c in configs]
     common = gcd(*(n for pair in steps for n in pair))
@@ -72,7 +75,7 @@ def build(config: TrlConfig, steps: int) -> GRPOTrainer:
     calls = Counter[str]()
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """The fixed completions of `prompts`; also the seed of the shuffle that follows, so that it is the same."""
+        """The fixed completions of `prompts`. Also seeds torch, so that the next shuffle is the same in all runs."""
         calls["rollouts"] += 1
         torch.manual_seed(calls["rollouts"])
         samples = fixed_samples(prompts, longest=longest)
@@ -114,7 +117,7 @@ def arguments(config: TrlConfig, steps: int, fixed: Callable[..., list[float]]) 
 
 
 def _reward(number: int, fixed: Callable[..., list[float]]) -> Any:
-    """Reward function `number`: the fixed reward, each function with a scale and a share of the length of its own."""
+    """Reward function `number`: the fixed reward with its own scale, plus its own multiple of the length."""
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         found = fixed(completion_ids=completion_ids, **columns)

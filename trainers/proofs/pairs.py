@@ -1,4 +1,4 @@
-"""What a gradient proof of SFT, DPO and Reward trains on: fixed rows of different lengths."""
+"""The data of gradient proofs of SFT, DPO and Reward: fixed rows of different lengths."""
 
 from math import gcd
 from typing import Any
@@ -18,13 +18,15 @@ def samples_per_step(config: TrlConfig) -> int:
 
 
 def steps_of_a_round(config: TrlConfig) -> int:
-    """One optimizer step: nothing is reused by the next."""
+    """1: no step depends on an earlier one."""
     return 1
 
 
 def common_factor(configs: list[TrlConfig], most_samples: int) -> int:
-    """By how much accumulation can be divided in all recipes, to hold `most_samples` or less: the least that suffices,
-    or the most that there is."""
+    """The divisor of accumulation in all recipes, so that a step has at most `most_samples`.
+
+    The smallest sufficient divisor, else the largest common one.
+    """
     common = gcd(*(int(c.training.gradient_accumulation_steps) for c in configs))
     valid = [f for f in range(1, common + 1) if common % f == 0]
     wanted = [f for f in valid if samples_per_step(configs[0]) // f <= most_samples]
@@ -37,7 +39,7 @@ def shrunken(config: TrlConfig, factor: int) -> dict[str, object]:
 
 
 def rows(config: TrlConfig, steps: int, *columns: str) -> Dataset:
-    """Rows for `steps` optimizer steps, as text: each of `columns` but "prompt" is another answer to the prompt."""
+    """Rows for `steps` optimizer steps, as text: each of `columns` except "prompt" is another answer to the prompt."""
     numbers = range(steps * samples_per_step(config))
     answers = [c for c in columns if c != "prompt"]
     found = {c: [_text(sample(i, j + i // 2 % 2).completion) for i in numbers] for j, c in enumerate(answers)}
@@ -46,12 +48,12 @@ def rows(config: TrlConfig, steps: int, *columns: str) -> Dataset:
 
 
 def _text(tokens: tuple[int, ...]) -> str:
-    """Words of the small vocabulary; an end token is left to TRL, which adds its own."""
+    """`tokens` as words of the small vocabulary, without an end token: TRL adds its own."""
     return " ".join(f"w{max(3, token)}" for token in tokens)
 
 
 def arguments(config: TrlConfig) -> dict[str, Any]:
-    """What every one of these trainers is made with, but for its rows."""
+    """The constructor arguments of these trainers, except the rows."""
     return {
         "model": config.model.model_name_or_path,
         "args": config.training,

@@ -1,4 +1,4 @@
-"""What a gradient proof of a reward model trains on."""
+"""The small training of a gradient proof of a reward model."""
 
 from trl import RewardTrainer
 
@@ -7,7 +7,7 @@ from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, s
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
+SAME: dict[str, object] = {  # a length limit would drop or cut the fixed rows
     "max_length": None, "activation_offloading": False, "disable_dropout": True, "chat_template_path": None,
     "eos_token": None, "pad_token": None,
 }  # fmt: skip

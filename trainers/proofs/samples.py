@@ -1,8 +1,8 @@
-"""The fixed samples of a gradient proof: the same for every split, so unlike that no wrong claim hides. No torch.
+"""The fixed samples of a gradient proof: equal for every split, and diverse enough to expose a wrong claim. No torch.
 
-Equal lengths hide what a loss's normalisation does, so lengths alternate from prompt to prompt and within a prompt's
-completions, be they only two of two. Every prompt's rewards have a spread of their own; those of one in four are all
-equal. A quarter of the completions is truncated (has no end token), long ones and short ones.
+Equal lengths would hide the normalisation of a loss, so lengths alternate between prompts and between the completions
+of a prompt, even with only two completions of at most two tokens. Each prompt's rewards have their own spread; every
+fourth prompt has equal rewards. A quarter of the completions, long and short ones, is truncated (no end token).
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ PAD, END, UNKNOWN, FIRST_WORD = 0, 1, 2, 3
 VOCABULARY = 256
 LONGEST = 16  # tokens of the longest completion, unless the recipe allows fewer
 
-# The same for every recipe: what needs a GPU is off, what is random is off, the gradient is neither clipped nor scaled.
-# None leaves the key out; a key that a trainer does not have is skipped.
+# Settings for every recipe: no GPU features, no randomness, and the gradient is neither clipped nor scaled.
+# None removes the key; a key that a trainer does not have is skipped.
 SAME: dict[str, object] = {
     "use_cpu": True, "bf16": False, "fp16": False, "tf32": None, "dtype": "float32", "load_in_4bit": False,
     "load_in_8bit": False, "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
@@ -30,7 +30,7 @@ SAME: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion of one prompt, as token ids, and what it scores."""
+    """One completion of one prompt, as token ids, and its reward."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -46,14 +46,15 @@ def sample(prompt: int, generation: int, *, longest: int = LONGEST) -> Sample:
     tokens = [given.randrange(FIRST_WORD, VOCABULARY) for _ in range(_length(prompt, generation, longest, given))]
     if (prompt // 2 + generation) % 4 != 2 and longest > 1:
         tokens[-1] = END
-    reward = given.gauss(0.0, spread) if prompt % 4 != 3 else 1.0  # whose mean is exact: no rounding is scaled up
+    reward = given.gauss(0.0, spread) if prompt % 4 != 3 else 1.0  # 1.0: an exact mean, so no rounding is scaled up
     return Sample(words, tuple(tokens), reward)
 
 
 def _length(prompt: int, generation: int, longest: int, given: Random) -> int:
-    """Long and short ones in turn in every other prompt, whose long ones differ; short ones in the prompts between.
+    """Tokens of a completion. Even prompts alternate between long and short ones, odd prompts have short ones only.
 
-    Of two tokens where they can be: where all of a group are the end token alone, its advantages cancel.
+    The long ones of an even prompt differ in length. Half of the odd prompts have two tokens if possible: if all
+    completions of a group are only the end token, the group's advantages cancel.
     """
     if prompt % 2 or (prompt % 4 and longest < 4):
         return 1 if longest < 5 else 2 if prompt % 4 == 1 else given.randint(1, 2)
@@ -64,10 +65,10 @@ def _length(prompt: int, generation: int, longest: int, given: Random) -> int:
 
 
 def name_of(prompt: int) -> str:
-    """The text that stands for prompt number `prompt` in the dataset."""
+    """The text in the dataset for prompt number `prompt`."""
     return f"prompt {prompt}"
 
 
 def number_of(name: str) -> int:
-    """The number of the prompt that `name_of` named."""
+    """The number of the prompt with the text `name`; the inverse of `name_of`."""
     return int(name.removeprefix("prompt "))

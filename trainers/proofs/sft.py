@@ -1,4 +1,4 @@
-"""What a gradient proof of SFT trains on."""
+"""The small training of a gradient proof of SFT."""
 
 from trl import SFTTrainer
 
@@ -7,8 +7,8 @@ from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, s
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-# Packing changes the rows, not how a loss divides; the fixed rows say by themselves which tokens count.
-SAME: dict[str, object] = {  # a limit of length would drop or cut the fixed rows
+# Packing is off: it changes the rows, not the normalisation of the loss. The fixed rows select the tokens of the loss.
+SAME: dict[str, object] = {  # a length limit would drop or cut the fixed rows
     "max_length": None, "packing": False, "eval_packing": None, "padding_free": False, "assistant_only_loss": False,
     "chat_template_path": None, "dataset_kwargs": None, "activation_offloading": False, "eos_token": None,
     "pad_token": None,

@@ -19,9 +19,9 @@ from transformers import (
 from .samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
 
 _MOST_PARAMETERS = 20_000_000
-_MOST_KINDS = 4  # layers of different kinds that are kept
+_MOST_KINDS = 4  # most layers kept, each of a different kind
 _HEAD_DIM, _WINDOW, _EXPERTS = 16, 8, 4
-# Configs name these sizes alike (transformers 5.23); what a config does not have is left alone.
+# Configs use the same names for these sizes (transformers 5.23); a size that a config lacks is not added.
 _SMALL: dict[str, object] = {
     "vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": None,
     "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "n_shared_experts": 1,
@@ -34,17 +34,17 @@ _SMALL: dict[str, object] = {
 
 
 def small_model(config: Any, folder: Path) -> tuple[str, str | None]:
-    """Save a small model of `config`'s architecture in `folder`; (what it is, why it is another architecture or None).
+    """Save a small model of `config`'s architecture in `folder`; (its description, reason for a replacement or None).
 
-    Where the architecture cannot be made small, a plain Llama stands in for it, or a plain mixture of experts where the
-    routing has a loss: beyond that, how a loss divides does not depend on the architecture.
+    If the architecture cannot be made small, a plain Llama replaces it, or a plain mixture of experts if the routing
+    has a loss. Apart from that loss, the normalisation of a loss does not depend on the architecture.
     """
     text = config.get_text_config()
     why = ""
     for narrow in (True, False):
         try:
             model = _built(_small(text, narrow=narrow))
-        except Exception as error:  # 200 architectures, each with its own ways to refuse
+        except Exception as error:  # 200 architectures, each with its own errors
             why = why or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         else:
             model.save_pretrained(folder)
@@ -55,7 +55,7 @@ def small_model(config: Any, folder: Path) -> tuple[str, str | None]:
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of the small vocabulary: one word a token."""
+    """A tokenizer of the small vocabulary: each word is one token."""
     names = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(FIRST_WORD, VOCABULARY))]
     raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,7 +72,7 @@ def _built(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if parameters > _MOST_PARAMETERS:
-        raise ValueError(f"it has {parameters} parameters when shrunken")
+        raise ValueError(f"it has {parameters} parameters even in its small form")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ids = torch.arange(FIRST_WORD, FIRST_WORD + 12).reshape(2, 6)
@@ -93,7 +93,7 @@ def _description(model: PreTrainedModel) -> str:
 
 
 def _small(config: Any, *, narrow: bool) -> Any:
-    """A config of the same class with few layers and a small vocabulary, and with narrow widths if asked."""
+    """A config of the same class with few layers and a small vocabulary; with `narrow`, also with small widths."""
     names = getattr(config, "attribute_map", {})
     content = {**config.to_dict(), "dtype": "float32"}
     content.pop("quantization_config", None)
@@ -109,7 +109,7 @@ def _small(config: Any, *, narrow: bool) -> Any:
 
 
 def _keep_layers(content: dict[str, Any], names: Mapping[str, str]) -> None:
-    """One layer of each kind, in order, and two at least."""
+    """Reduce `content` to one layer of each kind, in order, and at least two layers."""
     real = names.get("num_hidden_layers", "num_hidden_layers")
     layers = int(content[real])
     lists = [k for k, v in content.items() if isinstance(v, list) and len(v) == layers and layers > 1]
@@ -122,7 +122,7 @@ def _keep_layers(content: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _widths(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Narrow widths with the same number of query heads to a key-value head, where that is no more than 16."""
+    """Small widths with the same number of query heads per key-value head, at most 16."""
     heads = int(content.get(names.get("num_attention_heads", "num_attention_heads")) or 2)
     groups = int(content.get(names.get("num_key_value_heads", "num_key_value_heads")) or heads)
     ratio = max(1, min(16, heads // groups))
@@ -138,7 +138,7 @@ def _widths(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 
 def _plain_positions(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions without the scaling for long texts, whose factors are as long as a head is wide."""
+    """`content` with plain rotary positions: the scaling factors for long texts must match the original head width."""
     content.pop("rope_scaling", None)
     found = content.get("rope_parameters")
     if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""The small trainings of a gradient proof of TRL's trainers: one small model, fixed samples, a run for each recipe."""
+"""The small trainings of a gradient proof of TRL's trainers: one small model, fixed samples, one run per recipe."""
 
 import importlib
 import re
@@ -29,7 +29,7 @@ class TrlFamily(Protocol):
 
 
 class TrlSmallTrainings:
-    """Recipes (TRL's YAML values by name, "baseline" among them) over one small model saved in `folder`."""
+    """Trainings of recipes ({name: TRL's YAML values}, including "baseline") on one small model saved in `folder`."""
 
     def __init__(
         self, trainer: TrlFamily, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int,
@@ -53,7 +53,7 @@ class TrlSmallTrainings:
         places = {"model_name_or_path": str(self._folder / "model"), "output_dir": str(self._folder / "output")}
         overrides = {**self._fixed, **places, **more}
         if not compared_attention(values.get("attn_implementation")):
-            overrides["attn_implementation"] = None  # what the architecture takes by itself: not every one has sdpa
+            overrides["attn_implementation"] = None  # the architecture's default: not every one has sdpa
         for key in ("lora_target_modules", "lora_target_parameters"):
             if isinstance(named := values.get(key), list):
                 overrides[key] = [_of_few_layers(name, self._layers) for name in named]
@@ -73,7 +73,7 @@ class TrlSmallTrainings:
 
 
 def _of_few_layers(name: object, layers: int) -> str:
-    """`name` of a module with the number of its layer, if it has one, among those of the small model."""
+    """The module `name` with its layer number, if any, reduced modulo `layers`, the layers of the small model."""
     return re.sub(r"(?<![^.])\d+(?![^.])", lambda found: str(int(found[0]) % layers), str(name))
 
 
