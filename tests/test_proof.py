@@ -59,6 +59,7 @@ def autofit_(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be(tiny_recipe: Path) -> None:
     values = yaml.safe_load(tiny_recipe.read_text()) | {"gradient_accumulation_steps": 4, "loss_type": "dapo"}
     folder = Path("autofit-studies")

@@ -60,6 +60,7 @@ def test_trls_own_script_takes_a_step_on_it(cache: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_grpo_raises_the_held_out_reward(cache: Path, tmp_path: Path) -> None:
     recipe = prepare_tiny(cache)
     settings = yaml.safe_load(recipe.read_text())
