@@ -1,4 +1,4 @@
-"""`nox` runs lint, types and tests; `nox -s gpu` needs a CUDA card."""
+"""`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s gpu` what needs a CUDA card."""
 
 import nox
 
@@ -24,7 +24,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests that need no GPU."""
+    """Run the default tests: every capability, within 3 minutes."""
+    session.install(*INSTALL)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Run every test that needs no GPU, as CI does."""
     session.install(*INSTALL)
     session.run("pytest", "-m", "not gpu", *session.posargs)
 

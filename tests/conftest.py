@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Without xdist (`-p no:xdist`) its options in pyproject.toml are taken and mean nothing."""
+    if not pluginmanager.hasplugin("xdist"):
+        parser.addoption("--numprocesses")
+        parser.addoption("--dist")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests for one worker")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What commands keep between runs goes to a folder of this session's own."""
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep between runs or share with others goes to folders of this session's own."""
     os.environ["AUTOFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    # The slots of probes lie there: sessions and workers of pytest-xdist do not wait for each other's. A short path,
+    # as a socket's has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="autofit-tests-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
 
 
 @pytest.fixture(scope="session")

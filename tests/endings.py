@@ -23,14 +23,14 @@ def leaves(_: str) -> int:
 
 
 def hangs(_: str) -> int:
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 
 def leaves_grandchildren(path: str) -> int:
     """Start a child, and a child of a child in a session of its own; write their pids to `path`."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=2).pid)"
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
     orphan = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout.strip()
     with open(path, "w") as file:
         file.write(f"{child.pid} {orphan}")
@@ -54,5 +54,5 @@ def reward_that_raises(completions: list[str], **_: object) -> list[float]:
 
 
 def reward_that_hangs(completions: list[str], **_: object) -> list[float]:
-    time.sleep(60)
+    time.sleep(600)
     return []

@@ -25,6 +25,7 @@ def test_the_baseline_keeps_the_field_notes_groups_and_effective_batch() -> None
     assert values["per_device_train_batch_size"] == 2 * values["num_generations"]  # 2 prompts at a time
 
 
+@pytest.mark.slow
 def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(tmp_path: Path) -> None:
     done = autofit(tmp_path, "search", "--target-vram", "40GB", "--device", "sim", "--trials", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -44,6 +45,7 @@ def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(
     assert "use_cpu" not in text  # it was predicted for a card
 
 
+@pytest.mark.slow
 def test_an_estimate_takes_settings_and_the_card_of_its_target(tmp_path: Path) -> None:
     model = "model_name_or_path=Qwen/Qwen3-0.6B"
     done = autofit(tmp_path, "estimate", "--target-vram", "24GB", "--set", model, "--set", "lora_r=4", "--set",
@@ -62,11 +64,12 @@ def test_an_estimate_takes_settings_and_the_card_of_its_target(tmp_path: Path) -
         (["estimate", "--gpu", "t4", "--set", "lora_r"], "--set takes key=value, .* got 'lora_r'"),
         (["estimate", "--gpu", "t4", "--prompt-tokens", "0"], "--prompt-tokens must be 1 or more; got 0"),
         (["estimate", "--gpu", "t4", "--trainer", "ppo"], "--trainer must be one of"),
-        (["search", "--target-vram", "3GB", "--device", "sim"], "at least the model's weights"),
-        (["search", "--target-vram", "3GB", "--device", "cpu"], "the built-in baseline has made-up prompts"),
+        pytest.param(["search", "--target-vram", "3GB", "--device", "sim"], "at least the model's weights",
+                     marks=pytest.mark.slow),
+        (["search", "--target-vram", "3GB", "--device", "cpu"], "the built-in baseline has synthetic prompts"),
         (["search", "--demo", "--target-vram", "3GB", "--prompt-tokens", "5", "--device", "cpu"], "simulated card"),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     import re
 

@@ -27,7 +27,7 @@ from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import load_study, trials_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("confirmation")]
 RULE: Rule = {"goal": "speed", "target_bytes": 150 * lawful.MB}
 
 
@@ -157,7 +157,7 @@ def test_a_confirmation_killed_twice_is_no_verdict_and_is_repeated_by_the_next_r
     assert trials[best.number].confirmed is not None
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_ended_during_the_confirmation_the_next_run_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:
@@ -166,12 +166,12 @@ def test_ended_during_the_confirmation_the_next_run_goes_on(
     monkeypatch.setenv("LAWFUL_S", "1.0")
     driver = subprocess.Popen([sys.executable, __file__, str(folder)], stderr=subprocess.DEVNULL)
     probe = folder / "probes" / "law" / f"confirm-{best.number:04d}-1"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (probe / "job.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     driver.send_signal(ending)
-    driver.wait(timeout=30)
+    driver.wait(timeout=300)
     trials, _ = confirmed(folder, monkeypatch)
     assert trials[best.number].confirmed is not None
     attempts = 1 if ending is signal.SIGKILL else 2  # the job outlives a kill; Ctrl-C stops it
@@ -188,6 +188,7 @@ def test_a_simulated_card_and_the_recipe_as_it_is_are_not_asked_again() -> None:
     assert confirmation_note([measured], RULE) == "the winner is the unchanged recipe, which needs no confirmation run"
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_confirmation_whenever_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     sync(folder, "law")

@@ -83,8 +83,9 @@ def test_a_knob_is_claimed_neutral_where_the_gradient_says_so_and_nowhere_else(r
 
 def test_the_bound_lies_well_between_rounding_and_every_real_difference() -> None:
     values = [value for row in ROWS for value in row["cells"].values()]
-    assert max(value for value in values if value <= ROUNDING) < ROUNDING
-    assert min(value for value in values if value > ROUNDING) > ROUNDING * 3
+    rounding, real = ([v for v in values if (v <= ROUNDING) is below] for below in (True, False))
+    assert max(rounding) * 1.5 < ROUNDING < min(real) / 5
+    assert min(real) > 10 * max(rounding)
 
 
 def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table() -> None:
@@ -126,8 +127,9 @@ def test_rewards_are_scaled_as_trl_reads_it(given: object, read: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [("grpo", ()), ("dapo", (SPLIT, CHUNK)), ("bnpo", (SPLIT,)), ("sft, nll", (SPLIT,)),
-     ("grpo, 2 rewards normalised, then summed", (CHUNK,)), ("dapo, top entropy 0.5", (SPLIT,))],
+    [("bnpo", (SPLIT,)), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("grpo", ()), ("dapo", (SPLIT, CHUNK)), ("sft, nll", (SPLIT,)),
+        ("grpo, 2 rewards normalised, then summed", (CHUNK,)), ("dapo, top entropy 0.5", (SPLIT,))])],
 )  # fmt: skip
 def test_measured_anew_a_cell_is_what_the_table_says(name: str, knobs: tuple[str, ...], tmp_path: Path) -> None:
     run = experiment()

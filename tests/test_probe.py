@@ -22,6 +22,7 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 
+pytestmark = pytest.mark.xdist_group("probe")
 PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
 
 
@@ -46,7 +47,7 @@ def offline_recipe(
 
 def probe(
     recipe: Recipe, folder: Path, warm: ForkServer | None, changes: Mapping[str, object], *,
-    limit_bytes: int | None = None, deadline_s: float = 120,
+    limit_bytes: int | None = None, deadline_s: float = 500,
 ) -> ProbeResult:  # fmt: skip
     request = ProbeRequest(
         folder=folder, trainer=recipe.trainer, values=merge(recipe.values, changes), device="cpu",
@@ -80,6 +81,7 @@ def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, 
     assert ProbeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
+@pytest.mark.slow
 def test_the_same_candidate_needs_the_same_bytes_warm_and_cold(
     recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
@@ -184,7 +186,8 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     [("reward_that_exits", ProbeStatus.FAILED, Cause.EXITED, "sys.exit(5) was called during scoring"),
      ("reward_that_crashes", ProbeStatus.FAILED, Cause.CRASHED, "crashed (SIGSEGV) during scoring"),
      ("reward_that_raises", ProbeStatus.FAILED, Cause.RAISED, "KeyError: 'answer' (during scoring; see "),
-     ("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 8 s passed during scoring")],
+     pytest.param("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 30 s passed during scoring",
+                  marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
     recipe: Recipe,
@@ -195,14 +198,14 @@ def test_every_end_of_a_probe_is_classified(
     cause: Cause,
     words: str,
 ) -> None:
-    deadline = 8 if reward == "reward_that_hangs" else 120
+    deadline = 30 if reward == "reward_that_hangs" else 500
     result = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
     assert result.status is status
     assert result.cause is cause
     assert words in result.reason
 
 
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cancelled_or_killed_probe_leaves_no_process(
     recipe: Recipe, tmp_path: Path, fork_server: ForkServer, warm: bool
 ) -> None:
@@ -215,15 +218,15 @@ def test_a_cancelled_or_killed_probe_leaves_no_process(
         )  # fmt: skip
         launcher = Launcher()
         launcher.submit(request)
-        _until(lambda folder=folder: _phase(folder) == "scoring", 90)
+        _until(lambda folder=folder: _phase(folder) == "scoring", 300)
         pids = [p.pid for p in psutil.process_iter() if _holds(p, folder)]
         assert pids
         if name == "cancel":
             cancel(folder)
         else:
             psutil.Process(int(json.loads((folder / "started.json").read_text())["pid"])).kill()
-        _until(lambda pids=pids: not any(map(_running, pids)), 15)
-        _until(lambda folder=folder: not is_alive(folder), 15)
+        _until(lambda pids=pids: not any(map(_running, pids)), 120)
+        _until(lambda folder=folder: not is_alive(folder), 120)
         assert launcher.result(folder).status is ProbeStatus.LOST  # type: ignore[union-attr]
 
 
@@ -279,14 +282,15 @@ def test_no_grandchild_outlives_its_probe(fork_server: ForkServer, tmp_path: Pat
 
 def _message(entry: str, folder: Path) -> dict[str, object]:
     return {"entry": f"endings:{entry}", "argument": "", "cwd": str(folder), "log": str(folder / "log"), "env": {},
-            "deadline_s": 60}  # fmt: skip
+            "deadline_s": 500}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("trainer", "changes"),
-    [("grpo", {}), ("grpo", {"bf16": True, "dtype": "bfloat16"}), ("grpo", {"use_peft": False, "beta": 0.04}),
-     ("grpo", {"attn_implementation": "eager", "gradient_checkpointing": False}), ("sft", {}),
-     ("dpo", {"use_peft": False}), ("dpo", {"precompute_ref_log_probs": True}), ("reward", {})],
+    [("grpo", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("grpo", {"bf16": True, "dtype": "bfloat16"}), ("grpo", {"use_peft": False, "beta": 0.04}),
+        ("grpo", {"attn_implementation": "eager", "gradient_checkpointing": False}), ("sft", {}),
+        ("dpo", {"use_peft": False}), ("dpo", {"precompute_ref_log_probs": True}), ("reward", {})])],
 )  # fmt: skip
 def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     recipe: Recipe, tmp_path: Path, trainer: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch,

@@ -19,7 +19,7 @@ from autofit.promotion.promotion import read_progress
 from autofit.tracking.study_mirror import client, experiment_id
 from autofit.tuning.study import load_study
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("promotion")]
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,13 @@ def progress(folder: Path) -> list[dict[str, float]]:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while not any(line["step"] >= step for line in progress(folder)):
         assert time.monotonic() < deadline, (folder / "promote.log").read_text()
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: Path) -> None:
     done = run(studied, "promote", "best", "--write-only", "--out", "tuned.yaml")
     assert done.returncode == 0, done.stderr
@@ -74,6 +75,7 @@ def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: P
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path, tmp_path: Path) -> None:
     whole = run(studied, "promote", "0", "--json")
     assert whole.returncode == 0, whole.stderr
@@ -91,12 +93,12 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
     first = start(studied, "promote", "0")
     wait_for_step(studied, 5)
     first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=120) == 130
+    assert first.wait(timeout=300) == 130
     second = start(studied, "promote", "0")
     wait_for_step(studied, 15)  # in the second epoch
     request = next(studied.glob("autofit-studies/promoted/*/started.json"))
     (request.parent / "stop").touch()
-    second.wait(timeout=120)
+    second.wait(timeout=300)
     third = run(studied, "promote", "0", "--json")
     assert third.returncode == 0, third.stderr
     final = json.loads(third.stdout.splitlines()[-1])
@@ -112,8 +114,9 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
 
 
 @pytest.mark.parametrize(
-    ("trainer", "changes"), [("sft", {"shuffle_dataset": True}), ("dpo", {"precompute_ref_log_probs": True}),
-                             ("reward", {})],
+    ("trainer", "changes"), [("sft", {"shuffle_dataset": True}),
+                             pytest.param("dpo", {"precompute_ref_log_probs": True}, marks=pytest.mark.slow),
+                             pytest.param("reward", {}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_another_trainers_run_stopped_after_a_step_ends_as_if_it_never_was(
     tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: str, changes: dict[str, object]
@@ -149,12 +152,13 @@ def _trained(folder: Path, trainer: str, values: dict[str, object], server: Fork
     write_json(folder / "request.json", request)
     ending = server.call(
         {"entry": "offline_training:run", "argument": str(folder / "request.json"), "cwd": str(folder),
-         "log": str(folder / "log"), "env": {}, "deadline_s": 120}
+         "log": str(folder / "log"), "env": {}, "deadline_s": 500}
     )  # fmt: skip
     assert ending.exit_code == 0, (folder / "log").read_text()
     return read_json(folder / "final.json")
 
 
+@pytest.mark.slow
 def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(studied: Path) -> None:
     folder = studied / "autofit-studies"
     api = client(folder)
@@ -170,6 +174,7 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
         assert sorted(steps) == list(range(1, 25)), name
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
     before = run(studied, "promote", "0", "--json", "--restart")
     expected = json.loads(before.stdout.splitlines()[-1])
@@ -179,12 +184,13 @@ def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
     wait_for_step(studied, 3)
     for path in studied.glob("autofit-studies/promoted/*/started.json"):
         os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
-    assert driver.wait(timeout=60) == 2
+    assert driver.wait(timeout=300) == 2
     assert "run the same command to resume" in (studied / "promote.log").read_text()
     after = json.loads(run(studied, "promote", "0", "--json").stdout.splitlines()[-1])
     assert (after["steps"], after["final_loss"]) == (expected["steps"], expected["final_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trial", "message"), [("99", "TRIAL must be"), ("bset", "nearest valid one is 'best'")])
 def test_a_trial_that_is_not_there_is_refused(studied: Path, trial: str, message: str) -> None:
     done = run(studied, "promote", trial)

@@ -56,9 +56,10 @@ def make_study(folder: Path, values: Mapping[str, object], trials: list[Claim]) 
 
 def autofit_(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "autofit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be(tiny_recipe: Path) -> None:
     values = yaml.safe_load(tiny_recipe.read_text()) | {"gradient_accumulation_steps": 4, "loss_type": "dapo"}
     folder = Path("autofit-studies")
@@ -335,6 +336,7 @@ def differences(
     return found.relative, len(found.steps)
 
 
+@pytest.mark.slow
 def test_a_kernel_for_gpus_does_not_stop_the_proof_of_an_architecture_without_sdpa(tmp_path: Path) -> None:
     from transformers import Gemma2Config
 
@@ -384,6 +386,7 @@ def test_every_kind_of_optimizer_step_is_taken(tmp_path: Path, changes: dict[str
     assert steps_of_a_round(parse("grpo", values | changes, overrides={})) == steps
 
 
+@pytest.mark.slow
 def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: Path) -> None:
     from autofit.proof.worker import Proof as Worker
 

@@ -33,6 +33,7 @@ def probe(
     return Launcher().run(request)
 
 
+@pytest.mark.slow
 def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
     tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
@@ -62,8 +63,9 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
 
 @pytest.mark.parametrize(
     ("trainer", "changes", "models"),
-    [("sft", {}, 1), ("dpo", {}, 1), ("dpo", {"use_peft": False}, 2),
-     ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1), ("reward", {"load_in_4bit": True}, 1)],
+    [("sft", {}, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("dpo", {}, 1), ("dpo", {"use_peft": False}, 2), ("reward", {"load_in_4bit": True}, 1),
+        ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1)])],
 )  # fmt: skip
 def test_the_other_trainers_run_on_a_simulated_card(
     tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object],
@@ -101,7 +103,7 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
     assert 12 * layer < found.categories["update"]["weights"] < 2 * 12 * layer
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize("mode", ["colocate", pytest.param("server", marks=pytest.mark.slow)])
 def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -135,7 +137,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
         "--plot",
         "p.png",
     ]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {
@@ -147,7 +149,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
     assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
     command = [sys.executable, "-m", "autofit", "estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert "it does not fit: it needs" in done.stdout
     assert "no change of the recipe's settings makes it fit; the closest change exceeds the limit by" in done.stdout
@@ -155,7 +157,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
 
 def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:
     command = [sys.executable, "-m", "autofit", "search", "run.yaml", "--gpu", "rtx4090", "--trials", "3", "--json"]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fidelity"] == "predicted"

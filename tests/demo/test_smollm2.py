@@ -167,10 +167,11 @@ with locked_cache(Path(sys.argv[1]), progress=print):
 """
     cache = tmp_path / "cache"
     children = [subprocess.Popen([sys.executable, "-c", code, str(cache)]) for _ in range(3)]
-    assert [child.wait(timeout=30) for child in children] == [0, 0, 0]
+    assert [child.wait(timeout=300) for child in children] == [0, 0, 0]
     assert Path(f"{cache}.builds").read_text() == "b"
 
 
+@pytest.mark.slow
 def test_the_recipe_splits_in_several_ways_and_passes_trls_parser(tmp_path: Path) -> None:
     code = """
 import sys

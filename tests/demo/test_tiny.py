@@ -12,6 +12,8 @@ import yaml
 from autofit.demo import prepare_tiny
 from autofit.demo.heldout import held_out_reward
 
+pytestmark = pytest.mark.xdist_group("tiny")
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,6 +35,7 @@ def test_held_out_problems_are_not_trained_on(cache: Path) -> None:
     assert not set(train) & set(test)
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_built_again(cache: Path) -> None:
     recipe = yaml.safe_load(prepare_tiny(cache, sft_steps=0, seed=7).read_text())
     weights = Path(recipe["model_name_or_path"]) / "model.safetensors"
@@ -49,6 +52,7 @@ def train(recipe: Path, output_dir: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_trls_own_script_takes_a_step_on_it(cache: Path, tmp_path: Path) -> None:
     recipe = prepare_tiny(cache, sft_steps=0)
     train(recipe, tmp_path / "out", "--max_steps", "1", "--per_device_train_batch_size", "8")
@@ -56,6 +60,7 @@ def test_trls_own_script_takes_a_step_on_it(cache: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_grpo_raises_the_held_out_reward(cache: Path, tmp_path: Path) -> None:
     recipe = prepare_tiny(cache)
     settings = yaml.safe_load(recipe.read_text())

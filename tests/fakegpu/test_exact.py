@@ -14,12 +14,14 @@ from .tiny_trainers import Case, profiler_peak_bytes, train
 
 CASES = [
     Case(kind="sft", checkpointing=True),
-    Case(kind="sft", lora_rank=8, attention="eager"),
-    Case(kind="dpo", lora_rank=8, checkpointing=True),
     Case(kind="dpo"),
     Case(kind="reward", lora_rank=8, checkpointing=True),
-    Case(kind="reward"),
     Case(kind="grpo", lora_rank=8, checkpointing=True),
+]
+MORE = [
+    Case(kind="sft", lora_rank=8, attention="eager"),
+    Case(kind="dpo", lora_rank=8, checkpointing=True),
+    Case(kind="reward"),
     Case(kind="grpo", checkpointing=True, beta=0.04),
     Case(kind="grpo", lora_rank=8, beta=0.04),
 ]
@@ -30,7 +32,7 @@ def host_random_state_bytes(case: Case) -> int:
     return 2 * 5056 if case.checkpointing else 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_whole_training_run_peaks_at_the_real_allocators_byte_count(case: Case, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:

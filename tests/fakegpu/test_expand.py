@@ -67,18 +67,20 @@ def _normal(run: Run) -> tuple[object, object, object]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(kind="sft", checkpointing=True, bf16=True, use_cpu=False),
         Case(kind="sft", lora_rank=8, bf16=True, use_cpu=False),
-        Case(kind="dpo", bf16=True, use_cpu=False),
-        Case(kind="dpo", lora_rank=8, checkpointing=True, bf16=True, use_cpu=False),
-        Case(kind="reward", bf16=True, checkpointing=True, use_cpu=False),
-        Case(kind="reward", lora_rank=8, bf16=True, use_cpu=False),
-        Case(kind="grpo", beta=0.1, bf16=True, use_cpu=False),
-        Case(kind="grpo", lora_rank=8, checkpointing=True, beta=0.1, bf16=True, use_cpu=False),
-        Case(kind="grpo", lora_rank=8, checkpointing=True, dtype=torch.bfloat16, use_cpu=False),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (
+            Case(kind="sft", checkpointing=True, bf16=True, use_cpu=False),
+            Case(kind="dpo", bf16=True, use_cpu=False),
+            Case(kind="dpo", lora_rank=8, checkpointing=True, bf16=True, use_cpu=False),
+            Case(kind="reward", bf16=True, checkpointing=True, use_cpu=False),
+            Case(kind="reward", lora_rank=8, bf16=True, use_cpu=False),
+            Case(kind="grpo", beta=0.1, bf16=True, use_cpu=False),
+            Case(kind="grpo", lora_rank=8, checkpointing=True, beta=0.1, bf16=True, use_cpu=False),
+            Case(kind="grpo", lora_rank=8, checkpointing=True, dtype=torch.bfloat16, use_cpu=False),
+        )),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_shallow_run_expands_to_the_deep_one(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shallow, marks = trained(case, tmp_path, monkeypatch, shallow=True)
     short = expanded(shallow, marks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autofit.fakegpu import FakeGpuError, GpuSpec, fake_gpu
 from autofit.fakegpu.errors import UnknownGpuError
@@ -63,4 +64,7 @@ def test_a_card_of_ones_own_runs() -> None:
         half_flops_per_s=5e13, tf32_flops_per_s=2e13, fp32_flops_per_s=2e13, compute_capability=(8, 6), sm_count=30,
     )  # fmt: skip
     with fake_gpu(card) as gpu:
-        assert gpu.spec.capacity_source == "given by the caller"
+        assert torch.cuda.get_device_properties(0).total_memory == 8 << 30
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    assert gpu.spec.capacity_source == "given by the caller"
