@@ -170,7 +170,7 @@ def promote(
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
-                f"to {path} (dataset_name, reward_funcs) and run it with: {promotion.command or 'your own program'} {path}"
+                f"to {path} (dataset_name, reward_funcs) and run: {promotion.command or 'your own program'} {path}"
             )
         with exclusive(Path(folder) / "locks", promotion.folder.name):
             how = launch_run(promotion, study_folder=Path(folder), restart=restart)
