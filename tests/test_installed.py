@@ -1,6 +1,7 @@
 """What is installed: `autofit` alone, which works in a folder full of names that a user may have given too."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,8 @@ def users_folder(folder: Path, model: Path) -> Path:
 
 
 def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,9 @@ def test_commands_work_in_a_folder_full_of_colliding_names(
     installed: Path, tmp_path: Path, tiny_model: Path, how: str, command: str
 ) -> None:
     folder = users_folder(tmp_path, tiny_model)
+    if command == "script":  # `python -m autofit` means the folder's own
+        (folder / "autofit").mkdir()
+        (folder / "autofit" / "__init__.py").write_text(BROKEN)
     python = str(installed) if how == "wheel" else sys.executable
     script = tmp_path.parent / f"{tmp_path.name}-autofit"  # beside the folder, as a console script is elsewhere
     script.write_text("import sys\nfrom autofit.cli import main\nsys.exit(main())\n")

@@ -49,7 +49,7 @@ class ForkServer:
         folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autofit.probing.fork_server", self.socket_path],
+                [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path],  # -P: not of cwd
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=computing_env(),
             )  # fmt: skip
 

@@ -102,7 +102,7 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
     with request.log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autofit.probing.worker", str(request.request_path)],
+            [sys.executable, "-P", "-m", "autofit.probing.worker", str(request.request_path)],
             cwd=request.cwd, env=computing_env(**env), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object

@@ -1,7 +1,9 @@
 """Starts the jobs of probes through submitit, and finds them again. The only module that assumes one machine."""
 
 import itertools
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +105,8 @@ class Launcher:
 
 def start_job(folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float) -> None:
     """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; records it in `folder`."""
-    executor = submitit.LocalExecutor(folder=folder / "job")
+    python = f"{shlex.quote(sys.executable)} -P"  # a folder `autofit` where the user works is not ours
+    executor = submitit.LocalExecutor(folder=folder / "job", python=python)
     # submitit counts a preemption within 10 minutes of the limit as a timeout, so the limit is well above the deadline.
     executor.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
     with _ignoring_interrupts():

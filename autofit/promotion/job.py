@@ -32,7 +32,7 @@ def run_promoted(request_path: str) -> None:
 def _start(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
     with (folder / "run.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autofit.promotion.training", request_path], cwd=cwd, env=env,
+            [sys.executable, "-P", "-m", "autofit.promotion.training", request_path], cwd=cwd, env=env,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object

@@ -148,7 +148,7 @@ def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[by
     """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end."""
     with (folder / "mlflow.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "autofit.tracking.run_mirror", str(folder / "request.json")],
+            [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")],
             stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
 

@@ -249,7 +249,7 @@ def _ask(question: _Question) -> dict[str, object]:
             "answer": str(folder / "answer.json"),
         }  # fmt: skip
         write_json(folder / "request.json", request)
-        command = [sys.executable, "-m", "autofit.proof.worker", str(folder / "request.json")]
+        command = [sys.executable, "-P", "-m", "autofit.proof.worker", str(folder / "request.json")]
         cwd = question.cwd if question.cwd.is_dir() else Path.cwd()
         try:
             done = subprocess.run(

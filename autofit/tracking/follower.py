@@ -15,7 +15,7 @@ def following(folder: Path, study: str, *, say: Callable[[str], None] = lambda _
     log_path = folder / "mlflow.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autofit.tracking.study_mirror", str(folder), study],
+            [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(folder), study],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:

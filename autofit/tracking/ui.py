@@ -47,7 +47,7 @@ def server(folder: Path, *, port: int | None) -> Iterator[str]:
         raise ConfigError(f"--port {port} is in use on this machine; choose another port or omit --port")
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", tracking_uri(folder), "--default-artifact-root", str((folder / "mlartifacts").resolve()),
     ]  # fmt: skip
     with (folder / "ui.log").open("wb") as log:
