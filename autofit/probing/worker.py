@@ -189,8 +189,9 @@ class _StepClock(Followed):
         super().step_begins(step)
         if step >= self._measure_after:
             self._memory.stop()
-            self.recorder.seconds.clear()
             self._began = self._memory.now_s()
+            self.recorder.enter(UPDATE)  # anew, so that the step holds every second of its phases
+            self.recorder.seconds.clear()
 
     def step_ends(self, step: int) -> Control:
         if self._began is not None:

@@ -50,11 +50,13 @@ def test_a_quantised_model_trains_with_lora(bits: int, tmp_path: Path) -> None:
     def build() -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
         quantised: torch.nn.Module = quantize_model(model, BitsAndBytesConfig(**how))
+        built.append(quantised)
         return quantised
 
+    built: list[torch.nn.Module] = []
     with fake_gpu("l4") as gpu:
-        trainer = train(case, tmp_path, model=build)
-        layers = [m for m in trainer.model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
+        train(case, tmp_path, model=build)
+        layers = [m for m in built[0].modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     assert len(layers) == 2 * 7
     adapter = 2 * sum(case.lora_rank * (layer.in_features + layer.out_features) for layer in layers)
     at_peak = gpu.timeline.at_peak
