@@ -207,10 +207,13 @@ class Recipe:
         if self.uses_lora:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))
         if self.model_parameters is not None and self.weights_bytes is not None:
-            rows.append(
-                ("weights", f"{self.model_parameters / 1e6:.3g} M parameters, {format_bytes(self.weights_bytes)}")
-            )
+            rows.append(("weights", f"{_count(self.model_parameters)} parameters, {format_bytes(self.weights_bytes)}"))
         return rows
+
+
+def _count(number: int) -> str:
+    """`4.02 B`, or `135 M` below 10^9."""
+    return f"{number / 1e9:.3g} B" if number >= 10**9 else f"{number / 1e6:.3g} M"
 
 
 def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, comment: str) -> str:
