@@ -21,6 +21,7 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.space.space_file import space_knobs
+from autofit.trainers.keys import rloo_tiers
 
 EXAMPLES = Path(__file__).parents[1] / "trainers" / "examples"
 Write = Callable[[Path, Path], Path]
@@ -209,3 +210,22 @@ def test_a_loop_stopped_after_a_step_ends_as_if_it_never_was(
     (halves / "stop").unlink()
     assert trained(halves) == whole
     assert [line["step"] for line in whole] == list(range(1, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("normalised", "tier"), [(False, "neutral"), (True, "approximate")])
+def test_rloos_rollout_is_claimed_neutral_where_its_gradient_is(
+    normalised: bool, tier: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    from autofit.proof.proof import ROUNDING
+    from autofit.proof.worker import Proof
+
+    values = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "reward_funcs": ["a.b"],
+              "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
+              "num_generations": 4, "normalize_advantages": normalised}  # fmt: skip
+    smaller = {**values, "steps_per_generation": 1}
+    split = {**values, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 8}
+    proof = Proof("rloo", {"baseline": values, "candidate": smaller, "split": split}, tmp_path)
+    assert proof.difference("split").relative < ROUNDING
+    assert (proof.difference("candidate").relative < ROUNDING) is (tier == "neutral")
+    assert rloo_tiers(values).get("steps_per_generation", "neutral") == tier

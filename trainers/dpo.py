@@ -12,8 +12,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
-from autofit.recipe.keys import Tier
-
 from .common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED, SAMPLES, TILE_TOKENS, dpo_tiers
 from .trl import SamplesTrainer
@@ -91,6 +89,7 @@ class DpoTrainer(SamplesTrainer):
     phases = MappingProxyType({"score_reference": "scoring", "_save_checkpoint": "save"})
     auto_class = AutoModelForCausalLM
     tile_tokens = TILE_TOKENS
+    tiers = staticmethod(dpo_tiers)
     compared = (*COMPARED, "loss_type", "beta", "precompute_ref_log_probs")
 
     def real(self, config: TrlConfig) -> DPOTrainer:
@@ -129,9 +128,6 @@ class DpoTrainer(SamplesTrainer):
             "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
         }  # fmt: skip
         return rows.select([index]), facts
-
-    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
-        return dpo_tiers(resolved, **facts)
 
 
 TRAINER = DpoTrainer()

@@ -18,7 +18,6 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 
 from autofit.errors import ConfigError, nearest
 from autofit.plugin.protocol import Inspection
-from autofit.recipe.keys import Tier
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
 from .inspection import data_hash, keep, longest_prompt
@@ -174,6 +173,7 @@ class GrpoTrainer(RolloutTrainer):
     name = "grpo"
     tile_tokens = TILE_TOKENS
     trl_class, trl_module = GRPOTrainer, trl_grpo
+    tiers = staticmethod(grpo_tiers)
     compared = (
         *COMPARED,
         "steps_per_generation", "generation_batch_size", "num_iterations", "loss_type", "beta",
@@ -182,9 +182,6 @@ class GrpoTrainer(RolloutTrainer):
         "mask_truncated_completions", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy",
         "use_bias_correction_kl", "reward_weights",
     )  # fmt: skip
-
-    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
-        return grpo_tiers(resolved, **facts)
 
 
 TRAINER = GrpoTrainer()

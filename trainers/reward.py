@@ -10,8 +10,6 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
-from autofit.recipe.keys import Tier
-
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
 from .trl import SamplesTrainer
@@ -47,6 +45,7 @@ class RewardModelTrainer(SamplesTrainer):
     phases = MappingProxyType({"_save_checkpoint": "save"})
     auto_class = AutoModelForSequenceClassification
     tile_tokens = TILE_TOKENS
+    tiers = staticmethod(sample_tiers)
     compared = (
         *COMPARED,
         "center_rewards_coefficient",
@@ -75,9 +74,6 @@ class RewardModelTrainer(SamplesTrainer):
         longest, dropped = int(longer[index]), len(raw) - len(rows)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
         return rows.select([index]), facts
-
-    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
-        return sample_tiers(resolved, **facts)
 
 
 TRAINER = RewardModelTrainer()

@@ -1,11 +1,7 @@
 """TRL's RLOOTrainer: as `trl rloo` builds it, or on its longest prompt with random weights for a probe."""
 
-from collections.abc import Mapping
-
 import trl.trainer.rloo_trainer as trl_rloo
 from trl import RLOOTrainer
-
-from autofit.recipe.keys import Tier
 
 from .grpo import RolloutTrainer
 from .keys import COMPARED, rloo_tiers
@@ -16,14 +12,12 @@ class RlooTrainer(RolloutTrainer):
 
     name = "rloo"
     trl_class, trl_module = RLOOTrainer, trl_rloo
+    tiers = staticmethod(rloo_tiers)
     compared = (
         *COMPARED,
         "steps_per_generation", "generation_batch_size", "num_iterations", "beta", "normalize_advantages",
         "mask_truncated_completions", "reward_weights", "reward_clip_range",
     )  # fmt: skip
-
-    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
-        return rloo_tiers(resolved, **facts)
 
 
 TRAINER = RlooTrainer()

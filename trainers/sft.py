@@ -9,8 +9,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
-from autofit.recipe.keys import Tier
-
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
 from .trl import SamplesTrainer
@@ -60,6 +58,7 @@ class SftTrainer(SamplesTrainer):
     phases = MappingProxyType({"_save_checkpoint": "save"})
     auto_class = AutoModelForCausalLM
     tile_tokens = TILE_TOKENS
+    tiers = staticmethod(sample_tiers)
     compared = (
         *COMPARED,
         "loss_type",
@@ -89,9 +88,6 @@ class SftTrainer(SamplesTrainer):
         longest = int(counts.max())
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
         return rows.select([int(counts.argmax())]), facts
-
-    def tiers(self, resolved: Mapping[str, object], **facts: bool) -> Mapping[str, Tier]:
-        return sample_tiers(resolved, **facts)
 
 
 TRAINER = SftTrainer()

@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -45,6 +45,7 @@ class TrlTrainer:
     quiet: Mapping[str, object] = {}  # keys that a probe sets besides QUIET
     auto_class: Any
     tile_tokens: int | None = None
+    tiers: Callable[..., Mapping[str, Tier]]  # knobs that change more under a recipe than their space declares
     compared: tuple[str, ...]  # keys that its gradient proof trains with
     run_class: type[TrlRun] = TrlRun
 
@@ -67,12 +68,6 @@ class TrlTrainer:
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         """Tokens of one optimizer step on one rank, at full length."""
-        raise NotImplementedError
-
-    def tiers(
-        self, resolved: Mapping[str, object], *, balances_experts: bool, counts_padding: bool
-    ) -> Mapping[str, Tier]:
-        """{knob: tier} for knobs whose tier under this recipe is lower than their space declares."""
         raise NotImplementedError
 
     # -- the protocol ------------------------------------------------------------------------------------------------

@@ -22,16 +22,16 @@ def steps_of_a_round(config: TrlConfig) -> int:
 
 
 class _FixedRollouts(RLOOTrainer):  # type: ignore[misc]
-    """RLOO on fixed completions, whose rewards are looked up by the completion."""
+    """RLOO on fixed completions, whose rewards are those of the rollout that was generated last."""
 
-    rewards_of: dict[tuple[int, ...], float]
+    rewards: list[float]
     rollouts = 0
 
     def _generate(self, prompts: list[str]) -> tuple[list[list[int]], list[list[int]], list[str]]:
         self.rollouts += 1
         torch.manual_seed(self.rollouts)  # of the shuffle that follows
         samples = fixed_samples(prompts, longest=int(self.args.max_completion_length))
-        self.rewards_of.update({s.completion: s.reward for s in samples})
+        self.rewards[:] = [s.reward for s in samples]  # in the order of the completions, which need not differ
         for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
             self._metrics["train"][f"completions/{name}"].append(0.0)
         return [list(s.prompt) for s in samples], [list(s.completion) for s in samples], prompts
@@ -39,11 +39,11 @@ class _FixedRollouts(RLOOTrainer):  # type: ignore[misc]
 
 def build(config: TrlConfig, steps: int) -> RLOOTrainer:
     """TRL's trainer over `steps` optimizer steps of fixed rollouts."""
-    rewards_of: dict[tuple[int, ...], float] = {}
+    rewards: list[float] = []
 
-    def fixed(completion_ids: list[list[int]], **_: object) -> list[float]:
-        return [rewards_of[tuple(ids)] for ids in completion_ids]
+    def fixed(**_: object) -> list[float]:
+        return rewards
 
     trainer = _FixedRollouts(**arguments(config, steps, fixed))
-    trainer.rewards_of = rewards_of
+    trainer.rewards = rewards
     return trainer
