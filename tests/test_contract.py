@@ -229,3 +229,58 @@ def test_rloos_rollout_is_claimed_neutral_where_its_gradient_is(
     assert proof.difference("split").relative < ROUNDING
     assert (proof.difference("candidate").relative < ROUNDING) is (tier == "neutral")
     assert rloo_tiers(values).get("steps_per_generation", "neutral") == tier
+
+
+# -- what a trainer of one's own gets wrong ----------------------------------------------------------------------------
+
+LOOP = (EXAMPLES / "two_rewards.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        (
+            'BatchKeys(micro_batch="batch_size"',
+            'BatchKeys(micro_batch="batchsize"',
+            "no such key; the nearest valid one is",
+        ),
+        ("max_steps: int = 100\n", "steps_: int = 100\n", "give its settings a key max_steps, or define"),
+        ('{"tokens": min', '{"token": min', "must return a whole number of `tokens`"),
+        ("    space = Path", "    spaces = Path", "must have the attributes name, keys, space; it lacks space"),
+        ("longest = max(", "longest = max(1) + max(", r"failed on it: TypeError: .* \(two_rewards.py:\d+\)"),
+        ("TRAINER = TwoRewards()", "TRAINER = TwoRewards", r"is a class; name an instance: TRAINER = TRAINER\(\)"),
+        ("TRAINER = TwoRewards()", "TRAINERS = TwoRewards()", "no 'TRAINER'; the nearest valid one is 'TRAINERS'"),
+        ("import json", "import jsn", "importing two_rewards gave ModuleNotFoundError"),
+    ],
+)
+def test_a_mistake_in_a_trainer_is_one_clear_error(
+    wrong: str, right: str, message: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    path = two_rewards(tmp_path, tiny_model)
+    assert wrong in LOOP
+    (tmp_path / "two_rewards.py").write_text(LOOP.replace(wrong, right))
+    values = yaml.safe_load(path.read_text())
+    if "steps_" in right:
+        del values["max_steps"]
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=message) as error:
+        prepare(path, trainer="two_rewards:TRAINER", device="cpu", folder=tmp_path / "i", server=fork_server)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_edited_trainer_begins_a_new_study(
+    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = two_rewards(tmp_path, tiny_model)
+
+    def content() -> str:
+        return prepare(path, trainer="two_rewards:TRAINER", device="cpu", folder=tmp_path / "i",
+                       server=fork_server).content_hash  # fmt: skip
+
+    before = content()
+    assert content() == before
+    (tmp_path / "two_rewards.py").write_text(LOOP.replace(".sum() / pairs_of_the_step", ".mean()"))
+    assert content() != before

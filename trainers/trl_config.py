@@ -14,6 +14,7 @@ from autofit.errors import ConfigError, nearest
 from autofit.plugin.fields import accepts, readable
 from autofit.recipe.recipe import merge
 
+_NAMED = 4  # unknown keys that one error names
 _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -77,8 +78,10 @@ def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
 def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
     unknown = [key for key in values if key not in hints]
     if unknown:
-        each = "; ".join(f"unknown key {key!r}{nearest(key, hints)}" for key in unknown)
-        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes: {each}")
+        each = "; ".join(f"unknown key {key!r}{nearest(key, hints)}" for key in unknown[:_NAMED])
+        more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
+        hint = more if len(unknown) > _NAMED else ""
+        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes: {each}{hint}")
 
 
 def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
 
 def _signed(value: float, text: Callable[[int], str]) -> str:
     shown = text(abs(value))  # type: ignore[arg-type]
-    return "0" if not value else f"{'+' if value > 0 else '-'}{shown}"
+    return "0" if not value or shown == text(0) else f"{'+' if value > 0 else '-'}{shown}"
 
 
 def margin_sentence(margin: Margin) -> str:

@@ -12,6 +12,7 @@ from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.forecast.advice import Advice, Change, cheapest_changes
 from autofit.hardware.hardware import Device
+from autofit.plugin.protocol import ROLLOUT, SCORING
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
@@ -146,10 +147,11 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
     step_s = result.median_step_s
     times = ""
     if step_s is not None:
-        rollout = f" (rollout {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
+        before = ROLLOUT if any(p.name == ROLLOUT for p in result.phases) else SCORING
+        rollout = f" ({before} {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
         times = f"; a step takes {format_seconds(step_s)}{rollout}"
     share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
-    return f"it {verdict}{times}; the peak is in {top.name}, where {largest} hold {share}."
+    return f"it {verdict}{times}; the peak is in {top.name}, and its largest part is {largest} ({share})."
 
 
 def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":

@@ -190,7 +190,12 @@ class LoopTrainer(ABC):
         """The longest sample of the data, as JSON; its key `tokens` says how many tokens it has. Raises ConfigError."""
 
     def steps(self, settings: Any) -> int:
-        """Optimizer steps of the whole training."""
+        """Optimizer steps of the whole training: the key `max_steps`, unless a subclass says it otherwise."""
+        if not hasattr(settings, "max_steps"):
+            raise ConfigError(
+                f"the trainer {self.name} must say how long it trains: give its settings a key max_steps, or define "
+                f"steps(settings)"
+            )
         return int(settings.max_steps)
 
     def tiers(self, settings: Any) -> Mapping[str, Tier]:
@@ -234,9 +239,12 @@ class LoopTrainer(ABC):
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         settings = self.parse(values)
+        self.steps(settings)  # a missing one is said before the search, not after it
         asked = inspection.prompt_tokens
         made_up = asked is not None
         sample: dict[str, Any] = {"tokens": asked} if made_up else self.longest_sample(settings)
+        if not isinstance(sample.get("tokens"), int):
+            raise ConfigError(f"longest_sample of {self.name} must return a whole number of `tokens`; got {sample!r}")
         write_json(inspection.worst_case.path, sample)
         tokens = int(sample["tokens"])
         return Facts(

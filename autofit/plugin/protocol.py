@@ -234,9 +234,13 @@ class SmallTrainings(Protocol):
 
 
 class Trainer(Protocol):
-    """What a trainer tells."""
+    """What a trainer tells. `space` is the path of its default search space, `keys` those that batch its samples."""
 
     name: str
+    keys: BatchKeys
+
+    @property
+    def space(self) -> Path: ...
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         """What the recipe `values` means; leaves its longest sample in `inspection.worst_case`. Raises ConfigError."""

@@ -1,8 +1,10 @@
 """Finds a trainer by its name: an entry point of the group `autofit.trainers`, or `module:object`."""
 
+import hashlib
 import importlib
 import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
@@ -12,6 +14,7 @@ from autofit.plugin.protocol import Trainer
 from autofit.recipe.trainer_keys import trainer_of
 
 GROUP = "autofit.trainers"
+_ATTRIBUTES = ("name", "keys", "space")
 _METHODS = ("inspect", "build", "layers", "small_trainings")
 
 
@@ -39,6 +42,23 @@ def trainer_for(values: Mapping[str, object], asked: str | None) -> str:
     return trainer_of(values, asked)
 
 
+def code_hash(name: str) -> str:
+    """A hash of the module of a trainer named `module:object`, so that an edit begins a new study and a new proof.
+
+    "" for an installed trainer, which has a version, and for a module that is not found. Imports nothing.
+    """
+    module, colon, _ = name.partition(":")
+    folders: list[str] | None = [str(Path.cwd()), *sys.path]
+    spec = None
+    for number, part in enumerate(module.split(".")):
+        spec = PathFinder.find_spec(part if number == 0 else ".".join(module.split(".")[: number + 1]), folders)
+        if spec is None:
+            return ""
+        folders = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    path = Path(spec.origin) if colon and spec is not None and spec.origin else None
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.is_file() else ""
+
+
 def load(name: str) -> Trainer:
     """The trainer `name`, imported. Raises ConfigError where it cannot be imported or tells too little."""
     check_name(name)
@@ -59,7 +79,12 @@ def load(name: str) -> Trainer:
             raise ConfigError(f"{module_name} has no {target!r}{nearest(part, vars(found))}")
         found = getattr(found, part)
     if isinstance(found, type):
-        raise ConfigError(f"--trainer names an object, and {spec} is a class; name an instance: {target}()")
+        raise ConfigError(f"--trainer names an object, and {spec} is a class; name an instance: TRAINER = {target}()")
+    lacking = [name for name in _ATTRIBUTES if not hasattr(found, name)]
+    if lacking:
+        raise ConfigError(
+            f"the trainer {spec} must have the attributes {', '.join(_ATTRIBUTES)}; it lacks {', '.join(lacking)}"
+        )
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise ConfigError(

@@ -3,12 +3,13 @@
 Runs in a child of the fork server, because trainers import torch and may import the user's code.
 """
 
+import traceback
 from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
-from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.plugin.registry import load
 
 
@@ -20,10 +21,25 @@ def run(request_path: str) -> int:
         device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
         prompt_tokens=cast(int | None, request.get("prompt_tokens")),
     )  # fmt: skip
+    answer: dict[str, object]
     try:
         trainer = load(str(request["trainer"]))
-        answer = trainer.inspect(cast(dict[str, object], request["values"]), inspection).to_json()
     except ConfigError as error:
-        answer = {"error": str(error)}
+        answer = {"error": str(error), "of_trainer": True}
+    else:
+        answer = _told(trainer, cast(dict[str, object], request["values"]), inspection)
     write_json(Path(str(request["answer"])), answer)
     return 0
+
+
+def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
+    """The facts of the recipe `values` as JSON, or the reason why there are none."""
+    try:
+        return trainer.inspect(values, inspection).to_json()
+    except ConfigError as error:
+        return {"error": str(error)}
+    except Exception as error:  # of the trainer's own code, which may be anyone's
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"error": f"the trainer {trainer.name} failed on it: {text} ({Path(last.filename).name}:{last.lineno})"}

@@ -5,9 +5,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import is_full, read_json, write_json
 from autofit.plugin.protocol import Facts
+from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.source import Source, read_source
@@ -57,15 +58,21 @@ def prepare(
     if answer is None:
         raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
     if "error" in answer:
-        raise ConfigError(f"{source.what}: {answer['error']}")
+        raise ConfigError(f"{answer['error']}" if answer.get("of_trainer") else f"{source.what}: {answer['error']}")
     facts = Facts.from_json(answer)
+    missing = [key for key in facts.keys.to_json().values() if key is not None and key not in facts.resolved]
+    if missing:
+        raise ConfigError(
+            f"the trainer {trainer} names {', '.join(missing)} in its BatchKeys, and its recipes have no such key"
+            f"{nearest(missing[0], facts.resolved)}"
+        )
     return Recipe(
         trainer=trainer, trainer_name=facts.name, values=facts.values, resolved=facts.resolved, keys=facts.keys,
         tiers=facts.tiers, space=Path(facts.space), name=source.name, world_size=world_size, model=facts.model,
         command=facts.command, trains_on_data=facts.trains_on_data, compared=facts.compared,
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
-        tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash,
+        tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash,
     )  # fmt: skip
 

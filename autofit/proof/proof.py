@@ -20,6 +20,7 @@ import optuna
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
+from autofit.plugin.registry import code_hash
 from autofit.probing.supervise import computing_env
 from autofit.proof.proof_keys import IN_BOTH, Reach, reach, unlike
 from autofit.recipe.keys import BatchKeys, Tier
@@ -171,8 +172,8 @@ class _Question:
     def key(self) -> str:
         """A hash of all inputs of the proof."""
         parts = [
-            _VERSION, list(Proof.__slots__), self.trainer, self.baseline, self.candidate, list(self.outside),
-            self.trial.tier, [version(name) for name in _PACKAGES],
+            _VERSION, list(Proof.__slots__), self.trainer, code_hash(self.trainer), self.baseline, self.candidate,
+            list(self.outside), self.trial.tier, [version(name) for name in _PACKAGES],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -55,7 +55,10 @@ def reach(compared: Collection[str], key: str, value: object, own: object) -> tu
         return Reach.OTHER, "it is a bound, and the proof's samples may never reach it"
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
-    return Reach.OTHER, "it has effects that a gradient on fixed samples in float32 does not show"
+    return Reach.OTHER, (
+        "the trainer's proof does not compare it (`compared`): it has effects that a gradient on fixed samples in "
+        "float32 does not show"
+    )
 
 
 def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:

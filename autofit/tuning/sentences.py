@@ -35,6 +35,11 @@ def why(
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [t for t in lower if cost(t) < cost(best)]
     note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
+    level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] == "speed" else []
+    if level:
+        quick = min(level, key=cost)
+        ahead = format_seconds(cost(best)[0] - cost(quick)[0])
+        note = f"; trial {quick.number} was {ahead} a step faster, within the noise of two probes{note}"
     change = describe_changes(best.changes, original)
     return (
         f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit and keep the {best.tier} tier"

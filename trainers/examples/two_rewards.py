@@ -1,14 +1,15 @@
 """A training loop of one's own as a trainer: DPO with a policy, a reference and two reward models, in plain torch.
 
 The pairs of a dataset are scored by a helpfulness and a harmlessness model; the policy is trained to prefer the chosen
-answer by a margin that grows with the difference of the scores. Run it from the folder of this file:
+answer by a margin that grows with the difference of the scores. In a folder with this file, two_rewards.yaml and a
+run.yaml with the keys of `Settings`:
 
     autofit search run.yaml --trainer two_rewards:TRAINER --target-vram 64GB
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ class Settings:
     gradient_checkpointing: bool = False
     max_steps: int = 100
     seed: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)  # notes of your own
 
 
 @dataclass(frozen=True)
