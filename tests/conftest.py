@@ -1,15 +1,22 @@
-"""Fixtures that cost seconds and are shared: the tiny model, and one fork server."""
+"""Fixtures that cost seconds and are shared: the tiny model, and one fork server. Which tests share a worker."""
+
+from __future__ import annotations
 
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import tiny
 
 from autofit.probing.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,16 +24,36 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
+# Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
+TOGETHER = {
+    "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py", "tests/test_probe.py",
+    "tests/test_promotion.py", "tests/test_tracking.py",
+}  # fmt: skip
+
+
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Without xdist (`-p no:xdist`) its options in pyproject.toml are taken and mean nothing."""
+    """Without xdist (`-p no:xdist`) its option in pyproject.toml is taken and means nothing."""
     if not pluginmanager.hasplugin("xdist"):
         parser.addoption("--numprocesses")
-        parser.addoption("--dist")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("xdist"):
-        config.addinivalue_line("markers", "xdist_group(name): tests for one worker")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Hand out one test at a time, in order, but the files of TOGETHER whole.
+
+    Not `--dist=loadgroup`: xdist 3.8 names groups in an attribute that pytest 9.2 no longer reads.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class TestsAndFiles(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file in TOGETHER else nodeid
+
+    config.option.loadscopereorder = False  # the longest training, in tests/demo, begins first
+    return TestsAndFiles(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

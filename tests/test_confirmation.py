@@ -27,7 +27,7 @@ from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import load_study, trials_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("confirmation")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 RULE: Rule = {"goal": "speed", "target_bytes": 150 * lawful.MB}
 
 

@@ -22,7 +22,6 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 
-pytestmark = pytest.mark.xdist_group("probe")
 PHASES = {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"}
 
 

@@ -19,7 +19,7 @@ from autofit.promotion.promotion import read_progress
 from autofit.tracking.study_mirror import client, experiment_id
 from autofit.tuning.study import load_study
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("promotion")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from autofit.tuning.frontier import pareto_front
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("tracking")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import yaml
 from autofit.demo import prepare_tiny
 from autofit.demo.heldout import held_out_reward
 
-pytestmark = pytest.mark.xdist_group("tiny")
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,7 +16,7 @@ from autofit.forecast.worker import Point, Structure, trace
 from autofit.plugin.registry import load
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("formula")]
+pytestmark = pytest.mark.slow
 GRPO_SPACE = {"B": (1, 64), "G": (1, 256), "C": (8, 200), "r": (2, 32)}
 HOLD_OUT = {"B": 3, "accumulation": 4, "chunk": 2, "C": 20, "r": 5}
 
