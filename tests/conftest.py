@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py", "tests/test_probe.py",
-    "tests/test_promotion.py", "tests/test_tracking.py",
+    "tests/test_installed.py", "tests/test_promotion.py", "tests/test_tracking.py",
 }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: autofit.search({}, target_vram="3"), "^target_vram: an amount of memory looks like 40GB"),
+        (lambda: autofit.search({}, target_vram="3"), "^target_vram: an amount of memory must look like 40GB"),
         (lambda: autofit.search({}, target_vram=-1), "^target_vram: .* above zero; got -1"),
         (lambda: autofit.search({}, target_vram="1GB", device="cpu", headroom=2e9), "^headroom must be below"),
         (lambda: autofit.search(device="cpu"), "give a recipe or leave device='cpu' out"),
@@ -153,7 +153,7 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
         (lambda: autofit.search({}, measured_steps=0), "^measured_steps must be 1 or more"),
         (lambda: autofit.search({}, goal=cast(Any, "sped")), "^goal must be one of .* nearest valid one is 'speed'"),
         (lambda: autofit.search({}, device="cpu"), "needs a target: give target_vram"),
-        (lambda: autofit.search({"packing": True}, trainer="dpo", gpu="t4"), "trainer='dpo' takes no packing"),
+        (lambda: autofit.search({"packing": True}, trainer="dpo", gpu="t4"), "trainer='dpo' does not take packing"),
         (lambda: autofit.search({}, gpu="t4", space={"lora_r": {"tier": "recipe"}}), "the search space, knob lora_r"),
         (lambda: autofit.search({}, gpu="t4", space=[]), "^space must be a file, a mapping of knobs, or at least one"),
         (lambda: autofit.search(cast(Any, 5), gpu="t4"), "a recipe is the path of a YAML file, .* got int"),

@@ -109,6 +109,7 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_se
         prepare(path, trainer=recipe.trainer, device="cpu", folder=Path.cwd() / "w", server=fork_server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "sim:t4"])
 def test_a_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer, device: str) -> None:
     micro = recipe.micro_batch_size

@@ -47,7 +47,7 @@ def test_every_card_is_taken_by_some_target_of_its_size_or_has_a_usual_sister() 
 
 def test_a_named_card_may_be_asked_for_whole_by_the_size_on_its_box() -> None:
     assert choose_device_and_target("auto", "t4", 16 * GB) == ("sim:t4", T4)
-    with pytest.raises(ConfigError, match="within the card's memory"):
+    with pytest.raises(ConfigError, match="at most the card's memory"):
         choose_device_and_target("auto", "t4", 17 * GB)
 
 

@@ -55,7 +55,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         "precompute_ref_log_probs": False,
     }
     resolved |= settings
-    facts = trl_facts(trainer, resolved, balances_experts=balanced)
+    facts = trl_facts(trainer, resolved, balances_experts=balanced, counts_padding=row.get("model") == "gpt2")
     return Recipe(trainer=trainer, values=settings, resolved=resolved, **facts)
 
 

@@ -246,7 +246,7 @@ def test_unknown_predictions_are_guessed_from_the_rest() -> None:
     expected = np.exp(sampler._model.log_step)
     assert np.isfinite(expected).all()
     assert np.corrcoef(np.log(expected), np.log(law.step))[0, 1] > 0.5
-    with pytest.raises(ConfigError, match="one step_s a candidate"):
+    with pytest.raises(ConfigError, match="one step_s per candidate"):
         dataclasses.replace(law.predictions, step_s=step[1:])
 
 

@@ -56,8 +56,7 @@ def reach(compared: Collection[str], key: str, value: object, own: object) -> tu
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
     return Reach.OTHER, (
-        "the trainer's proof does not compare it (`compared`): it has effects that a gradient on fixed samples in "
-        "float32 does not show"
+        "it has effects that a gradient on fixed samples in float32 does not show, or the trainer's `compared` lacks it"
     )
 
 

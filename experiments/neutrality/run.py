@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 GRPO = {**BATCH, "steps_per_generation": 8, "num_generations": 4, "max_completion_length": 64, "loss_type": "grpo"}
+RLOO = {key: value for key, value in GRPO.items() if key != "loss_type"}
 LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
               "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")  # fmt: skip
@@ -77,6 +78,14 @@ def rows() -> Iterator[Row]:
     yield {"trainer": "dpo", "name": "dpo, LoRA", "settings": {**BATCH, "use_peft": True, "lora_r": 4}}
     yield {"trainer": "dpo", "name": "dpo, sigmoid and sft", "settings": {**BATCH, "loss_type": ["sigmoid", "sft"]}}
     yield {"trainer": "dpo", "name": "dpo, mixture of experts, balanced", "settings": dict(BATCH), "model": "moe"}
+    for name, own, model in (
+        ("rloo", {}, "llama"), ("rloo, no KL", {"beta": 0.0}, "llama"),
+        ("rloo, 2 iterations", {"num_iterations": 2}, "llama"),
+        ("rloo, advantages normalised", {"normalize_advantages": True}, "llama"),
+        ("rloo, LoRA", {"use_peft": True, "lora_r": 4}, "llama"), ("rloo, learned positions", {}, "gpt2"),
+        ("rloo, mixture of experts, balanced", {"router_aux_loss_coef": 0.02}, "moe"),
+    ):  # fmt: skip
+        yield {"trainer": "rloo", "name": name, "settings": {**RLOO, **own}, "model": model}
     yield {"trainer": "reward", "name": "reward", "settings": dict(BATCH)}
     yield {"trainer": "reward", "name": "reward, mixture of experts", "settings": dict(BATCH), "model": "moe"}
     yield {"trainer": "reward", "name": "reward, centred", "settings": {**BATCH, "center_rewards_coefficient": 0.01}}
@@ -98,7 +107,7 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
         if isinstance(chunk, int):
             split["steps_per_generation"] = chunk * 4 // micro
         found["per_device_train_batch_size"].append(split)
-    if trainer == "grpo" and chunk == accumulation and settings.get("num_iterations", 1) == 1:
+    if trainer in ("grpo", "rloo") and chunk == accumulation and settings.get("num_iterations", 1) == 1:
         found["steps_per_generation"] = [{"steps_per_generation": 2}]
     if trainer == "dpo":
         found["precompute_ref_log_probs"] = [{"precompute_ref_log_probs": True}]
@@ -118,7 +127,7 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
         "model_name_or_path": str(models / str(row.get("model", "llama"))),
         "dataset_name": "none",
     }
-    if row["trainer"] == "grpo":
+    if row["trainer"] in ("grpo", "rloo"):
         base["reward_funcs"] = ["a.b"]
     base |= settings
     changes = {k: c for k, c in knobs(str(row["trainer"]), settings).items() if k in only or not only}
@@ -141,7 +150,7 @@ def write_models(folder: Path) -> Path:
 
 def measure_all(only: str) -> list[Row]:
     """The rows whose name contains `only`, with their cells."""
-    from autofit.probing.inspection import go_offline_without_a_hub
+    from autofit.plugin.hub import go_offline_without_a_hub
 
     go_offline_without_a_hub()
     done = []
