@@ -80,6 +80,7 @@ def test_a_share_that_cannot_be_is_refused(tmp_path: Path) -> None:
         _train(tmp_path, share=1.5, sleep=False)
 
 
+@pytest.mark.slow
 def test_the_roll_out_is_bound_by_the_cards_bandwidth(tmp_path: Path) -> None:
     slow, _ = _train(tmp_path, share=0.3, sleep=False, gpu="l4", tokens=512)
     fast, _ = _train(tmp_path, share=0.3, sleep=False, gpu="h200", tokens=512)
