@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Step = Mapping[str, object]  # one logged step of a run: step, max_steps, and TRL's metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProofResult(Shown):
     """The gradient proof of a trial of `study`. `str` of it is a fact a line."""
 
@@ -75,7 +75,7 @@ class ProofResult(Shown):
         return figure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PromotionResult(Shown):
     """The full run of one trial, or its YAML alone. `str` of it says how it went."""
 

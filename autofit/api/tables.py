@@ -20,7 +20,7 @@ WIDTH = 150  # of a table, in columns, where there is no terminal
 
 
 class Shown:
-    """A result that is a list of tables and sentences: as text by `str`, as HTML in a notebook."""
+    """A result that is a list of tables and sentences: as text by `str` and at a prompt, as HTML in a notebook."""
 
     __slots__ = ()
 
@@ -30,6 +30,8 @@ class Shown:
 
     def __str__(self) -> str:
         return "\n".join(map(_text_of, self.parts()))
+
+    __repr__ = __str__  # what a Python prompt shows
 
     def _repr_html_(self) -> str:
         return "\n".join(_html_of(part) for part in self.parts())

@@ -36,7 +36,8 @@ def front_figure(
     ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
     axes.scatter([t.step_s or 0 for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
     right = max([t.step_s or 0 for t in fits], default=1.0)
-    axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
+    if ooms:
+        axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
     axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
     baseline = None if base is None else base.number
     shown = {t.number: t for t in (*front, *(t for t in fits if t.number == baseline))}
