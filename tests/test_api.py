@@ -231,6 +231,7 @@ def test_progress_is_a_line_of_text() -> None:
 # -- searches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lent_server", "lawful_probes")
 def test_a_file_a_mapping_and_trls_objects_are_one_study_in_any_thread(
     tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

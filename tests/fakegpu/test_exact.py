@@ -13,12 +13,12 @@ from autofit.fakegpu import fake_gpu
 from .tiny_trainers import Case, profiler_peak_bytes, train
 
 CASES = [
-    Case(kind="sft", checkpointing=True),
     Case(kind="dpo"),
-    Case(kind="reward", lora_rank=8, checkpointing=True),
     Case(kind="grpo", lora_rank=8, checkpointing=True),
 ]
 MORE = [
+    Case(kind="sft", checkpointing=True),
+    Case(kind="reward", lora_rank=8, checkpointing=True),
     Case(kind="sft", lora_rank=8, attention="eager"),
     Case(kind="dpo", lora_rank=8, checkpointing=True),
     Case(kind="reward"),
