@@ -64,6 +64,8 @@ def test_grpo_raises_the_held_out_reward(cache: Path, tmp_path: Path) -> None:
     settings = yaml.safe_load(recipe.read_text())
     test = Path(settings["dataset_name"]) / "test.jsonl"
     before = held_out_reward(Path(settings["model_name_or_path"]), test)
-    train(recipe, tmp_path / "out")
+    train(
+        recipe, tmp_path / "out", "--max_steps", "60"
+    )  # of its 100: most of the gain, in little more than half the time
     after = held_out_reward(tmp_path / "out", test)
     assert after.sampled > before.sampled + 0.05
