@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from .common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
-from .keys import COMPARED, SAMPLES, TILE_TOKENS, dpo_tiers
+from .keys import COMPARED, dpo_tiers
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -85,10 +85,8 @@ class DpoTrainer(SamplesTrainer):
     """`trl dpo`. The reference is scored within the update, or with `precompute_ref_log_probs` before training."""
 
     name = "dpo"
-    keys = SAMPLES
     phases = MappingProxyType({"score_reference": "scoring", "_save_checkpoint": "save"})
     auto_class = AutoModelForCausalLM
-    tile_tokens = TILE_TOKENS
     tiers = staticmethod(dpo_tiers)
     compared = (*COMPARED, "loss_type", "beta", "precompute_ref_log_probs")
 

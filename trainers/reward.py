@@ -1,7 +1,6 @@
 """TRL's RewardTrainer from a recipe: as `trl reward` builds it, or on worst-case data with random weights."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
-from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
+from .keys import COMPARED
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -41,11 +40,7 @@ class RewardModelTrainer(SamplesTrainer):
     """`trl reward`."""
 
     name = "reward"
-    keys = SAMPLES
-    phases = MappingProxyType({"_save_checkpoint": "save"})
     auto_class = AutoModelForSequenceClassification
-    tile_tokens = TILE_TOKENS
-    tiers = staticmethod(sample_tiers)
     compared = (
         *COMPARED,
         "center_rewards_coefficient",

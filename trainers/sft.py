@@ -1,7 +1,6 @@
 """TRL's SFTTrainer from a recipe: as `trl sft` builds it, or on worst-case data with random weights for a probe."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import trl.trainer.sft_trainer as trl_sft
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
-from .keys import COMPARED, SAMPLES, TILE_TOKENS, sample_tiers
+from .keys import COMPARED
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -54,11 +53,7 @@ class SftTrainer(SamplesTrainer):
     """`trl sft`."""
 
     name = "sft"
-    keys = SAMPLES
-    phases = MappingProxyType({"_save_checkpoint": "save"})
     auto_class = AutoModelForCausalLM
-    tile_tokens = TILE_TOKENS
-    tiers = staticmethod(sample_tiers)
     compared = (
         *COMPARED,
         "loss_type",

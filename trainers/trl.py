@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoConfig
@@ -18,6 +19,7 @@ from autofit.recipe.keys import BatchKeys, Tier
 from . import offline
 from .common import read_worst_case, samples_per_step
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
+from .keys import SAMPLES, TILE_TOKENS, sample_tiers
 from .trl_config import TrlConfig, parse, plain
 
 # Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
@@ -157,6 +159,11 @@ def device_overrides(device: str) -> dict[str, object]:
 
 class SamplesTrainer(TrlTrainer):
     """Base of the SFT, DPO and reward trainers: they train on the rows of a dataset."""
+
+    keys = SAMPLES
+    phases = MappingProxyType({"_save_checkpoint": "save"})
+    tile_tokens = TILE_TOKENS
+    tiers = staticmethod(sample_tiers)
 
     def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any]]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts)."""
