@@ -44,7 +44,7 @@ def fake_gpu(
     `mode="auto"` makes fake CUDA tensors if this torch build supports them, else fake CPU tensors; see `gpu.mode`.
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
     `enforce_capacity=False` no allocation fails, and the peaks show the memory that the run needs. With `follow_layers`
-    the run of a model made shallow by `layers.shrink` can be expanded afterwards (`expand.expanded`).
+    the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     if _ACTIVE:

@@ -5,20 +5,32 @@ generated at once, `C` the completion length, `r` the LoRA rank. TRL's loss work
 with more tokens than a tile have a separate model. Imports torch.
 """
 
+import contextlib
 import gc
 import os
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
-from autofit.fakegpu.depth.layers import fewer_layers, repeats_after
+from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.stack import (
+    TRACED_UNITS,
+    NotRepeatingError,
+    Stack,
+    layer_prints,
+    plan_stack,
+    shallow_models,
+    text_config,
+)
 from autofit.fakegpu.formula.formula import MassModel, Trace, Variation
 from autofit.fakegpu.formula.kernel_log import KernelLog
 from autofit.fakegpu.specs import HostCosts
@@ -26,8 +38,10 @@ from autofit.files import read_json, write_json
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
 from autofit.plugin.registry import load
+from autofit.probing.simulated import needs_all_layers
 from autofit.recipe.keys import BatchKeys
 
+MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
 LATER = "+"  # suffix of a phase name: gradients of an earlier micro-batch are alive
 
 
@@ -40,38 +54,80 @@ class Point:
     rank: int | None
     accumulation: int
     chunk: int
-    layers: int
 
     @property
     def generated(self) -> int:
         return self.micro_batch * self.chunk
 
 
-def trace(
-    point: Point, *, trainer: Trainer, keys: BatchKeys, values: Mapping[str, object], device: str, worst_case: Path
-) -> Trace:
-    """The trace of two optimizer steps of the recipe `values` at `point`, on the simulated `device`."""
-    changed = dict(values) | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
-    if keys.rollout is not None:
-        assert keys.group is not None
-        assert keys.completion is not None
-        changed |= {keys.rollout: point.chunk, keys.group: 2, keys.completion: point.completion}
-        changed.pop(keys.rollout_batch or "", None)
-    if point.rank is not None:
-        changed["lora_r"] = point.rank
-    spec = gpu_spec(device.removeprefix("sim:"))
-    gc.collect()
-    with (
-        tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder,
-        fake_gpu(spec, host_costs=host_costs(device)[0], enforce_capacity=False) as gpu,
-        fewer_layers(point.layers),
-    ):
-        gpu.only_last_decode_steps = True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What is traced: the recipe `values`, of a model of `layers` layers, on the simulated `device`."""
+
+    trainer: Trainer
+    layers: int
+    keys: BatchKeys
+    values: Mapping[str, object]
+    device: str
+    worst_case: Path
+
+    def trace(self, point: Point, stack: Stack | None = None) -> Trace:
+        """Two optimizer steps at `point`, with all layers or with those that `stack` keeps."""
+        with self._card(stack) as gpu:
+            marks = self._train(gpu, point)
+            kept = self.layers if stack is None else len(stack.kept)
+            return Trace.of(gpu, kept, marks.log.kinds(marks.repeats))
+
+    def peaks(self, point: Point, stack: Stack | None) -> dict[str, int]:
+        """Peak live bytes of each phase at `point` with all layers.
+
+        With a `stack`, few layers are traced and expanded to all, or, where their events do not repeat, all traced.
+        """
+        if stack is not None:
+            with contextlib.suppress(NotRepeatingError), self._card(stack, follow_layers=True) as gpu:
+                marks = self._train(gpu, point)
+                return _peaks(expanded(gpu, marks.marks))
+        return self.trace(point).peaks
+
+    @contextmanager
+    def _card(self, stack: Stack | None, *, follow_layers: bool = False) -> Iterator[FakeGpu]:
+        gc.collect()
+        spec = gpu_spec(self.device.removeprefix("sim:"))
+        few = nullcontext() if stack is None else shallow_models(stack)
+        card = fake_gpu(
+            spec, host_costs=host_costs(self.device)[0], enforce_capacity=False, follow_layers=follow_layers
+        )
+        with card as gpu, few:
+            gpu.only_last_decode_steps = True
+            yield gpu
+
+    def _train(self, gpu: FakeGpu, point: Point) -> "_Marks":
+        keys = self.keys
+        changed = dict(self.values) | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
+        if keys.rollout is not None:
+            assert keys.group is not None
+            assert keys.completion is not None
+            changed |= {keys.rollout: point.chunk, keys.group: 2, keys.completion: point.completion}
+            changed.pop(keys.rollout_batch or "", None)
+        if point.rank is not None:
+            changed["lora_r"] = point.rank
         marks = _Marks(gpu, accumulation=point.accumulation)
-        task = Task(device=device, output=Path(folder), worst_case=WorstCase(path=worst_case), steps=2)
-        trainer.build(changed, task).train(marks)
+        with tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder:
+            task = Task(device=self.device, output=Path(folder), worst_case=WorstCase(path=self.worst_case), steps=2)
+            self.trainer.build(changed, task).train(marks)
         marks.enter("end")
-        return Trace.of(gpu, point.layers, marks.log.kinds(marks.repeats))
+        return marks
+
+
+def _peaks(run: Run) -> dict[str, int]:
+    """Peak live bytes of each phase of a run over its allocations, without rounding."""
+    live = np.cumsum(run.nbytes)
+    found: dict[str, int] = {}
+    for mark, end in zip(run.marks, [*(m.event for m in run.marks[1:]), len(live)], strict=True):
+        within = live[mark.event : end][run.nbytes[mark.event : end] > 0]
+        if len(within):
+            found[mark.name] = max(found.get(mark.name, 0), int(within.max()))
+    return found
 
 
 class _Marks(Report):
@@ -81,6 +137,7 @@ class _Marks(Report):
         self._gpu = gpu
         self._accumulation = accumulation
         self.log = KernelLog()
+        self.marks: list[Mark] = []
         gpu.clock.log = self.log
         self.at = LOAD
         self.later = False
@@ -89,7 +146,10 @@ class _Marks(Report):
 
     def enter(self, phase: str) -> str:
         left, self.at = self.at, phase
-        self._gpu.memory.enter_phase(phase + LATER if self.later else phase)
+        name, clock = phase + LATER if self.later else phase, self._gpu.clock
+        stretch = clock.cut() if isinstance(clock, LayerClock) else 0
+        self.marks.append(Mark(name=name, event=len(self._gpu.memory.log), stretch=stretch))
+        self._gpu.memory.enter_phase(name)
         self.log.phase = phase
         return left
 
@@ -132,9 +192,12 @@ def run(request_path: str) -> int:
     gc.freeze()  # excludes the imported modules from later collections
     try:
         keys = BatchKeys.from_json(cast(dict[str, "str | None"], request["keys"]))
-        asked = {k: v for k, v in request.items() if k in Structure.__slots__}
+        asked = {k: v for k, v in request.items() if k in {field.name for field in fields(Structure)}}
         structure = Structure(**{**asked, "keys": keys})  # type: ignore[arg-type]
         model, mismatch = structure.model()
+    except NotRepeatingError as error:
+        write_json(answer, {"refused": str(error)})
+        return 0
     except Exception as error:
         traceback.print_exc()
         write_json(answer, {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
@@ -142,11 +205,11 @@ def run(request_path: str) -> int:
     partial = answer.with_suffix(f".{os.getpid()}.npz")
     model.save(partial)
     os.replace(partial, answer.with_suffix(".npz"))
-    write_json(answer, {"mismatch": mismatch, "layers": structure.depth[0]})
+    write_json(answer, {"mismatch": mismatch, "layers": structure.recording.layers})
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Structure:
     """A recipe without its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
 
@@ -162,39 +225,60 @@ class Structure:
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
 
-    @property
-    def depth(self) -> tuple[int, int]:
-        """(number of layers, period of their pattern in layers)."""
-        return repeats_after(load(self.trainer).layers(self.values, WorstCase(path=Path(self.worst_case))))
+    @cached_property
+    def recording(self) -> Recording:
+        return Recording(
+            trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
+            device=self.device, worst_case=Path(self.worst_case),
+        )  # fmt: skip
+
+    @cached_property
+    def _config(self) -> Any:
+        return text_config(load(self.trainer).layers(self.values, WorstCase(path=Path(self.worst_case))))
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """The few layers to trace; None: all of them. Raises NotRepeatingError if these are too many."""
+        try:
+            if needs_all_layers(self.values):
+                raise NotRepeatingError("the LoRA settings name single layers")
+            stack = plan_stack(self._config)
+        except NotRepeatingError:
+            if self._config.num_hidden_layers > MOST_LAYERS:
+                raise
+            return None
+        prints = layer_prints(self._config)
+        middle = set(prints[stack.first : stack.first + stack.period])
+        edges = {prints[i] for i in replace(stack, traced_units=0).kept}
+        return replace(stack, traced_units=0 if middle <= edges else 1)
 
     def model(self) -> tuple[MassModel, float]:
-        """(mass model, its hold-out error: largest error of a phase's peak, relative to the largest peak)."""
-        layers, period = self.depth
-        shallow = layers % period + period
-        shallow += period if shallow < 2 else 0
-        base = self._base(shallow)
-        at, varied = self._variations(base)
-        traced = self._trace(base)
-        deeper = self._trace(replace(base, layers=shallow + period))
-        spec = gpu_spec(self.device.removeprefix("sim:"))
-        model = MassModel.fit(
-            traced, deeper,
-            [Variation(variable=n, value=v, trace=self._trace(p), instead_of=i) for n, v, p, i in varied],
-            at=at, ranges={name: self.ranges[name] for name in at}, layers=layers,
-            bandwidth_bytes_per_s=spec.bandwidth_bytes_per_s, costs=host_costs(self.device)[0] or HostCosts(),
-        )  # fmt: skip
-        return model, self._mismatch(model, shallow + period)
+        """(mass model, its hold-out error: largest error of a phase's peak, relative to the largest peak).
 
-    def _base(self, layers: int) -> Point:
+        The hold-out is a point that no trace of the model has, with all layers. Raises NotRepeatingError.
+        """
+        stack, recording = self.stack, self.recording
+        deeper = None if stack is None else replace(stack, traced_units=stack.traced_units + 1)
+        base = self._base()
+        at, varied = self._variations(base)
+        model = MassModel.fit(
+            traced := recording.trace(base, stack),
+            traced if deeper is None else recording.trace(base, deeper),
+            [Variation(variable=n, value=v, trace=recording.trace(p, stack), instead_of=i) for n, v, p, i in varied],
+            at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
+            bandwidth_bytes_per_s=gpu_spec(self.device.removeprefix("sim:")).bandwidth_bytes_per_s,
+            costs=host_costs(self.device)[0] or HostCosts(),
+        )  # fmt: skip
+        return model, self._mismatch(model)
+
+    def _base(self) -> Point:
         micro, completion = (64, 128) if self.large else (6, 96)
         if not self._generates:
             fewest = (self.tile_tokens or 0) // self._sample_tokens + 1
             micro, completion = (fewest if self.large else 1), 0
         rank = None if not self.varies_rank else 8
         shape = (1, 2) if self.reused else (2, 1)
-        return Point(
-            micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1], layers=layers
-        )
+        return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1])
 
     @property
     def _generates(self) -> bool:
@@ -223,24 +307,14 @@ class Structure:
             varied.append(("G", more.generated, more, "B"))
         return at, varied
 
-    def _trace(self, point: Point) -> Trace:
-        return trace(
-            point,
-            trainer=load(self.trainer),
-            keys=self.keys,
-            values=self.values,
-            device=self.device,
-            worst_case=Path(self.worst_case),
-        )
-
-    def _mismatch(self, model: MassModel, layers: int) -> float:
-        want = self.hold_out
+    def _mismatch(self, model: MassModel) -> float:
+        want, recording, stack = self.hold_out, self.recording, self.stack
         point = Point(
             micro_batch=want["B"], completion=want.get("C", 0), rank=want.get("r") if self.varies_rank else None,
-            accumulation=want["accumulation"], chunk=want["chunk"], layers=layers,
+            accumulation=want["accumulation"], chunk=want["chunk"],
         )  # fmt: skip
-        found = self._trace(point).peaks
+        found = recording.peaks(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
         at = {"B": want["B"], "G": want["B"] * want["chunk"], "C": want.get("C", 0), "r": want.get("r", 0)}
-        told = model.peaks({name: np.array([float(at[name])]) for name in model.variables}, layers)
+        told = model.peaks({name: np.array([float(at[name])]) for name in model.variables}, recording.layers)
         top = max(found.values())
         return max(abs(float(told[phase][0]) - peak) / top for phase, peak in found.items() if phase in told)

@@ -5,19 +5,18 @@ allocation, free and second of the deep run, at the cost of a shallow one. A run
 again at full depth.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from unittest import mock
-
-import transformers
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
-from autofit.fakegpu.depth.layers import LayerClock, shrink
+from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.stack import shallow_models
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
@@ -62,7 +61,7 @@ class SimMemory:
         ) as gpu:
             self._gpu = gpu
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
-            with _shallow_models() if shallow else nullcontext():
+            with shallow_models() if shallow else nullcontext():
                 yield
 
     def start(self) -> None:
@@ -158,17 +157,7 @@ def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
     yield SimMemory(device, limit_bytes)
 
 
-@contextmanager
-def _shallow_models() -> Iterator[None]:
-    """Context in which model configurations are read with fewer layers, except for models with remote code."""
-    original: Callable[..., Any] = transformers.AutoConfig.from_pretrained
-
-    def read(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found
-        if type(config).__module__.startswith("transformers."):
-            shrink(config)
-        return found
-
-    with mock.patch.object(transformers.AutoConfig, "from_pretrained", read):
-        yield
+def needs_all_layers(values: Mapping[str, object]) -> bool:
+    """Whether the LoRA settings of a recipe name single layers, which a model with fewer layers does not have."""
+    named = [str(value) for key, value in values.items() if key.startswith("lora_") and not isinstance(value, float)]
+    return any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)

@@ -7,7 +7,6 @@ steps. Memory is tracked in all but the measured steps, which run at full speed.
 import gc
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -131,16 +130,12 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
     A simulated card keeps no values, so the probe does not save or resume. It runs with few layers first, and again
     with all layers if the few cannot represent them.
     """
-    from autofit.probing.simulated import SimMemory
+    from autofit.probing.simulated import SimMemory, needs_all_layers
 
     assert isinstance(memory, SimMemory)
     memory.least_of_fits = request.least_of_fits
-    named = [
-        str(value) for key, value in request.values.items() if key.startswith("lora_") and not isinstance(value, float)
-    ]
     try:
-        shallow = not any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)  # a layer number needs all layers
-        run = _train_on_card(request, memory, recorder, trainer, shallow=shallow)
+        run = _train_on_card(request, memory, recorder, trainer, shallow=not needs_all_layers(request.values))
         simulation = memory.simulation(share_of_scoring=run.scoring_share)
     except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
         print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log

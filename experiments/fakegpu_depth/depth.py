@@ -31,7 +31,8 @@ from fakegpu.tiny_trainers import Case, train
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, run_of
-from autofit.fakegpu.depth.layers import LayerClock, shrink
+from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.replay import least_capacity, replay
 
 SIZES = {

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, run_of
-from autofit.fakegpu.depth.layers import LayerClock, NotRepeatingError, plan_stack, shrink
+from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.stack import NotRepeatingError, plan_stack, shrink
 from autofit.fakegpu.replay import least_capacity, replay
 
 from . import tiny_trainers

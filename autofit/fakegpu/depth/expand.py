@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, NotRepeatingError, Stack, Tag
+from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, Tag
+from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import EventLog
 

@@ -1,16 +1,13 @@
 """Tags that attribute events to decoder layers, so that a shallow run can be expanded to a deep one (`expand.py`).
 
-A model with equal layers is built with a few of them (`shrink`). While it runs, each allocation, free and kernel is
-tagged with its layer. Inside a layer's forward or backward, hooks give the layer. Outside (construction, optimizer,
+A model with equal layers is built with a few of them (`stack.shrink`). While it runs, each allocation, free and kernel
+is tagged with its layer. Inside a layer's forward or backward, hooks give the layer. Outside (construction, optimizer,
 clipping, release of a cache) the tag follows the data: the result of an operation on a layer's tensor is that layer's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -18,153 +15,11 @@ import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
-TRACED_UNITS = 2  # two middle units are enough to check that units repeat
-_PLAN = "autofit_depth"  # name of the attribute on a shrunken config
 NEVER = float("-inf")
-
-
-class NotRepeatingError(FakeGpuError):
-    """This run cannot be expanded: its layers, or the events of its layers, do not repeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """Layout of a shrunken model: `first` layers, then `traced_units` units of `period` layers, then the last layers.
-
-    A unit is one repeating layer, or one repeating pattern such as five sliding-window layers and a full one.
-    """
-
-    first: int
-    period: int
-    units: int
-    layers: int
-    traced_units: int = TRACED_UNITS
-
-    @property
-    def growth(self) -> float:
-        """Ratio of full-depth middle units to traced ones."""
-        return self.units / self.traced_units
-
-    def unit(self, layer: int) -> int | None:
-        """The middle unit of a traced layer; None for the first and last layers."""
-        unit = (layer - self.first) // self.period
-        return unit if layer >= self.first and unit < self.traced_units else None
-
-    @property
-    def kept(self) -> list[int]:
-        """Indices of the full model's layers that the shrunken model keeps."""
-        traced = self.first + self.period * self.traced_units
-        last = self.first + self.period * self.units
-        return [*range(traced), *range(last, self.layers)]
-
-
-# ---------------------------------------------------------------------- fewer layers
-def plan_stack(config: Any) -> Stack | None:
-    """The smallest stack that represents a transformers text config; None if it would leave out too few layers."""
-    layers = getattr(config, "num_hidden_layers", None)
-    if not isinstance(layers, int):
-        return None
-    kinds = [tuple(str(value[i]) for value in _per_layer(config, layers).values()) for i in range(layers)]
-    for period in range(1, layers // 3):
-        for first in (1, 2, 3, 4):
-            units = (layers - first - 1) // period
-            middle = kinds[first : first + units * period]
-            if units > TRACED_UNITS + 1 and all(a == b for a, b in zip(middle, middle[period:], strict=False)):
-                return Stack(first=first, period=period, units=units, layers=layers)
-    return None
-
-
-def shrink(config: Any) -> bool:
-    """Reduce the layers of a transformers config in place and keep the original; false if no stack represents it."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    stack = plan_stack(text)
-    if stack is None:
-        return False
-    full = copy.deepcopy(text)
-    for name, values in _per_layer(text, stack.layers).items():
-        kept = [values[i] for i in stack.kept]
-        setattr(text, name, kept if isinstance(values, list) else tuple(kept))
-    text.num_hidden_layers = len(stack.kept)
-    _FULL_CONFIGS[id(full)] = full
-    setattr(text, _PLAN, asdict(stack) | {"full": id(full)})
-    return True
-
-
-@contextlib.contextmanager
-def fewer_layers(count: int) -> Iterator[None]:
-    """Inside, `AutoConfig.from_pretrained` returns configs with `count` layers in their own repeating pattern."""
-    from transformers import AutoConfig
-
-    original = AutoConfig.from_pretrained
-
-    def shallow(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found
-        text = config.get_text_config()
-        kinds = getattr(text, "layer_types", None)
-        text.num_hidden_layers = count
-        if kinds:
-            text.layer_types = [*kinds[:count], *[kinds[-1]] * (count - len(kinds))]
-        return found
-
-    AutoConfig.from_pretrained = staticmethod(shallow)
-    try:
-        yield
-    finally:
-        AutoConfig.from_pretrained = original
-
-
-def repeats_after(config: Any) -> tuple[int, int]:
-    """(number of layers, period of their pattern) of a transformers text config."""
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    fits = (p for p in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False)))
-    return config.num_hidden_layers, next(fits)
-
-
-_FULL_CONFIGS: dict[int, Any] = {}
-
-
-def stack_of(config: Any) -> Stack | None:
-    """The stack of a shrunken text config; None for any other config."""
-    plan = getattr(config, _PLAN, None)
-    return None if plan is None else Stack(**{k: v for k, v in plan.items() if k != "full"})
-
-
-def full_config(config: Any) -> Any:
-    """The text config before shrinking."""
-    plan = getattr(config, _PLAN, None)
-    return config if plan is None else _FULL_CONFIGS[plan["full"]]
-
-
-def _per_layer(config: Any, layers: int) -> dict[str, Sequence[object]]:
-    values = {k: v for k, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == layers}
-    return cast("dict[str, Sequence[object]]", values)
-
-
-def _same_layers(built: torch.nn.ModuleList, full: Any, stack: Stack) -> bool:
-    """Whether the built layers equal those of the full model, and the omitted layers repeat them."""
-    kind = type(built[0])
-    with torch.device("meta"):
-        prints = [_fingerprint(cast("Any", kind)(full, i)) for i in range(stack.layers)]
-    if [_fingerprint(layer) for layer in built] != [prints[i] for i in stack.kept]:
-        return False
-    middle = prints[stack.first : stack.first + stack.units * stack.period]
-    return all(a == b for a, b in zip(middle, middle[stack.period :], strict=False))
-
-
-def _fingerprint(layer: torch.nn.Module) -> list[object]:
-    """Classes, shapes and plain settings of all modules in a layer, without layer numbers."""
-    found: list[object] = []
-    for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, type(None)))}
-        numbers = {"layer_idx", "layer_id", "layer_index"}
-        found.append((name, type(module), sorted((k, str(v)) for k, v in plain.items() if k not in numbers)))
-        found += [(k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False)]
-    return found
 
 
 # ---------------------------------------------------------------------- tags
@@ -220,26 +75,23 @@ class LayerRecorder:
         owner = self._owner.get(id(parent))
         if owner is not None:
             self._own(child, owner)
-        config = vars(parent).get("config")
-        plan = vars(config).get(_PLAN) if hasattr(config, "__dict__") else None
-        if plan is not None and isinstance(child, torch.nn.ModuleList) and len(child):
-            stack = Stack(**{k: v for k, v in plan.items() if k != "full"})
-            if len(child) == len(stack.kept) and id(child[0]) not in self._owner:
-                self._add_stack(child, stack, _FULL_CONFIGS[plan["full"]])
+        stack = stack_of(vars(parent).get("config"))
+        if stack is None or not isinstance(child, torch.nn.ModuleList) or len(child) != len(stack.kept):
+            return
+        if id(child[0]) not in self._owner:
+            self._add_stack(child, stack)
 
-    def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack, full: Any) -> None:
+    def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
         number = len(self.stacks)
         self.stacks.append(stack)
         for i, layer in enumerate(layers):
             self._own(layer, Tag(DATA, number, i).encode())
             layer.register_forward_pre_hook(partial(self._enters, number, i))
             layer.register_forward_hook(partial(self._leaves, number, i, i == len(layers) - 1))
-        try:
-            same = _same_layers(layers, full, stack)
-        except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
-            self.problem = f"a layer cannot be built by itself: {error}"
-        else:
-            self.problem = self.problem or ("" if same else "the layers do not repeat as the config says")
+        prints = [fingerprint(layer) for layer in layers]
+        middle = prints[stack.first : stack.first + stack.period * stack.traced_units]
+        if any(a != b for a, b in zip(middle, middle[stack.period :], strict=False)):
+            self.problem = "the layers that were built do not repeat"
 
     def _own(self, module: torch.nn.Module, code: int) -> None:
         for part in module.modules():

@@ -115,7 +115,10 @@ class MassModel:
         cls, base: Trace, deeper: Trace, variations: Sequence[Variation], *, at: Mapping[str, float],
         ranges: Mapping[str, tuple[float, float]], layers: int, bandwidth_bytes_per_s: float, costs: HostCosts,
     ) -> MassModel:  # fmt: skip
-        """Fit a model to the trace `base` at the point `at` and to its variations; valid within `ranges`."""
+        """Fit a model to the trace `base` at the point `at` and to its variations; valid within `ranges`.
+
+        `deeper` has more layers; if it is `base` itself, which then has all layers, nothing depends on their number.
+        """
         names = (*at, _POSITION)
         point = (*map(float, at.values()), float(base.kernels.position))
         sizes, kernels = Symbols(names, point), Symbols(names, point)
@@ -209,7 +212,7 @@ class _Moments:
         (low, low_at), (high, high_at) = (_moments(t, table, order, x) for t in (base, deeper))
         keys = list(low_at.keys() & high_at.keys())
         rows = low[[low_at[k] for k in keys]]
-        slopes = (high[[high_at[k] for k in keys]] - rows) / (deeper.layers - base.layers)
+        slopes = (high[[high_at[k] for k in keys]] - rows) / max(1, deeper.layers - base.layers)
         phases = np.asarray([k[0] for k in keys])
         _, first = np.unique(
             np.concatenate([np.unique(phases, return_inverse=True)[1][:, None], rows, slopes], axis=1).round(3),

@@ -51,7 +51,7 @@ class KernelRows:
         infos = {**high.infos, **low.infos}
         flops = [infos[k].flop_seconds(k, symbols, costs.flops_frac) for k in kinds]
         moves = [infos[k].move_seconds(k, symbols, bandwidth_bytes_per_s * costs.bandwidth_frac) for k in kinds]
-        step = layers[1] - layers[0]
+        step = max(1, layers[1] - layers[0])
         counts, slopes = [], []
         for kind in kinds:
             a, b = low.count_per_segment(kind), high.count_per_segment(kind)

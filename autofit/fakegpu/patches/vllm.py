@@ -23,7 +23,8 @@ from unittest import mock
 import torch
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock, Stack, full_config, stack_of
+from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
+from autofit.fakegpu.depth.stack import Stack, full_config, stack_of
 from autofit.fakegpu.errors import FakeGpuError
 
 Target = tuple[object, str, object, str]
@@ -217,7 +218,7 @@ def _text_config(model: torch.nn.Module) -> object:
 def _weights_bytes(model: torch.nn.Module) -> int:
     """vLLM's copy of the base model: 2 bytes per weight (dtype "auto" turns fp32 to half), packed weights unchanged.
 
-    All layers of the full model count, even if the model was built with fewer (`layers.shrink`).
+    All layers of the full model count, even if the model was built with fewer (`stack.shrink`).
     """
     stack = stack_of(_text_config(model))
     seen: dict[int, float] = {}
