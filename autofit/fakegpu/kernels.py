@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -15,7 +17,21 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 KIB = 1 << 10
 
-Scratch = Callable[..., int]
+
+class Rounded(NamedTuple):
+    """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own."""
+
+    scale: int
+    dims: tuple[int, ...]
+    multiples: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.scale * prod(map(_up, self.dims, self.multiples))
+
+
+Size = int | tuple[Rounded, ...]  # in bytes; the parts say how it follows from shapes
+Scratch = Callable[..., Size]
 
 # Operations that call cuBLAS, whose workspace comes from the allocator.
 GEMMS = {
@@ -44,10 +60,18 @@ def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None)
     return (4096 * 2 + 16 * 8) * KIB
 
 
-def scratch_bytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-    """Bytes that an operation allocates and frees internally, in addition to its outputs."""
+def scratch_size(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Size:
+    """What an operation allocates and frees internally, in addition to its outputs."""
     rule = _SCRATCH.get(func)
     return rule(*args, **kwargs) if rule is not None else 0
+
+
+def rounded_outputs(func: OpOverload, args: Sequence[object]) -> dict[int, tuple[Rounded, ...]]:
+    """The outputs of an operation that have a dimension rounded up, by number."""
+    if func is not aten._scaled_dot_product_efficient_attention.default:
+        return {}
+    assert isinstance(args[0], torch.Tensor)
+    return {1: (Rounded(4, tuple(args[0].shape[:3]), (1, 1, 32)),)}  # logsumexp, kAlignLSE in attention.cu
 
 
 def _up(value: int, multiple: int) -> int:
@@ -56,31 +80,33 @@ def _up(value: int, multiple: int) -> int:
 
 def _flash_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> int:
+) -> Size:
     """mha_bwd in flash_api.cpp: fp32 dq accumulator and softmax sums, and full-head dk and dv under grouped queries."""
     batch, heads, length, dim = q.shape
     key_heads, key_length = k.shape[1], k.shape[2]
     rounded = _up(dim, 32) if dim <= 192 else 256
-    total = 4 * batch * heads * _up(length, 128) * (rounded + 1)
-    if key_heads != heads:
-        total += 2 * batch * heads * key_length * dim * k.element_size()
-    return total
+    sums = Rounded(4 * (rounded + 1), (batch, heads, length), (1, 1, 128))
+    if key_heads == heads:
+        return (sums,)
+    return sums, Rounded(2 * dim * k.element_size(), (batch, heads, key_length), (1, 1, 1))
 
 
 def _efficient_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> int:
+) -> Size:
     """_efficient_attention_backward in attention_backward.cu: delta, and fp32 gradient accumulators."""
     batch, heads, length, dim = q.shape
-    return 4 * batch * heads * _up(length, 64) * _up(dim, 32) + 4 * batch * heads * length
+    rows = (batch, heads, length)
+    return Rounded(4, (*rows, dim), (1, 1, 64, 32)), Rounded(4, rows, (1, 1, 1))
 
 
 def _cudnn_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> int:
+) -> Size:
     """run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)."""
     batch, heads, length, dim = q.shape
-    return 4 * batch * heads * _up(length, 64) * dim + 8 * batch * heads * length
+    rows = (batch, heads, length)
+    return Rounded(4 * dim, rows, (1, 1, 64)), Rounded(8, rows, (1, 1, 1))
 
 
 def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from autofit.fakegpu.allocator import Block, CachingAllocator, OutOfCapacityError
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.kernels import Rounded, Size
 from autofit.fakegpu.replay import EventLog
 from autofit.fakegpu.specs import GpuSpec
 
@@ -34,6 +35,7 @@ class Allocation:
     born: int
     died: int | None = None
     layer: int = 0  # tag of its layer, if layers are followed
+    parts: tuple[Rounded, ...] = ()  # of its size, where dimensions are rounded up
 
     @property
     def place(self) -> str:
@@ -90,6 +92,12 @@ class SimulatedMemory:
         index = self.index_of(tensor)
         if index is not None:
             self.allocations[index].category = category
+
+    def note_parts(self, tensor: torch.Tensor, parts: tuple[Rounded, ...]) -> None:
+        """Set the parts of the size of a tensor's storage."""
+        index = self.index_of(tensor)
+        if index is not None and self.allocations[index].nbytes == sum(part.nbytes for part in parts):
+            self.allocations[index].parts = parts
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Reallocate a storage after a resize in place (FSDP frees parameters this way)."""
@@ -160,10 +168,14 @@ class SimulatedMemory:
         self.allocator.free(block)
         self.log.add(index, -allocation.nbytes, self.layer_at_work())
 
-    def scratch(self, nbytes: int, op: str) -> None:
+    def scratch(self, size: Size, op: str) -> None:
         """Allocate and immediately free a kernel's workspace."""
+        parts = () if isinstance(size, int) else size
+        nbytes = size if isinstance(size, int) else sum(part.nbytes for part in parts)
         if nbytes > 0:
-            self.release(self.allocate(nbytes, "temporaries", op))
+            index = self.allocate(nbytes, "temporaries", op)
+            self.allocations[index].parts = parts
+            self.release(index)
 
     def allocate_like(self, template: Allocation, nbytes: int, shape: tuple[int, ...]) -> int:
         """Allocate with the attributes of an earlier allocation (for an extrapolated decode step of a rollout)."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
-from autofit.fakegpu.kernels import GEMMS, scratch_bytes
+from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.op_cache import Shortcut
@@ -167,7 +167,9 @@ class Tracer(TorchDispatchMode):
         if device == "cuda":
             if func in GEMMS:
                 self._ensure_workspace()
-            self.memory.scratch(scratch_bytes(func, args, kwargs), name)
+            for number, parts in rounded_outputs(func, args).items():
+                self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
+            self.memory.scratch(scratch_size(func, args, kwargs), name)
             if func is aten._to_copy.default and isinstance(out, torch.Tensor) and out.device.type == "cpu":
                 self.clock.copy_to_host(out.numel() * out.element_size())
                 return

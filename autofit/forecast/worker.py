@@ -42,6 +42,7 @@ from autofit.probing.simulated import needs_all_layers
 from autofit.recipe.keys import BatchKeys
 
 MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
+DEPTHS = (2, 3)  # middle units of the traces that tell what a unit adds: the first, the last, and one between
 LATER = "+"  # suffix of a phase name: gradients of an earlier micro-batch are alive
 
 
@@ -238,7 +239,7 @@ class Structure:
 
     @cached_property
     def stack(self) -> Stack | None:
-        """The few layers to trace; None: all of them. Raises NotRepeatingError if these are too many."""
+        """The fewest layers with every kind of allocation; None: all, or NotRepeatingError if these are too many."""
         try:
             if needs_all_layers(self.values):
                 raise NotRepeatingError("the LoRA settings name single layers")
@@ -258,27 +259,37 @@ class Structure:
         The hold-out is a point that no trace of the model has, with all layers. Raises NotRepeatingError.
         """
         stack, recording = self.stack, self.recording
-        deeper = None if stack is None else replace(stack, traced_units=stack.traced_units + 1)
         base = self._base()
         at, varied = self._variations(base)
+        traced = recording.trace(base, stack)
+        low, high = (
+            traced if stack is None else recording.trace(base, replace(stack, traced_units=units)) for units in DEPTHS
+        )
         model = MassModel.fit(
-            traced := recording.trace(base, stack),
-            traced if deeper is None else recording.trace(base, deeper),
+            traced,
             [Variation(variable=n, value=v, trace=recording.trace(p, stack), instead_of=i) for n, v, p, i in varied],
-            at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
+            depths=(low, high), at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
             bandwidth_bytes_per_s=gpu_spec(self.device.removeprefix("sim:")).bandwidth_bytes_per_s,
             costs=host_costs(self.device)[0] or HostCosts(),
         )  # fmt: skip
         return model, self._mismatch(model)
 
     def _base(self) -> Point:
-        micro, completion = (64, 128) if self.large else (6, 96)
+        """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
+        micro, completion = (62, 131) if self.large else (26, 101)
         if not self._generates:
-            fewest = (self.tile_tokens or 0) // self._sample_tokens + 1
-            micro, completion = (fewest if self.large else 1), 0
-        rank = None if not self.varies_rank else 8
+            micro, completion = self._fewest_samples, 0
+        rank = 7 if self.varies_rank else None
         shape = (1, 2) if self.reused else (2, 1)
         return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1])
+
+    @property
+    def _fewest_samples(self) -> int:
+        """Three samples, or as few as the tile of the loss asks for."""
+        if self.tile_tokens is None:
+            return 3
+        within = self.tile_tokens // self._sample_tokens
+        return max(3, within + 1) if self.large else max(1, min(3, within // 2))
 
     @property
     def _generates(self) -> bool:
@@ -292,15 +303,15 @@ class Structure:
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
         """({variable: base value}, [(variable, other value, point to trace, variable that must change with it)])."""
-        wider = base.micro_batch + (base.micro_batch + 2) // 4 * 2 if self._generates else 2 * base.micro_batch
+        wider = base.micro_batch + (8 if self._generates else 2 if base.micro_batch > 2 else 1)
         at: dict[str, float] = {"B": base.micro_batch}
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]
         if base.rank is not None:
             at["r"] = base.rank
-            varied.append(("r", 12, replace(base, rank=12), None))
+            varied.append(("r", 11, replace(base, rank=11), None))
         if self._generates:
             at |= {"G": base.generated, "C": base.completion}
-            longer = base.completion * 3 // 2
+            longer = base.completion + 48
             if self.ranges["C"][0] != self.ranges["C"][1] or self.ranges["C"][0] != base.completion:
                 varied.append(("C", longer, replace(base, completion=longer), None))
             more = replace(base, chunk=base.chunk + 1, accumulation=base.accumulation)

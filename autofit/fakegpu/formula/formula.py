@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.formula.polynomials import Basis, Exponents, Kind, Polynomial, Symbols
+from autofit.fakegpu.formula.polynomials import (
+    Affine,
+    Basis,
+    Exponents,
+    Kind,
+    Polynomial,
+    RoundedDim,
+    Symbols,
+    with_rounded,
+)
 from autofit.fakegpu.formula.seconds import KernelRows
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ class Trace:
 
     layers: int
     kinds: tuple[Kind, ...]  # kind of each allocation
+    sizes: tuple[int, ...]  # bytes of each allocation
     unit_bytes: tuple[int, ...]  # element size of each allocation
     phases: tuple[str, ...]  # phase of each allocation
     ids: npt.NDArray[np.int64]  # allocation of each event
@@ -58,20 +67,22 @@ class Trace:
             shape = a.shape if int(np.prod(a.shape, dtype=np.int64)) * unit == a.nbytes else (a.nbytes,)
             phase = a.phase.rstrip("+")
             file = a.code.co_filename if a.code else ""
-            kinds.append(Kind((phase, a.op, a.dtype, file, a.line), (tuple(shape),)))
-            units.append(unit if shape is a.shape else 1)
+            parts = tuple((part.scale, part.multiples) for part in a.parts)
+            shapes = tuple(part.dims for part in a.parts) or (tuple(shape),)
+            kinds.append(Kind((phase, a.op, a.dtype, file, a.line, parts), shapes))
+            units.append(unit if shape is a.shape and not parts else 1)
             phases.append(a.phase)
         log = gpu.memory.log
         return cls(
-            layers=layers, kinds=tuple(kinds), unit_bytes=tuple(units), phases=tuple(phases),
+            layers=layers, kinds=tuple(kinds), sizes=tuple(a.nbytes for a in gpu.memory.allocations),
+            unit_bytes=tuple(units), phases=tuple(phases),
             ids=np.asarray(log.ids, np.int64), signs=np.sign(np.asarray(log.nbytes, np.int64)), kernels=kernels,
         )  # fmt: skip
 
     @property
     def peaks(self) -> dict[str, int]:
         """Peak live bytes of each phase over its allocations, without rounding."""
-        sizes = np.asarray([u * prod(k.shapes[0]) for k, u in zip(self.kinds, self.unit_bytes, strict=True)])
-        live = np.cumsum(self.signs * sizes[self.ids])
+        live = np.cumsum(self.signs * np.asarray(self.sizes)[self.ids])
         found: dict[str, int] = {}
         for event in np.flatnonzero(self.signs > 0):
             phase = self.phases[self.ids[event]]
@@ -103,6 +114,8 @@ class MassModel:
 
     variables: tuple[str, ...]
     layers: int  # layers of the base trace
+    base: tuple[float, ...]  # the base point, the position of a decode step last
+    rounded: tuple[RoundedDim, ...]
     exponents: tuple[Exponents, ...]
     rows: Floats  # bytes, (moments, monomials)
     slopes: Floats  # bytes for each further layer, (moments, monomials)
@@ -112,31 +125,34 @@ class MassModel:
 
     @classmethod
     def fit(
-        cls, base: Trace, deeper: Trace, variations: Sequence[Variation], *, at: Mapping[str, float],
+        cls, base: Trace, variations: Sequence[Variation], *, depths: tuple[Trace, Trace], at: Mapping[str, float],
         ranges: Mapping[str, tuple[float, float]], layers: int, bandwidth_bytes_per_s: float, costs: HostCosts,
     ) -> MassModel:  # fmt: skip
         """Fit a model to the trace `base` at the point `at` and to its variations; valid within `ranges`.
 
-        `deeper` has more layers; if it is `base` itself, which then has all layers, nothing depends on their number.
+        `depths` are two traces at the same point with more layers, of which one has a unit more: what changes between
+        them changes with every unit. If both are `base` itself, which then has all layers, nothing depends on them.
         """
+        low, high = depths
         names = (*at, _POSITION)
         point = (*map(float, at.values()), float(base.kernels.position))
         sizes, kernels = Symbols(names, point), Symbols(names, point)
         base_sizes, base_kernels = base.counts, base.kernels.per_segment
-        sizes.start({**base_sizes, **deeper.counts})
-        kernels.start({**base_kernels, **deeper.kernels.counts})
+        sizes.start({**base_sizes, **high.counts})
+        kernels.start({**base_kernels, **high.kernels.counts})
         for v in variations:
             sizes.vary(v.variable, v.value, base_sizes, v.trace.counts, instead_of=v.instead_of)
             kernels.vary(v.variable, v.value, base_kernels, v.trace.kernels.per_segment, instead_of=v.instead_of)
         kernels.vary(_POSITION, base.kernels.position - 1, base.kernels.last_step, base.kernels.step_before)
         sample = _sample_points(names, {**ranges, _POSITION: (1.0, ranges.get("C", (1.0, 1.0))[1])})
-        memory = _Moments.of(base, deeper, sizes, sample, layers)
+        memory = _Moments.of(low, high, sizes, sample, layers)
         time = KernelRows.of(
-            base.kernels, deeper.kernels, kernels, layers=(base.layers, deeper.layers),
+            low.kernels, high.kernels, kernels, layers=(low.layers, high.layers),
             bandwidth_bytes_per_s=bandwidth_bytes_per_s, costs=costs,
         )  # fmt: skip
         return cls(
-            variables=tuple(at), layers=base.layers, exponents=memory.basis.exponents, rows=memory.rows,
+            variables=tuple(at), layers=low.layers, base=point, rounded=tuple(sizes.rounded),
+            exponents=memory.basis.exponents, rows=memory.rows,
             slopes=memory.slopes, row_phases=memory.phases, time=time.folded(sample), unmatched=dict(sizes.unmatched),
         )  # fmt: skip
 
@@ -144,7 +160,8 @@ class MassModel:
         """Write the model to `path` (.npz) for `load`."""
         time = self.time
         rest = {
-            "variables": self.variables, "layers": self.layers, "exponents": self.exponents,
+            "variables": self.variables, "layers": self.layers, "exponents": self.exponents, "base": self.base,
+            "rounded": [[dim.multiple, dim.size, [asdict(f) for f in dim.factors]] for dim in self.rounded],
             "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host,
             "shortest_kernel_s": time.shortest_kernel_s,
@@ -168,7 +185,9 @@ class MassModel:
             sums={k: (np.asarray(v[0]), np.asarray(v[1])) for k, v in rest["sums"].items()},
         )  # fmt: skip
         return cls(
-            variables=tuple(rest["variables"]), layers=rest["layers"], exponents=tuple(map(tuple, rest["exponents"])),
+            variables=tuple(rest["variables"]), layers=rest["layers"], base=tuple(rest["base"]),
+            rounded=tuple(RoundedDim(m, n, tuple(Affine(**f) for f in factors)) for m, n, factors in rest["rounded"]),
+            exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
         )  # fmt: skip
@@ -176,7 +195,8 @@ class MassModel:
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
         """Peak live bytes of each phase, one per configuration; `values` has an array for each variable."""
         table = self._table(values)
-        x = Basis(self.exponents).at(np.concatenate([table, np.zeros((len(table), 1))], axis=1))
+        table = np.concatenate([table, np.zeros((len(table), 1))], axis=1)
+        x = Basis(self.exponents).at(with_rounded(table, self.base, self.rounded))
         matrix = self.rows + (layers - self.layers) * self.slopes
         names = np.asarray(self.row_phases)
         return {phase: (x @ matrix[names == phase].T).max(axis=1) for phase in dict.fromkeys(self.row_phases)}
@@ -199,20 +219,20 @@ class _Moments:
     phases: tuple[str, ...]
 
     @classmethod
-    def of(cls, base: Trace, deeper: Trace, symbols: Symbols, sample: Floats, layers: int) -> _Moments:
+    def of(cls, low: Trace, high: Trace, symbols: Symbols, sample: Floats, layers: int) -> _Moments:
         cache: dict[tuple[Kind, int], Polynomial] = {}
-        for trace in (base, deeper):
+        for trace in (low, high):
             for kind, unit in zip(trace.kinds, trace.unit_bytes, strict=True):
                 if (kind, unit) not in cache:
-                    cache[kind, unit] = {e: unit * value for e, value in symbols.numel(kind).items()}
+                    cache[kind, unit] = _bytes(kind, unit, symbols)
         basis = Basis.of(cache.values())
         order = {key: i for i, key in enumerate(cache)}
         table = basis.rows(list(cache.values()))
-        x = basis.at(sample)
-        (low, low_at), (high, high_at) = (_moments(t, table, order, x) for t in (base, deeper))
-        keys = list(low_at.keys() & high_at.keys())
-        rows = low[[low_at[k] for k in keys]]
-        slopes = (high[[high_at[k] for k in keys]] - rows) / max(1, deeper.layers - base.layers)
+        x = basis.at(with_rounded(sample, symbols.base, symbols.rounded))
+        (below, below_at), (above, above_at) = (_moments(t, table, order, x) for t in (low, high))
+        keys = list(below_at.keys() & above_at.keys())
+        rows = below[[below_at[k] for k in keys]]
+        slopes = (above[[above_at[k] for k in keys]] - rows) / max(1, high.layers - low.layers)
         phases = np.asarray([k[0] for k in keys])
         _, first = np.unique(
             np.concatenate([np.unique(phases, return_inverse=True)[1][:, None], rows, slopes], axis=1).round(3),
@@ -220,13 +240,26 @@ class _Moments:
         )  # fmt: skip
         rows, slopes, phases = rows[first], slopes[first], phases[first]
         kept: set[int] = set()
-        for depth in {deeper.layers, layers, 2 * layers}:
-            heights = x @ (rows + (depth - base.layers) * slopes).T
+        for depth in {high.layers, layers, 2 * layers}:
+            heights = x @ (rows + (depth - low.layers) * slopes).T
             for phase in set(phases):
                 mine = np.flatnonzero(phases == phase)
                 kept |= set(mine[heights[:, mine].argmax(axis=1)])
         chosen = sorted(kept)
         return cls(basis, rows[chosen], slopes[chosen], tuple(str(phases[i]) for i in chosen))
+
+
+def _bytes(kind: Kind, unit: int, symbols: Symbols) -> Polynomial:
+    """The size of an allocation in bytes, as a polynomial; dimensions that are rounded up are variables of it."""
+    origin = kind.origin
+    assert isinstance(origin, tuple)
+    if not origin[-1]:
+        return {e: unit * value for e, value in symbols.numel(kind).items()}
+    total: Polynomial = {}
+    for which, (scale, multiples) in enumerate(origin[-1]):
+        for exponents, value in symbols.rounded_numel(kind, which, multiples).items():
+            total[exponents] = total.get(exponents, 0.0) + scale * value
+    return total
 
 
 def _moments(

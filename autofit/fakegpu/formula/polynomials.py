@@ -16,6 +16,7 @@ import numpy.typing as npt
 Shape = tuple[int, ...]
 Exponents = tuple[int, ...]
 Polynomial = dict[Exponents, float]
+Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,27 @@ class Affine:
     slope: float
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedDim:
+    """A dimension, `size` at the base point times `factors`, rounded up to a multiple: a variable made from others."""
+
+    multiple: int
+    size: int
+    factors: tuple[Affine, ...]
+
+    def at(self, values: Values, base: Sequence[float]) -> Values:
+        """The dimension at `values`, (points, variables); shape (points,)."""
+        dim = np.full(len(values), float(self.size))
+        for f in self.factors:
+            dim *= 1 + f.slope * (values[:, f.variable] - base[f.variable])
+        return np.ceil((dim - 1e-6) / self.multiple) * self.multiple
+
+
+def with_rounded(values: Values, base: Sequence[float], rounded: Sequence[RoundedDim]) -> Values:
+    """`values`, (points, variables), with a column more for each rounded dimension."""
+    return np.column_stack([values, *(dim.at(values, base) for dim in rounded)])
+
+
 Factors = tuple[tuple[tuple[Affine, ...], ...], ...]  # for each shape, for each dimension
 
 
@@ -47,6 +69,7 @@ class Symbols:
     counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
     repeated: set[Kind] = field(default_factory=set)  # kinds with a count proportional to a variable with `instead_of`
     unmatched: dict[str, int] = field(default_factory=dict)  # variable -> number of kinds without a counterpart
+    rounded: list[RoundedDim] = field(default_factory=list)  # variables beyond `variables`
 
     def start(self, kinds: Iterable[Kind]) -> None:
         for kind in kinds:
@@ -92,6 +115,22 @@ class Symbols:
         """Number of elements of shape number `which` of `kind`, as a polynomial of the variables."""
         size = float(prod(kind.shapes[which]))
         return self.product(size, [f for dim in self.factors.get(kind, ((),) * (which + 1))[which] for f in dim])
+
+    def rounded_numel(self, kind: Kind, which: int, multiples: Sequence[int]) -> Polynomial:
+        """`numel`, with each dimension rounded up to its multiple."""
+        scale, factors, powers = 1.0, list[Affine](), list[int]()
+        own = self.factors.get(kind, ((),) * (which + 1))[which] or ((),) * len(multiples)
+        for size, multiple, of_dim in zip(kind.shapes[which], multiples, own, strict=True):
+            if multiple == 1 or not of_dim:
+                scale *= -(-size // multiple) * multiple
+                factors += of_dim
+                continue
+            dim = RoundedDim(multiple, size, of_dim)
+            if dim not in self.rounded:
+                self.rounded.append(dim)
+            powers.append(self.rounded.index(dim))
+        made = tuple(powers.count(i) for i in range(max(powers) + 1)) if powers else ()
+        return {(*exponents, *made): value for exponents, value in self.product(scale, factors).items()}
 
     def product(self, scale: float, factors: Iterable[Affine]) -> Polynomial:
         """The product of `scale` and the affine factors, as a polynomial."""
