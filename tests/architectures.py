@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -117,7 +117,7 @@ def random_config(name: str, draw: random.Random) -> Any:
 
 
 class PlainTrainer:
-    """A loop of rollouts (if `generates`), micro-batches and AdamW on random tokens, of the model in the folder `model`.
+    """Rollouts (if `generates`), micro-batches and AdamW on random tokens, of the model in the folder `model`.
 
     Further keys: `checkpointing`, `tokens` of a sample without rollouts, and `lora_r`, 0 for all weights.
     """
@@ -185,14 +185,14 @@ class PlainRun:
                 max_new_tokens=self._values["completion"], pad_token_id=0, eos_token_id=[10**9],
             )  # fmt: skip
         model.train()
-        return ids
+        return cast(torch.Tensor, ids)
 
 
 SAMPLES, ROLLOUTS = PlainTrainer(generates=False), PlainTrainer(generates=True)
 
 
 def write_model(folder: Path, config: Any) -> Path:
-    """The config in `folder/model`, and what a worst case says of samples of 24 tokens."""
+    """The config in `folder/model`, and what a worst case says of its samples."""
     config.save_pretrained(folder / "model")
-    (folder / "worst_case.json").write_text(json.dumps({"longest_tokens": 24}))
+    (folder / "worst_case.json").write_text(json.dumps({"longest_tokens": 24, "longest_prompt_tokens": PROMPT}))
     return folder / "model"

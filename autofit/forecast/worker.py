@@ -276,9 +276,10 @@ class Structure:
 
     def _base(self) -> Point:
         """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
-        micro, completion = (62, 131) if self.large else (26, 101)
-        if not self._generates:
-            micro, completion = self._fewest_samples, 0
+        micro, completion = self._fewest_samples, 0
+        if self._generates:  # the length is 1 above a multiple of 128, which tells apart to what it is rounded up
+            micro = 62 if self.large else 10
+            completion = 67 + (62 - self._prompt_tokens) % 128
         rank = 7 if self.varies_rank else None
         shape = (1, 2) if self.reused else (2, 1)
         return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1])
@@ -297,13 +298,19 @@ class Structure:
 
     @property
     def _sample_tokens(self) -> int:
-        found = read_json(Path(self.worst_case))
-        assert found is not None
-        return int(str(found["longest_tokens"]))
+        return int(self._worst_case["longest_tokens"])
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return int(self._worst_case.get("longest_prompt_tokens", 0))
+
+    @cached_property
+    def _worst_case(self) -> dict[str, Any]:
+        return WorstCase(path=Path(self.worst_case)).facts
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
         """({variable: base value}, [(variable, other value, point to trace, variable that must change with it)])."""
-        wider = base.micro_batch + (8 if self._generates else 2 if base.micro_batch > 2 else 1)
+        wider = base.micro_batch + (4 if self._generates else 2 if base.micro_batch > 2 else 1)
         at: dict[str, float] = {"B": base.micro_batch}
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]
         if base.rank is not None:
@@ -311,7 +318,7 @@ class Structure:
             varied.append(("r", 11, replace(base, rank=11), None))
         if self._generates:
             at |= {"G": base.generated, "C": base.completion}
-            longer = base.completion + 48
+            longer = base.completion + 181  # more than 128, and no multiple of 8
             if self.ranges["C"][0] != self.ranges["C"][1] or self.ranges["C"][0] != base.completion:
                 varied.append(("C", longer, replace(base, completion=longer), None))
             more = replace(base, chunk=base.chunk + 1, accumulation=base.accumulation)

@@ -22,9 +22,9 @@ from autofit.fakegpu.formula.polynomials import (
     Exponents,
     Kind,
     Polynomial,
-    RoundedDim,
+    Steps,
     Symbols,
-    with_rounded,
+    with_steps,
 )
 from autofit.fakegpu.formula.seconds import KernelRows
 
@@ -115,7 +115,7 @@ class MassModel:
     variables: tuple[str, ...]
     layers: int  # layers of the base trace
     base: tuple[float, ...]  # the base point, the position of a decode step last
-    rounded: tuple[RoundedDim, ...]
+    steps: tuple[Steps, ...]
     exponents: tuple[Exponents, ...]
     rows: Floats  # bytes, (moments, monomials)
     slopes: Floats  # bytes for each further layer, (moments, monomials)
@@ -136,7 +136,7 @@ class MassModel:
         low, high = depths
         names = (*at, _POSITION)
         point = (*map(float, at.values()), float(base.kernels.position))
-        sizes, kernels = Symbols(names, point), Symbols(names, point)
+        sizes, kernels = Symbols(names, point), Symbols(names, point, rounds=False)
         base_sizes, base_kernels = base.counts, base.kernels.per_segment
         sizes.start({**base_sizes, **high.counts})
         kernels.start({**base_kernels, **high.kernels.counts})
@@ -151,7 +151,7 @@ class MassModel:
             bandwidth_bytes_per_s=bandwidth_bytes_per_s, costs=costs,
         )  # fmt: skip
         return cls(
-            variables=tuple(at), layers=low.layers, base=point, rounded=tuple(sizes.rounded),
+            variables=tuple(at), layers=low.layers, base=point, steps=tuple(sizes.steps),
             exponents=memory.basis.exponents, rows=memory.rows,
             slopes=memory.slopes, row_phases=memory.phases, time=time.folded(sample), unmatched=dict(sizes.unmatched),
         )  # fmt: skip
@@ -161,7 +161,7 @@ class MassModel:
         time = self.time
         rest = {
             "variables": self.variables, "layers": self.layers, "exponents": self.exponents, "base": self.base,
-            "rounded": [[dim.multiple, dim.size, [asdict(f) for f in dim.factors]] for dim in self.rounded],
+            "steps": [[each.multiple, each.size, [asdict(f) for f in each.factors]] for each in self.steps],
             "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host,
             "shortest_kernel_s": time.shortest_kernel_s,
@@ -186,7 +186,7 @@ class MassModel:
         )  # fmt: skip
         return cls(
             variables=tuple(rest["variables"]), layers=rest["layers"], base=tuple(rest["base"]),
-            rounded=tuple(RoundedDim(m, n, tuple(Affine(**f) for f in factors)) for m, n, factors in rest["rounded"]),
+            steps=tuple(Steps(m, n, tuple(Affine(**f) for f in factors)) for m, n, factors in rest["steps"]),
             exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
@@ -196,7 +196,7 @@ class MassModel:
         """Peak live bytes of each phase, one per configuration; `values` has an array for each variable."""
         table = self._table(values)
         table = np.concatenate([table, np.zeros((len(table), 1))], axis=1)
-        x = Basis(self.exponents).at(with_rounded(table, self.base, self.rounded))
+        x = Basis(self.exponents).at(with_steps(table, self.base, self.steps))
         matrix = self.rows + (layers - self.layers) * self.slopes
         names = np.asarray(self.row_phases)
         return {phase: (x @ matrix[names == phase].T).max(axis=1) for phase in dict.fromkeys(self.row_phases)}
@@ -228,7 +228,7 @@ class _Moments:
         basis = Basis.of(cache.values())
         order = {key: i for i, key in enumerate(cache)}
         table = basis.rows(list(cache.values()))
-        x = basis.at(with_rounded(sample, symbols.base, symbols.rounded))
+        x = basis.at(with_steps(sample, symbols.base, symbols.steps))
         (below, below_at), (above, above_at) = (_moments(t, table, order, x) for t in (low, high))
         keys = list(below_at.keys() & above_at.keys())
         rows = below[[below_at[k] for k in keys]]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from autofit.fakegpu.formula.polynomials import Affine, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.specs import HostCosts
 
 # The dimensions that determine the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
@@ -35,7 +35,7 @@ class Info(NamedTuple):
     moved: tuple[int, ...]  # number of reads and writes of each tensor
 
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
-        factors: list[Affine] = []
+        factors: list[Factor] = []
         dims = symbols.factors.get(kind)
         place = _FLOP_DIMS.get(self.name)
         if dims and place and max(place[0], place[2]) < len(dims):
@@ -53,7 +53,7 @@ class Info(NamedTuple):
         return total
 
 
-def _get(dims: Sequence[tuple[Affine, ...]], index: int) -> tuple[Affine, ...]:
+def _get(dims: Sequence[tuple[Factor, ...]], index: int) -> tuple[Factor, ...]:
     return dims[index] if index < len(dims) else ()
 
 

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+_MULTIPLES = (8, 16, 32, 64, 128)  # to which kernels and chunked layers round a length
 Shape = tuple[int, ...]
 Exponents = tuple[int, ...]
 Polynomial = dict[Exponents, float]
@@ -36,27 +37,39 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedDim:
-    """A dimension, `size` at the base point times `factors`, rounded up to a multiple: a variable made from others."""
+class Steps:
+    """The number of multiples that hold a dimension: `size` at the base point, times the factors, rounded up.
+
+    A variable of a polynomial that is made from other variables.
+    """
 
     multiple: int
     size: int
     factors: tuple[Affine, ...]
 
+    @property
+    def variable(self) -> int:
+        return self.factors[0].variable
+
+    @property
+    def at_base(self) -> int:
+        return -(-self.size // self.multiple)
+
     def at(self, values: Values, base: Sequence[float]) -> Values:
-        """The dimension at `values`, (points, variables); shape (points,)."""
+        """The number at `values`, (points, variables); shape (points,)."""
         dim = np.full(len(values), float(self.size))
         for f in self.factors:
             dim *= 1 + f.slope * (values[:, f.variable] - base[f.variable])
-        return np.ceil((dim - 1e-6) / self.multiple) * self.multiple
+        return np.ceil((dim - 1e-6) / self.multiple)
 
 
-def with_rounded(values: Values, base: Sequence[float], rounded: Sequence[RoundedDim]) -> Values:
-    """`values`, (points, variables), with a column more for each rounded dimension."""
-    return np.column_stack([values, *(dim.at(values, base) for dim in rounded)])
+def with_steps(values: Values, base: Sequence[float], steps: Sequence[Steps]) -> Values:
+    """`values`, (points, variables), with a column more for each of `steps`."""
+    return np.column_stack([values, *(each.at(values, base) for each in steps)])
 
 
-Factors = tuple[tuple[tuple[Affine, ...], ...], ...]  # for each shape, for each dimension
+Factor = Affine | Steps
+Factors = tuple[tuple[tuple[Factor, ...], ...], ...]  # for each shape, for each dimension
 
 
 @dataclass(slots=True)
@@ -69,7 +82,8 @@ class Symbols:
     counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
     repeated: set[Kind] = field(default_factory=set)  # kinds with a count proportional to a variable with `instead_of`
     unmatched: dict[str, int] = field(default_factory=dict)  # variable -> number of kinds without a counterpart
-    rounded: list[RoundedDim] = field(default_factory=list)  # variables beyond `variables`
+    steps: list[Steps] = field(default_factory=list)  # variables beyond `variables`, of dimensions that are rounded up
+    rounds: bool = True  # False: a dimension that is rounded up is approximated by an affine one
 
     def start(self, kinds: Iterable[Kind]) -> None:
         for kind in kinds:
@@ -92,14 +106,24 @@ class Symbols:
         at = self.variables.index(name)
         step = value - self.base[at]
         other = None if instead_of is None else self.variables.index(instead_of)
-        for kind, match in _pairs(base, varied):
+        pairs = list(_pairs(base, varied))
+        changes = {
+            (old, new)
+            for kind, match in pairs
+            if match is not None
+            for before, after in zip(kind.shapes, match.shapes, strict=True)
+            for old, new in zip(before, after, strict=True)
+            if old != new
+        }
+        found = {change: self._factor(change, changes, at, step) for change in changes}
+        for kind, match in pairs:
             if match is None:
                 self.unmatched[name] = self.unmatched.get(name, 0) + 1
                 continue
             if match.shapes != kind.shapes:
                 self.factors[kind] = tuple(
                     tuple(
-                        _follow(factors, Affine(at, (new - old) / old / step), other) if new != old else factors
+                        _follow(factors, found[old, new], other) if new != old else factors
                         for factors, old, new in zip(own, before, after, strict=True)
                     )
                     for own, before, after in zip(self.factors[kind], kind.shapes, match.shapes, strict=True)
@@ -116,34 +140,55 @@ class Symbols:
         size = float(prod(kind.shapes[which]))
         return self.product(size, [f for dim in self.factors.get(kind, ((),) * (which + 1))[which] for f in dim])
 
+    def _factor(self, change: tuple[int, int], others: Iterable[tuple[int, int]], at: int, step: float) -> Factor:
+        """The factor of a dimension that went from `change[0]` to `change[1]` as variable `at` grew by `step`.
+
+        A dimension grows by a whole number for each unit of a variable. One that does not is another one rounded up.
+        """
+        old, new = change
+        if not self.rounds or _is_whole((new - old) / step):
+            return Affine(at, (new - old) / old / step)
+        for multiple in _MULTIPLES:
+            for small, large in sorted(others):
+                few, many = -(-small // multiple), -(-large // multiple)
+                if _is_whole((large - small) / step) and few != many and old * many == new * few:
+                    return Steps(multiple, small, (Affine(at, (large - small) / small / step),))
+        return Affine(at, (new - old) / old / step)
+
     def rounded_numel(self, kind: Kind, which: int, multiples: Sequence[int]) -> Polynomial:
         """`numel`, with each dimension rounded up to its multiple."""
-        scale, factors, powers = 1.0, list[Affine](), list[int]()
+        scale, factors = 1.0, list[Factor]()
         own = self.factors.get(kind, ((),) * (which + 1))[which] or ((),) * len(multiples)
         for size, multiple, of_dim in zip(kind.shapes[which], multiples, own, strict=True):
-            if multiple == 1 or not of_dim:
-                scale *= -(-size // multiple) * multiple
-                factors += of_dim
-                continue
-            dim = RoundedDim(multiple, size, of_dim)
-            if dim not in self.rounded:
-                self.rounded.append(dim)
-            powers.append(self.rounded.index(dim))
-        made = tuple(powers.count(i) for i in range(max(powers) + 1)) if powers else ()
-        return {(*exponents, *made): value for exponents, value in self.product(scale, factors).items()}
+            scale *= -(-size // multiple) * multiple
+            plain = tuple(f for f in of_dim if isinstance(f, Affine))
+            factors += [Steps(multiple, size, plain)] if multiple > 1 and plain else of_dim
+        return self.product(scale, factors)
 
-    def product(self, scale: float, factors: Iterable[Affine]) -> Polynomial:
-        """The product of `scale` and the affine factors, as a polynomial."""
+    def product(self, scale: float, factors: Iterable[Factor]) -> Polynomial:
+        """The product of `scale` and the factors, as a polynomial of the variables and of `steps`."""
         result: Polynomial = {(0,) * len(self.variables): scale}
+        made: list[int] = []
         for factor in factors:
+            if isinstance(factor, Steps):
+                if factor not in self.steps:
+                    self.steps.append(factor)
+                made.append(self.steps.index(factor))
+                result = {e: value / factor.at_base for e, value in result.items()}
+                continue
             constant = 1 - factor.slope * self.base[factor.variable]
             if abs(constant) < 1e-12:
                 constant = 0.0
             result = _times(result, factor, constant)
-        return result
+        powers = tuple(made.count(i) for i in range(max(made, default=-1) + 1))
+        return {(*exponents, *powers): value for exponents, value in result.items()}
 
 
-def _follow(factors: tuple[Affine, ...], new: Affine, instead_of: int | None) -> tuple[Affine, ...]:
+def _is_whole(number: float) -> bool:
+    return abs(number - round(number)) < 1e-9
+
+
+def _follow(factors: tuple[Factor, ...], new: Factor, instead_of: int | None) -> tuple[Factor, ...]:
     return (*(f for f in factors if f.variable != instead_of), new)
 
 
