@@ -50,7 +50,8 @@ def read(
 
 def meant(trainer: str, path: Path, names: typing.Iterable[str]) -> dict[str, object]:
     """{name: the value that `trl <trainer> --config path` would use}."""
-    parts = importlib.import_module(f"trl.scripts.{trainer}").make_parser().parse_args_and_config(["--config", str(path)])
+    parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
+    parts = parser.parse_args_and_config(["--config", str(path)])
     return {name: next(getattr(part, name) for part in parts if hasattr(part, name)) for name in names}
 
 
@@ -77,24 +78,21 @@ def test_a_setting_means_the_same_by_either_name(
     monkeypatch.chdir(tmp_path)
     groups = {new: older[0] for new, older in synonyms(trainer).items()}
     values = {new: two_values(trainer, new) for new in groups}
+    first, last = ({new: two[i] for new, two in values.items()} for i in (0, 1))
+
+    def by_old(given: dict[str, object]) -> dict[str, object]:
+        return {groups[new]: value for new, value in given.items()}
+
     variants: dict[str, dict[str, object]] = {
-        "neither": {},
-        "old": {old: values[new][1] for new, old in groups.items()},
-        "new": {new: values[new][1] for new in groups},
-        "agree": {name: values[new][1] for new, old in groups.items() for name in (new, old)},
-        "contradict": {k: v for new, old in groups.items() for k, v in ((old, values[new][0]), (new, values[new][1]))},
-        "contradict again": {
-            k: v for new, old in groups.items() for k, v in ((old, values[new][1]), (new, values[new][0]))
-        },
-    }
+        "neither": {}, "old": by_old(last), "new": last, "agree": by_old(last) | last,
+        "contradict": by_old(first) | last, "contradict-again": by_old(last) | first,
+    }  # fmt: skip
     plain = {new: two for new, two in values.items() if not isinstance(two[0], dict)}
-    spaces = [
-        {name: {"tier": "neutral", "values": list(plain[new])} for new, old in groups.items() if new in plain
-         for name in (old if by_old else new,)} for by_old in (True, False)
-    ]  # fmt: skip
+    spaces = [{name: {"tier": "neutral", "values": list(plain[new])} for new, name in called.items() if new in plain}
+              for called in (groups, {new: new for new in groups})]  # fmt: skip
     candidates = {}
     for variant, given in variants.items():
-        path = written(trainer, tmp_path / variant.replace(" ", "-"), tiny_model, **given)
+        path = written(trainer, tmp_path / variant, tiny_model, **given)
         monkeypatch.chdir(path.parent)
         recipe = read(trainer, path, fork_server)
         really = meant(trainer, path, groups)
@@ -142,6 +140,8 @@ def test_the_real_trainer_gets_what_a_candidate_means(
 
 
 def simulated(trainer: str, path: Path, server: ForkServer) -> ProbeResult:
+    if getattr(importlib.import_module("trl.trainer.utils"), "_ChunkedLogProbFunction", 1) is None:
+        pytest.skip("TRL 1.15 has the loss of a GPU only where Triton is installed")
     recipe = read(trainer, path, server, device="sim:a100-40gb")
     request = ProbeRequest(
         folder=path.parent / "p", trainer=trainer, values=recipe.values, device="sim:a100-40gb", limit_bytes=None,
@@ -161,15 +161,13 @@ def test_a_simulated_card_sees_the_same_bytes_by_either_name(
     if NEW not in synonyms(trainer):
         pytest.skip(f"{installed()} has one name for it")
     found = {}
-    for name, on in ((OLD, True), (NEW, True), (NEW, False)):
-        path = written(trainer, tmp_path / f"{name}-{on}", tiny_model, max_completion_length=64, **{name: on}) if (
-            trainer in ("grpo", "rloo")
-        ) else written(trainer, tmp_path / f"{name}-{on}", tiny_model, **{name: on})  # fmt: skip
+    for name, on in ((OLD, False), (NEW, False), *([(NEW, True)] if trainer == "sft" else [])):
+        path = written(trainer, tmp_path / f"{name}-{on}", tiny_model, **{name: on})
         monkeypatch.chdir(path.parent)
         result = simulated(trainer, path, fork_server)
         found[name, on] = (result.peak_allocated_bytes, result.least_capacity_bytes, result.step_s, result.categories)
-    assert found[OLD, True] == found[NEW, True]
-    assert found[NEW, False] != found[NEW, True]
+    assert found[OLD, False] == found[NEW, False]
+    assert found[OLD, False] != found.get((NEW, True))
 
 
 # -- what the user gives besides the recipe ---------------------------------------------------------------------------
@@ -224,8 +222,8 @@ def test_a_key_by_a_name_of_another_version_is_told_its_name_here(trainer: str, 
         with pytest.raises(ConfigError) as told:
             load(trainer).parse({name: 1}, overrides={})  # type: ignore[attr-defined]
         assert str(told.value) == (
-            f"every key must be one that `trl {trainer} --config` takes ({installed()}): unknown key {name!r}, which is "
-            f"called {other!r} here: use {other!r}"
+            f"every key must be one that `trl {trainer} --config` takes ({installed()}): unknown key {name!r}, which "
+            f"is called {other!r} here: use {other!r}"
         )
 
 

@@ -1,7 +1,8 @@
-"""Settings of the model that a recipe may also give inside `model_init_kwargs`, where they win over the top-level keys."""
+"""Settings of the model that a recipe may also give inside `model_init_kwargs`, where they win over top-level keys."""
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 
 from .names import installed
 from .trl_config import TrlConfig, parse, plain
@@ -29,7 +30,7 @@ def at_top_level(
         older = plain(inner.pop(_OLDER))
         known = moved.get("dtype", config.model.dtype)
         moved["dtype"] = older if known is None else known
-    notes = tuple(f"{_KEY} has what {top} sets too; {top}: {value} is used" for top, value in moved.items())
+    notes = tuple(f"{_KEY} sets {top} too; {installed()} uses {value}, kept as {top}" for top, value in moved.items())
     return {**kept, **moved, **({_KEY: plain(inner)} if inner else {})}, notes
 
 
@@ -37,8 +38,6 @@ def _used_by_script(trainer: str) -> bool:
     """Whether TRL's own script passes a recipe's `model_init_kwargs` on; it does so before it asks for a dataset."""
     script = importlib.import_module(f"trl.scripts.{trainer}")
     config = parse(trainer, {"use_cpu": True, "bf16": False, _KEY: {"revision": "asked"}}, overrides={})
-    try:
+    with suppress(ValueError):  # neither `datasets` nor `dataset_name`
         script.main(config.script, config.training, config.model, config.datasets)
-    except ValueError:  # neither `datasets` nor `dataset_name`
-        pass
     return bool(config.training.model_init_kwargs["revision"] == "asked")

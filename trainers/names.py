@@ -1,7 +1,7 @@
 """Settings with more than one name: the names that the installed TRL takes, and the one that a recipe goes by.
 
-Nothing here is a table of versions. A pair of names counts if the installed dataclass takes both and an object made with
-the older one alone has its value under the newer one.
+Nothing here is a table of versions. A pair of names counts if the installed dataclass takes both, and an object made
+with the older one alone has its value under the newer one.
 """
 
 import importlib
@@ -16,8 +16,8 @@ from typing import Any
 
 from autofit.plugin.fields import accepts
 
-# (older name, newer name) of one setting with the same values, from the deprecation notices of transformers 4.40 to 5.23
-# and of TRL 0.12 to 1.16. A deprecated field that names its successor in its help text need not be listed.
+# (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
+# 4.57 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
 RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
