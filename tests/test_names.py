@@ -123,20 +123,18 @@ def test_the_real_trainer_gets_what_a_candidate_means(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [OLD, *([NEW] if NEW in synonyms(trainer) else [])]:
-        for on in (True, False):
-            path = written(trainer, tmp_path / f"{name}-{on}", tiny_model, **{name: not on})
-            monkeypatch.chdir(path.parent)
-            monkeypatch.syspath_prepend(str(path.parent))
-            recipe = read(trainer, path, fork_server)
-            space = Space.of(recipe, (Knob(name=OLD, tier="neutral", values=(True, False)),))
-            changes = space.yaml_changes(space.candidate({name: on}))
-            assert changes == {name: on}
-            case = WorstCase(path=worst_case_path(path.parent / "i"))
-            task = Task(device="cpu", output=tmp_path / "out", worst_case=case, steps=1)
-            run = load(trainer).build(merge(recipe.values, changes), task)
-            args = run.trainer.args  # type: ignore[attr-defined]
-            assert getattr(args, NEW if hasattr(args, NEW) else OLD) is on
-            assert args.gradient_checkpointing is on
+        path = written(trainer, tmp_path / name, tiny_model, **{name: True})
+        monkeypatch.chdir(path.parent)
+        monkeypatch.syspath_prepend(str(path.parent))
+        recipe = read(trainer, path, fork_server)
+        space = Space.of(recipe, (Knob(name=OLD, tier="neutral", values=(True, False)),))
+        changes = space.yaml_changes(space.candidate({name: False}))
+        assert changes == {name: False}
+        case = WorstCase(path=worst_case_path(path.parent / "i"))
+        task = Task(device="cpu", output=tmp_path / "out", worst_case=case, steps=1)
+        run = load(trainer).build(merge(recipe.values, changes), task)
+        args = run.trainer.args  # type: ignore[attr-defined]
+        assert (getattr(args, NEW, False), args.gradient_checkpointing) == (False, False)
 
 
 def simulated(trainer: str, path: Path, server: ForkServer) -> ProbeResult:

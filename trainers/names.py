@@ -17,7 +17,7 @@ from typing import Any
 from autofit.plugin.fields import accepts
 
 # (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
-# 4.57 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
+# 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
 RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
