@@ -180,6 +180,10 @@ def test_a_value_set_on_the_command_line_wins_by_either_name(
         recipe = read("sft", path, fork_server, changes={changed: False})
         assert (recipe.resolved[changed], recipe.values[changed], recipe.notes) == (False, False, ())
         assert given == changed or given not in recipe.values
+    path = written("sft", tmp_path, tiny_model, model_init_kwargs={"attn_implementation": "eager"})
+    recipe = read("sft", path, fork_server, changes={"attn_implementation": "sdpa"})
+    assert recipe.resolved["attn_implementation"] == "sdpa"
+    assert "model_init_kwargs" not in recipe.values
 
 
 def test_a_space_has_one_knob_for_a_setting_and_a_scaled_key_may_go_by_either_name() -> None:

@@ -1,7 +1,7 @@
 """Settings of the model that a recipe may also give inside `model_init_kwargs`, where they win over top-level keys."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from .names import installed
@@ -13,10 +13,11 @@ _OLDER = "torch_dtype"  # from_pretrained takes it where it is given no dtype
 
 
 def at_top_level(
-    trainer: str, values: Mapping[str, object], config: TrlConfig
+    trainer: str, values: Mapping[str, object], config: TrlConfig, changed: Collection[str]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """(`values` with these settings as top-level keys, a sentence for each that moved).
 
+    The `changed` keys are given besides the recipe, so its `model_init_kwargs` do not win over them.
     Without `model_init_kwargs` altogether where the installed `trl <trainer>` does not use them (TRL 1.14).
     """
     inner = dict(config.training.model_init_kwargs or {})
@@ -30,6 +31,7 @@ def at_top_level(
         older = plain(inner.pop(_OLDER))
         known = moved.get("dtype", config.model.dtype)
         moved["dtype"] = older if known is None else known
+    moved = {top: value for top, value in moved.items() if top not in changed}
     notes = tuple(f"{_KEY} sets {top} too; {installed()} uses {value}, kept as {top}" for top, value in moved.items())
     return {**kept, **moved, **({_KEY: plain(inner)} if inner else {})}, notes
 

@@ -91,7 +91,7 @@ class TrlTrainer:
         go_offline_without_a_hub()
         device = device_overrides(inspection.device)
         given = overridden(self.name, given, inspection.changed)
-        given, moved = at_top_level(self.name, given, self.parse(given, overrides=device))
+        given, moved = at_top_level(self.name, given, self.parse(given, overrides=device), inspection.changed)
         config = self.parse(given, overrides=device)
         named = one_name_each(self.name, given, config.resolved)
         given, resolved = dict(named.values), named.resolved
