@@ -97,7 +97,7 @@ def test_what_a_trainer_tells_is_whole(recipe: Recipe) -> None:
 
 def test_what_a_trainer_tells_survives_json(recipe: Recipe) -> None:
     answer = json.loads((Path.cwd() / "i" / "inspection.json").read_text())
-    assert Facts.from_json(answer).to_json() == answer | {"compared": tuple(answer["compared"])}
+    assert Facts.from_json(answer).to_json() == answer | {key: tuple(answer[key]) for key in ("compared", "notes")}
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_server: ForkServer) -> None:

@@ -20,6 +20,8 @@ from . import offline
 from .common import read_worst_case, samples_per_step
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
 from .keys import SAMPLES, TILE_TOKENS, sample_tiers
+from .model_kwargs import at_top_level
+from .names import installed, one_name_each, overridden
 from .trl_config import TrlConfig, parse, plain
 
 # Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
@@ -87,8 +89,12 @@ class TrlTrainer:
         with offline.or_stated(inspection):
             given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
         go_offline_without_a_hub()
-        config = self.parse(given, overrides=device_overrides(inspection.device))
-        resolved = config.resolved
+        device = device_overrides(inspection.device)
+        given = overridden(self.name, given, inspection.changed)
+        given, moved = at_top_level(self.name, given, self.parse(given, overrides=device), inspection.changed)
+        config = self.parse(given, overrides=device)
+        named = one_name_each(self.name, given, config.resolved)
+        given, resolved = dict(named.values), named.resolved
         if inspection.simulated:
             config = with_stand_ins(self.name, given, config, inspection)
         model = model_facts(config, self.auto_class)
@@ -100,7 +106,9 @@ class TrlTrainer:
             tiers=self.tiers(
                 resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
             ),
-            compared=self.compared, tile_tokens=self.tile_tokens, forecasts=True,
+            compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
+            tile_tokens=self.tile_tokens, forecasts=True,
+            other_names=named.other_names, notes=(*moved, *named.notes), version=installed(),
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,
             **longest,  # type: ignore[arg-type]

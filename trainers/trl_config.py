@@ -14,6 +14,8 @@ from autofit.errors import ConfigError, nearest
 from autofit.plugin.fields import accepts, readable
 from autofit.recipe.recipe import merge
 
+from .names import installed, renamed
+
 _NAMED = 4  # unknown keys that one error names
 _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
@@ -78,10 +80,15 @@ def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
 def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
     unknown = [key for key in values if key not in hints]
     if unknown:
-        each = "; ".join(f"unknown key {key!r}{nearest(key, hints)}" for key in unknown[:_NAMED])
+        each = "; ".join(f"unknown key {key!r}{_instead(key, hints)}" for key in unknown[:_NAMED])
         more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
         hint = more if len(unknown) > _NAMED else ""
-        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes: {each}{hint}")
+        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes ({installed()}): {each}{hint}")
+
+
+def _instead(key: str, known: Mapping[str, Any]) -> str:
+    new = renamed(key, known)
+    return nearest(key, known) if new is None else f", which is called {new!r} here: use {new!r}"
 
 
 def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions: Mapping[str, Any]) -> None:

@@ -110,7 +110,10 @@ def estimate(
             )  # fmt: skip
             stated.check()
             where = describe_device(device, capacity)
-            (on_event or silent)(Event(text=f"{stated.model} on {where}"))
+            tell = on_event or silent
+            tell(Event(text=f"{stated.model} on {where}"))
+            for note in stated.notes:
+                tell(Event(label="note", text=note))
             estimator = Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

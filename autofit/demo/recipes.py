@@ -25,7 +25,6 @@ def smollm2_recipe(*, model: Path, data: Path) -> Recipe:
         "output_dir": "outputs/smollm2-chain-sum",
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
-        "gradient_checkpointing": True,
         "num_generations": 8,
         "max_completion_length": 12,
         "temperature": 0.8,

@@ -49,6 +49,9 @@ class Facts:
     weights_bytes: int | None = None
     tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
     forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
+    other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
+    notes: tuple[str, ...] = ()  # what the user should know of how the recipe was read, a sentence each
+    version: str = ""  # of the library whose keys these are
     content_hash: str = ""  # of the data and the code that the recipe only names
     architecture_hash: str = ""  # of the model's shape, where the recipe only names it
 
@@ -58,8 +61,8 @@ class Facts:
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "Facts":
         keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], content["keys"]))
-        compared = tuple(cast(list[str], content["compared"]))
-        return cls(**{**content, "keys": keys, "compared": compared})  # type: ignore[arg-type]
+        lists = {name: tuple(cast(list[str], content[name])) for name in ("compared", "notes")}
+        return cls(**{**content, "keys": keys, **lists})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +87,14 @@ class WorstCase:
 class Inspection:
     """What `Trainer.inspect` is asked: leave the longest sample in `worst_case`.
 
-    On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data.
+    On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data. `changed`
+    has the keys that the user gave besides the recipe: they win over other names of the same setting.
     """
 
     device: str  # "cpu", "cuda" or "sim:NAME"
     worst_case: WorstCase
     prompt_tokens: int | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def simulated(self) -> bool:

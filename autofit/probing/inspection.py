@@ -20,6 +20,7 @@ def run(request_path: str) -> int:
     inspection = Inspection(
         device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
         prompt_tokens=cast(int | None, request.get("prompt_tokens")),
+        changed=tuple(cast(list[str], request["changed"])),
     )  # fmt: skip
     answer: dict[str, object]
     try:

@@ -35,7 +35,8 @@ def prepare(
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
-        "trainer": trainer, "values": values, "device": device, "prompt_tokens": prompt_tokens,
+        "trainer": trainer, "values": values, "changed": list(changes or {}), "device": device,
+        "prompt_tokens": prompt_tokens,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
     write_json(folder / "inspect.json", request)
@@ -73,7 +74,8 @@ def prepare(
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
-        architecture_hash=facts.architecture_hash,
+        architecture_hash=facts.architecture_hash, other_names=facts.other_names, notes=facts.notes,
+        version=facts.version,
     )  # fmt: skip
 
 

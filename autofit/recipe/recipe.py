@@ -91,6 +91,9 @@ class Recipe:
     weights_bytes: int | None = None
     tile_tokens: int | None = None
     forecasts: bool = True
+    other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
+    notes: tuple[str, ...] = ()
+    version: str = ""  # of the library whose keys these are
     content_hash: str = ""
     architecture_hash: str = ""
 
@@ -208,7 +211,7 @@ class Recipe:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))
         if self.model_parameters is not None and self.weights_bytes is not None:
             rows.append(("weights", f"{_count(self.model_parameters)} parameters, {format_bytes(self.weights_bytes)}"))
-        return rows
+        return [*rows, *(("note", note) for note in self.notes)]
 
 
 def _count(number: int) -> str:

@@ -60,12 +60,18 @@ class Space:
     def of(cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu") -> "Space":
         """The space of `recipe`, with the knobs permitted by `allow` (the lowest tier to change) and `device`."""
         recipe.check()
+        knobs = tuple(_called(k, recipe) for k in knobs)
         unknown = [k.name for k in knobs if not _known(k.name, recipe)]
         if unknown:
+            of = f" ({recipe.version})" if recipe.version else ""
             raise ConfigError(
-                f"every knob of a search space must be a key of the trainer {recipe.trainer}; unknown: "
+                f"every knob of a search space must be a key of the trainer {recipe.trainer}{of}; unknown: "
                 f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
             )
+        names = [k.name for k in knobs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"a search space must have one knob for {twice}, by any of its names; it has several")
         batch = [key for key in (recipe.keys.micro_batch, recipe.keys.rollout) if key is not None]
         unsolved = [k.name for k in knobs if k.solved and k.name not in batch]
         if unsolved:
@@ -291,6 +297,13 @@ class Space:
             if not knob.memory_ascending or choices.index(value) < choices.index(against):
                 return False
         return True
+
+
+def _called(knob: Knob, recipe: Recipe) -> Knob:
+    """`knob` by the names that the recipe uses, where a key has several."""
+    names = recipe.other_names
+    scales = tuple(names.get(key, key) for key in knob.scales)
+    return replace(knob, name=names.get(knob.name, knob.name), scales=scales)
 
 
 def _known(name: str, recipe: Recipe) -> bool:
