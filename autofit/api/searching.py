@@ -219,6 +219,8 @@ class _Run:
             f"{too_large} cannot fit",
             label="predicted",
         )
+        for problem, count in forecast.problems.items():
+            self._note(f"nothing is ruled out for {count} of them: {problem}", label="predicted")
         return forecast
 
     def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:

@@ -52,6 +52,25 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What came of one structure: its mass model, or the reason why there is none."""
+
+    model: MassModel | None = None
+    layers: int = 0  # of the architecture
+    mismatch: float = 0.0  # relative error at the hold-out, which has all layers
+    reason: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the model rules out no candidate; "" where it may."""
+        if self.model is None:
+            return self.reason
+        if self.mismatch > EXACT_SHARE:
+            return f"a training traced as a test took {self.mismatch:.2%} more or less than was forecast"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecaster:
     """Builds mass models in the fork server, or loads them from the folder `kept`."""
 
@@ -88,17 +107,23 @@ class Forecaster:
         floor = np.zeros(len(candidates))
         used, step, rollout = (np.full(len(candidates), np.nan) for _ in range(3))
         spec = gpu_spec(self.device.removeprefix("sim:"))
+        problems: dict[str, int] = {}
         for name, places in groups.items():
-            if (found := models[name]) is not None:
-                live, seconds, before_update = _evaluate(*found, [shapes[p] for p in places])
-                floor[places] = spec.context_bytes + live if found[2] <= EXACT_SHARE else 0.0
+            made = models[name]
+            if made.problem:
+                problems[made.problem] = problems.get(made.problem, 0) + len(places)
+            if made.model is not None:
+                live, seconds, before_update = _evaluate(made.model, made.layers, [shapes[p] for p in places])
+                floor[places] = 0.0 if made.problem else spec.context_bytes + live
                 used[places] = spec.context_bytes + live
                 step[places], rollout[places] = seconds, before_update
         predictions = Predictions(
             candidates=candidates, floor_bytes=floor, device_used_bytes=used, step_s=step,
             rollout_s=rollout if space.recipe.generates else None,
         )  # fmt: skip
-        return Forecast(space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models)
+        return Forecast(
+            space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models, problems=problems
+        )
 
     def _unknown(self, space: Space, candidates: tuple[Candidate, ...]) -> "Forecast":
         """A forecast without predictions, for a trainer whose models cannot be traced with few layers."""
@@ -106,7 +131,13 @@ class Forecaster:
         predictions = Predictions(
             candidates=candidates, floor_bytes=np.zeros(len(candidates)), device_used_bytes=nothing, step_s=nothing
         )
-        return Forecast(space=space, context_bytes=0, predictions=predictions, models={})
+        return Forecast(
+            space=space,
+            context_bytes=0,
+            predictions=predictions,
+            models={},
+            problems={"traces of few layers do not stand for this trainer's models": len(candidates)},
+        )
 
     @property
     def _cancel(self) -> Path:
@@ -138,8 +169,7 @@ class Forecaster:
             "hold_out": hold,
         }  # fmt: skip
 
-    def _model(self, request: Mapping[str, object]) -> tuple[MassModel, int, float] | None:
-        """(mass model, the architecture's layers, relative hold-out error); None if a trace failed."""
+    def _model(self, request: Mapping[str, object]) -> Made:
         name = _key(request, self.worst_case)
         kept = self.kept / name
         found = _read(kept)
@@ -155,11 +185,12 @@ class Forecaster:
                         "deadline_s": _DEADLINE_S, "cancel": str(self._cancel),
                     }
                 )  # fmt: skip
-            except EnvironmentFault:
-                return None
+            except EnvironmentFault as error:
+                return Made(reason=str(error))
             found = _read(folder)
-            if found is not None:
-                _keep(folder, kept)
+            if found is None:
+                return Made(reason=_reason(folder))
+            _keep(folder, kept)
         return found
 
 
@@ -170,7 +201,8 @@ class Forecast:
     space: Space
     context_bytes: int
     predictions: Predictions
-    models: Mapping[str, tuple[MassModel, int, float] | None]
+    models: Mapping[str, Made]
+    problems: Mapping[str, int]  # why nothing is ruled out: the reason, and the number of candidates
 
     def of(
         self, space: Space, candidate: Candidate, *, completion_tokens: int | None = None
@@ -188,9 +220,9 @@ class Forecast:
             shape = replace(shape, completion=completion_tokens)
         known = {k: v for k, v in params.items() if k in ours}
         found = self.models.get(_structure(space.recipe, known, shape))
-        if found is None:
+        if found is None or found.model is None:
             return None
-        live, seconds, _ = _evaluate(*found, [shape])
+        live, seconds, _ = _evaluate(found.model, found.layers, [shape])
         return self.context_bytes + float(live[0]), float(seconds[0])
 
 
@@ -246,11 +278,25 @@ def _widened(span: tuple[int, int], *, by: int) -> tuple[float, float]:
     return span[0] / by, span[1] * by
 
 
-def _read(folder: Path) -> tuple[MassModel, int, float] | None:
+def _read(folder: Path) -> Made | None:
+    """What an earlier trace made; None where there is nothing that counts another time."""
     answer = read_json(folder / "model.json")
-    if answer is None or "error" in answer or not (folder / "model.npz").exists():
+    if answer is None or "error" in answer:
         return None
-    return MassModel.load(folder / "model.npz"), int(str(answer["layers"])), float(str(answer["mismatch"]))
+    if "refused" in answer:
+        return Made(reason=str(answer["refused"]))
+    if not (folder / "model.npz").exists():
+        return None
+    return Made(
+        model=MassModel.load(folder / "model.npz"), layers=int(str(answer["layers"])),
+        mismatch=float(str(answer["mismatch"])),
+    )  # fmt: skip
+
+
+def _reason(folder: Path) -> str:
+    """Why a trace failed, as its worker said."""
+    answer = read_json(folder / "model.json") or {}
+    return f"a trace failed: {answer.get('error', f'no answer within {_DEADLINE_S:.0f} s')}"
 
 
 def _keep(folder: Path, kept: Path) -> None:
@@ -273,7 +319,7 @@ def _shape(space: Space, candidate: Candidate) -> _Shape:
     return _Shape(micro, accumulation, chunk, number(space.recipe.keys.completion), number("lora_r"))
 
 
-def _evaluate(model: MassModel, layers: int, mismatch: float, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
+def _evaluate(model: MassModel, layers: int, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
     """(peak live bytes, seconds of an optimizer step, seconds before its update), each (len(shapes),).
 
     Equal shapes are evaluated once.

@@ -1,6 +1,7 @@
 """A model of the same architecture, small enough for a step in milliseconds: few layers, narrow, a small vocabulary."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,17 +17,20 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from autofit.fakegpu.depth.stack import NotRepeatingError, layer_prints, with_layers
+
 from .samples import END, FIRST_WORD, PAD, UNKNOWN, VOCABULARY
 
 _MOST_PARAMETERS = 20_000_000
 _MOST_KINDS = 4  # most layers kept, each of a different kind
+_MOST_LAYERS = 12  # most layers kept where they cannot be chosen
 _HEAD_DIM, _WINDOW, _EXPERTS = 16, 8, 4
 # Configs use the same names for these sizes (transformers 5.23); a size that a config lacks is not added.
 _SMALL: dict[str, object] = {
     "vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": None,
     "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "n_shared_experts": 1,
     "n_group": 1, "initializer_range": 0.2, "topk_group": 1,
-    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "mlp_only_layers": [],
+    "num_nextn_predict_layers": 0,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16,
     "v_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": _HEAD_DIM,
     "linear_value_head_dim": _HEAD_DIM, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
@@ -97,7 +101,6 @@ def _small(config: Any, *, narrow: bool) -> Any:
     names = getattr(config, "attribute_map", {})
     content = {**config.to_dict(), "dtype": "float32"}
     content.pop("quantization_config", None)
-    _keep_layers(content, names)
     for name, value in {**_SMALL, **(_widths(content, names) if narrow else {})}.items():
         real = names.get(name, name)
         if content.get(real) is not None:
@@ -105,20 +108,27 @@ def _small(config: Any, *, narrow: bool) -> Any:
     content |= {key: 0.0 for key, value in content.items() if "drop" in key and isinstance(value, float)}
     if content.get("sliding_window"):
         content["sliding_window"] = _WINDOW
-    return type(config).from_dict(_plain_positions(content))
+    return _few_layers(type(config).from_dict(_plain_positions(content)))
 
 
-def _keep_layers(content: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Reduce `content` to one layer of each kind, in order, and at least two layers."""
-    real = names.get("num_hidden_layers", "num_hidden_layers")
-    layers = int(content[real])
-    lists = [k for k, v in content.items() if isinstance(v, list) and len(v) == layers and layers > 1]
-    kinds = [tuple(str(content[key][i]) for key in lists) for i in range(layers)]
-    kept = [i for i in range(layers) if kinds[i] not in kinds[:i]][:_MOST_KINDS]
-    kept += [i for i in range(layers) if i not in kept][: max(0, 2 - len(kept))]
-    for key in lists:
-        content[key] = [content[key][i] for i in sorted(kept)]
-    content[real] = len(kept)
+def _few_layers(config: Any) -> Any:
+    """`config` with one layer of each kind, in order, and at least two layers; kinds are told by the real modules.
+
+    Where its lists do not choose layers freely, the first layers up to the last new kind; where its layers cannot be
+    told apart, the first two.
+    """
+    try:
+        prints = layer_prints(config)
+    except NotRepeatingError:
+        return with_layers(config, range(min(2, config.num_hidden_layers)))
+    kinds = [i for i in range(len(prints)) if prints[i] not in prints[:i]][:_MOST_KINDS]
+    others = [i for i in range(len(prints)) if i not in kinds]
+    chosen = sorted([*kinds, *others[: max(0, 2 - len(kinds))]])
+    few = with_layers(config, chosen)
+    with suppress(NotRepeatingError):
+        if layer_prints(few) == [prints[i] for i in chosen]:
+            return few
+    return with_layers(config, range(min(max(2, kinds[-1] + 1), _MOST_LAYERS)))
 
 
 def _widths(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
