@@ -1,4 +1,7 @@
-"""`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s gpu` what needs a CUDA card."""
+"""`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s gpu` what needs a CUDA card.
+
+`nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports.
+"""
 
 import nox
 
@@ -34,6 +37,20 @@ def slow(session: nox.Session) -> None:
     """Run every test that needs no GPU, as CI does."""
     session.install(*INSTALL)
     session.run("pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "versions",
+    [
+        nox.param(("torch==2.11.*", "transformers==5.17.*", "trl==1.14.*"), id="oldest"),
+        nox.param(("torch", "transformers", "trl"), id="newest"),
+    ],
+)
+def compat(session: nox.Session, versions: tuple[str, ...]) -> None:
+    """Run the simulation's tests on the oldest supported and on the newest torch, transformers and TRL (several GB)."""
+    session.install("--upgrade", "-e", ".[dev]", *versions)
+    session.run("pytest", "-m", "not gpu", *(session.posargs or ["tests/fakegpu"]))
 
 
 @nox.session(venv_backend="none")

@@ -55,6 +55,11 @@ class Shortcut:
         self._attributes: dict[torch.device, dict[str, object]] = {}
         self._known: dict[object, tuple[type | None, tuple[Output, ...]] | None] = {}
 
+    @property
+    def functions(self) -> set[OpOverload]:
+        """The operations that ran so far."""
+        return {cast("OpOverload", cast("tuple[object, ...]", key)[0]) for key in self._known}
+
     def run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         key: list[object] = [func]
         if not (_describe(args, key) and _describe_options(kwargs, key)) or torch.is_inference_mode_enabled():

@@ -36,6 +36,7 @@ class Tracer(TorchDispatchMode):
         self.paused = False
         self.vocabulary_sizes: set[int] = set()
         self.handlers: dict[OpOverload, Handler] = {}  # operations with a replacement; other packages add theirs
+        self.composites: dict[OpOverload, Callable[..., object]] = {}  # the same for composite operations
         if hasattr(aten, "_grouped_mm"):
             self.handlers[aten._grouped_mm.default] = _grouped_mm
         for name in ("dtype", "dtype_out"):
@@ -84,7 +85,7 @@ class Tracer(TorchDispatchMode):
         if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             return NotImplemented
         with self:
-            return func.decompose(*args, **kwargs)
+            return self.composites.get(func, func.decompose)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ values
     def _item(self, tensor: FakeTensor) -> float | int | bool:

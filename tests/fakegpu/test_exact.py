@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,33 @@ def test_whole_training_run_peaks_at_the_real_allocators_byte_count(case: Case, 
     error = (gpu.peak_requested_bytes + host_random_state_bytes(case)) / real - 1
     print(f"{case}: real {real / 2**20:.3f} MiB, error {error:+.4%}")
     assert abs(error) <= 2e-4
+
+
+ROWS = 256
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x.gather(1, torch.zeros(ROWS, 1, dtype=torch.long)),
+        lambda x: x[torch.arange(3)],
+        lambda x: x.max(dim=1)[0],
+        lambda x: x.topk(3, dim=1)[0],
+        lambda x: x.index_select(0, torch.arange(2)),
+        lambda x: x.take(torch.arange(2)),
+        lambda x: x.log_softmax(-1).gather(1, torch.zeros(ROWS, 1, dtype=torch.long)),
+    ],
+    ids=["gather", "index", "max", "topk", "index_select", "take", "log-probabilities"],
+)
+def test_a_gradient_of_picked_elements_is_written_into_zeros_in_place(
+    pick: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """For a fake, autograd copies the zeros first, 1 MB here; a card, like the CPU, does not."""
+
+    def step() -> None:
+        x = torch.zeros(ROWS, 1000, requires_grad=True)
+        pick(x * 1).sum().backward()
+
+    with fake_gpu("h100", mode="cpu") as gpu:
+        step()
+    assert abs(gpu.peak_requested_bytes - profiler_peak_bytes(step)) < 4096

@@ -17,7 +17,7 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "errors", "formula", "patches"),  # of the three folders only their empty __init__
-    ("allocator", "kernels", "known_values", "op_cache", "specs"),
+    ("allocator", "kernels", "known_values", "op_cache", "specs", "undo"),
     ("replay",),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
@@ -27,9 +27,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formula.kernel_log",),
     ("formula.seconds",),
     ("formula.formula",),
-    ("patches.cuda_to_cpu", "patches.gradient_sums", "patches.guard", "patches.sdpa"),
+    ("patches.cuda_to_cpu", "patches.gradient_sums", "patches.guard", "patches.redirect", "patches.sdpa"),
+    ("patches.cuda_api",),
     (
-        "patches.bitsandbytes", "patches.cuda_api", "patches.distributed", "patches.handlers", "patches.libraries",
+        "patches.bitsandbytes", "patches.distributed", "patches.handlers", "patches.libraries",
         "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors", "patches.vllm",
     ),
     ("patches.registry",),

@@ -155,7 +155,9 @@ _MAKERS = {"sft": _sft, "dpo": _dpo, "reward": _reward, "grpo": _grpo}
 def profiler_peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes the real CPU allocator held during `run`, from the profiler's record of every allocation."""
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0

@@ -80,7 +80,8 @@ class TwoRewardsLoop(Loop):
         for frozen in (self.reference, *self.rewards):
             frozen.requires_grad_(False).eval()
         if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            new_name = "activation_checkpointing_enable"  # since transformers 5.23
+            getattr(self.model, new_name, self.model.gradient_checkpointing_enable)()
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate)
         self.pairs = [] if setup.random_weights else _read(settings)

@@ -16,6 +16,7 @@ from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.kernels import GEMMS, add_scratch_rule
 from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ CUSTOM_KERNEL_ROWS = 512  # above it bitsandbytes dequantises the weight, below 
 def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Quantised parameters as fake tensors: classes that are both, and a `_make_subclass` that returns them."""
     classes = {module.Params4bit: _also_fake(module.Params4bit), module.Int8Params: _also_fake(module.Int8Params)}
-    original = cast("Callable[..., torch.Tensor]", torch.Tensor._make_subclass)
+    original = cast("Callable[..., torch.Tensor]", untouched(torch.Tensor._make_subclass))
 
     def make_subclass(
         cls: type[torch.Tensor], data: torch.Tensor, requires_grad: bool = False, **options: object
@@ -63,7 +64,7 @@ def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target
 
 def transformers_quantising(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """`from_pretrained` with a bitsandbytes config: an error if no layer is quantised (transformers only warns)."""
-    original = cast("Callable[..., torch.nn.Module]", module.replace_with_bnb_linear)
+    original = cast("Callable[..., torch.nn.Module]", untouched(module.replace_with_bnb_linear))
 
     def replace(model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
         plain = {id(layer) for layer in model.modules()}

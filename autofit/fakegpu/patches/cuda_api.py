@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.errors import FakeGpuError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class DeviceProperties:
 class FakeEvent:
     """torch.cuda.Event on the simulated clock."""
 
+    __class__ = torch.cuda.Event  # type: ignore[assignment]  # for isinstance
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._gpu = _current()
         self._time_s: float | None = None
@@ -61,6 +64,7 @@ class FakeEvent:
 class FakeStream:
     """torch.cuda.Stream: its allocations come from its own pools; all streams share one time queue."""
 
+    __class__ = torch.cuda.Stream  # type: ignore[assignment]
     _count = 0
 
     def __init__(self, device: object = None, priority: int = 0, *, stream_id: int | None = None, **_: object) -> None:
@@ -73,6 +77,7 @@ class FakeStream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.device_type = 1
+        self._before = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and other.stream_id == self.stream_id
@@ -89,6 +94,14 @@ class FakeStream:
         event.record()
         return event
 
+    def __enter__(self) -> FakeStream:
+        self._before = _current().memory.stream
+        _current().memory.stream = self.stream_id
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current().memory.stream = self._before
+
     def synchronize(self) -> None:
         _current().clock.synchronize()
 
@@ -99,33 +112,15 @@ class FakeStream:
         return False
 
 
-class FakeStreamContext:
-    """`with torch.cuda.stream(s)`: allocations inside come from that stream's pools."""
+def instead_of(kind: type, fake: Callable[..., object]) -> Callable[..., object]:
+    """`kind.__new__` that makes a fake, which `isinstance` takes for a `kind`."""
 
-    def __init__(self, stream: object = None) -> None:
-        self.stream = stream
-        self._before = 0
+    def new(cls: type, *args: object, **kwargs: object) -> object:
+        if cls is not kind:
+            raise FakeGpuError(f"{cls.__qualname__} is a subclass of {kind.__qualname__}, which is not simulated")
+        return fake(*args, **kwargs)
 
-    def __enter__(self) -> None:
-        memory = _current().memory
-        self._before = memory.stream
-        if isinstance(self.stream, FakeStream):
-            memory.stream = self.stream.stream_id
-
-    def __exit__(self, *exc: object) -> None:
-        _current().memory.stream = self._before
-
-
-class FakeDeviceContext:
-    """`with torch.cuda.device(0)`: no effect, since there is only one card."""
-
-    def __init__(self, device: object = None) -> None:
-        self.idx = 0
-        self.prev_idx = 0
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
+    return new
 
 
 @dataclass
@@ -231,6 +226,8 @@ class CudaApi:
 class FakeCudaGraph:
     """torch.cuda.CUDAGraph: a capture runs the code; a replay takes as long as the capture."""
 
+    __class__ = torch.cuda.CUDAGraph  # type: ignore[assignment]
+
     def __init__(self, keep_graph: bool = False) -> None:
         self._gpu = _current()
         self._started_s = self._seconds = 0.0
@@ -279,8 +276,8 @@ def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         yield torch.cuda.nvtx, name, always(0), reason
     for module in (torch.cuda, torch.cuda.graphs):
-        yield module, "CUDAGraph", FakeCudaGraph, reason
         yield module, "graph_pool_handle", always((0, 0)), reason
+    yield torch.cuda.CUDAGraph, "__new__", instead_of(torch.cuda.CUDAGraph, FakeCudaGraph), reason
     yield torch.cuda.graph, "default_capture_stream", None, reason
     yield torch._C, "_host_emptyCache", nothing, reason
     yield torch._C, "_scatter", scatter_to_one, reason
@@ -290,7 +287,7 @@ def nothing(*args: object, **kwargs: object) -> None:
     """No-op for calls that only matter to a real device: seeding, collecting handles, initialising."""
 
 
-def always(value: object) -> object:
+def always(value: object) -> Callable[..., object]:
     """A function that accepts any arguments and returns `value`."""
 
     def answer(*args: object, **kwargs: object) -> object:
@@ -312,10 +309,16 @@ def current_gpu(gpu: FakeGpu) -> Iterator[None]:
         _STACK.remove(gpu)
 
 
+def active_gpu() -> FakeGpu | None:
+    """The card of the block that is running; None outside of blocks."""
+    return _STACK[-1] if _STACK else None
+
+
 def _current() -> FakeGpu:
-    if not _STACK:
+    gpu = active_gpu()
+    if gpu is None:
         raise RuntimeError("this CUDA object belongs to a simulated GPU whose block has ended")
-    return _STACK[-1]
+    return gpu
 
 
 def _stat(current: int, peak: int) -> dict[str, dict[str, int]]:

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.tracer import Tracer
 
 Target = tuple[object, str, object, str]
@@ -94,7 +95,12 @@ def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):
-            yield owner, name, _untracked(gpu.tracer, vars(owner)[name]), "its fakes are no memory of the card"
+            yield (
+                owner,
+                name,
+                _untracked(gpu.tracer, untouched(vars(owner)[name])),
+                "its fakes are no memory of the card",
+            )
 
 
 def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:

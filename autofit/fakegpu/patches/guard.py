@@ -1,20 +1,20 @@
 """Let fake tensors live on `cuda:0` where torch has no CUDA: the only module that touches torch's C++ tables.
 
-A CPU-only build lacks two things: a device guard for CUDA (the registry slot is null), and hooks that report CUDA as
-available (autograd refuses otherwise). Both are C++ objects with a table of virtual functions. We copy the table of an
-existing object (the no-op guard of `meta`; the stub hooks), point some entries at functions that return a constant, and
-install the copy. `remove` restores the original.
+Two things are missing without a card. One is a device guard for CUDA: torch has a no-op guard for exactly this use, but
+puts it only in the place of a guard that counts no devices (`_ensureCUDADeviceGuardSet`, which FakeTensorMode calls on
+CUDA builds), and a CPU build has none to replace. So a copy of the guard of `meta` that counts no devices takes the
+slot for a moment. The other is hooks that report CUDA as available, without which autograd refuses: a copy of the table
+of the hooks' virtual functions, in which a few entries point at a function of torch that returns 1. No code is written
+to memory, and `remove` restores both pointers.
 
 Entry numbers are read from the headers in torch's wheel, so they match the version, and are checked before any write by
 calling entries with a known answer. Any mismatch raises `GuardUnavailableError`, and the caller falls back to fake
-`cpu` tensors. Tested with torch 2.13 (CPU build, Linux x86-64).
+`cpu` tensors. Tested on Linux x86-64 with torch 2.13 (CPU build) and 2.11 and 2.15 (CUDA builds without a card).
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import platform
 import re
 import sys
 from collections.abc import Iterable
@@ -27,11 +27,6 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _HEAD = 2  # an Itanium-ABI table has two words (offset, type) before its first function
 
-# Machine code: return a c10::Stream (DEFAULT, cuda:0), a 16-byte struct that comes back in two registers.
-_STREAM_CODE = {
-    "x86_64": bytes.fromhex("b80100000031d2c3"),  # mov eax, 1; xor edx, edx; ret
-    "aarch64": bytes.fromhex("20008052010080d2c0035fd6"),  # mov w0, 1; mov x1, 0; ret
-}
 _Pointers = ctypes.POINTER(ctypes.c_void_p)
 
 
@@ -67,66 +62,63 @@ class CudaGuard:
                 slot.value = value
 
     def _prepare(self) -> list[tuple[int, int]]:
-        """(address, value) pairs to write. Looks up and checks all of them, writes none."""
-        machine = platform.machine()
-        if sys.platform != "linux" or machine not in _STREAM_CODE:
-            raise GuardUnavailableError(
-                f"the CUDA guard knows Linux on x86_64 and aarch64, not {sys.platform} {machine}"
-            )
+        """(address, value) pairs to write; all of them are looked up and checked, and what was there is in place."""
+        if sys.platform != "linux":
+            raise GuardUnavailableError(f"the CUDA guard knows Linux, not {sys.platform}")
         try:
             library = Path(torch.__file__).parent / "lib"
             core, cpu = ctypes.CDLL(str(library / "libc10.so")), ctypes.CDLL(str(library / "libtorch_cpu.so"))
             registry = (ctypes.c_void_p * (_META + 1)).in_dll(core, _REGISTRY)
-            writes = [self._hooks_write(cpu)]
+            guard = _table_of(registry[_META])
+            guard_slots = _virtual_functions(
+                "c10/core/impl/DeviceGuardImplInterface.h", "C10_API DeviceGuardImplInterface"
+            )
+            _check(guard, guard_slots, {"type": _META, "deviceCount": 1, "getDevice": _META})
+            hooks = cpu[_HOOKS]
+            hooks.restype = ctypes.c_void_p
+            instance = hooks()
+            old, slots = _table_of(instance), _hooks_slots()
+            if torch.version.cuda is None:
+                _check(old, slots, {"hasCUDA": 0, "isBuilt": 0})
+            table = _Table(old, slots)
+            table.put(_ANSWER_ONE, guard[guard_slots.index("deviceCount")])
+            self._kept.append(table)
+            writes = [(instance, table.address)]
             if not registry[_CUDA]:
-                writes.append(self._guard_write(registry, _STREAM_CODE[machine]))
+                slot = ctypes.addressof(registry) + _CUDA * ctypes.sizeof(ctypes.c_void_p)
+                writes.append((slot, _no_op_guard(slot, guard, guard_slots, old[slots.index("hasCUDA")])))
         except (OSError, ValueError, AttributeError) as error:
             raise GuardUnavailableError(f"torch {torch.__version__} is laid out differently: {error}") from error
         return writes
 
-    def _guard_write(self, registry: ctypes.Array[ctypes.c_void_p], stream_code: bytes) -> tuple[int, int]:
-        slots = _virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "C10_API DeviceGuardImplInterface")
-        old = _table_of(registry[_META])
-        _check(old, slots, {"type": _META, "deviceCount": 1, "getDevice": _META})
-        one, nothing = old[slots.index("deviceCount")], old[slots.index("setDevice")]
-        stream = self._executable(stream_code)
-        table = _Table(old, slots)
-        table.put(("record", "block", "synchronizeEvent", "synchronizeDevice", "recordDataPtrOnStream"), nothing)
-        table.put(("type", "exchangeDevice", "getDevice", "queryEvent"), one)  # DeviceType::CUDA and cuda:0 are both 1
-        table.put(("getStream", "getDefaultStream", "getNewStream", "getStreamFromGlobalPool"), stream)
-        table.put(("exchangeStream",), stream)
-        instance = (ctypes.c_void_p * 2)(table.address, 0)
-        self._kept += [table, instance]
-        return ctypes.addressof(registry) + _CUDA * ctypes.sizeof(ctypes.c_void_p), ctypes.addressof(instance)
 
-    def _hooks_write(self, cpu: ctypes.CDLL) -> tuple[int, int]:
-        slots = [
-            *_virtual_functions("ATen/detail/AcceleratorHooksInterface.h", "TORCH_API AcceleratorHooksInterface"),
-            *_virtual_functions("ATen/detail/CUDAHooksInterface.h", "TORCH_API CUDAHooksInterface"),
-        ]
-        get_hooks = cpu[_HOOKS]
-        get_hooks.restype = ctypes.c_void_p
-        hooks = get_hooks()
-        old = _table_of(hooks)
-        if torch.version.cuda is None:
-            _check(old, slots, {"hasCUDA": 0, "isBuilt": 0})
-        table = _Table(old, slots)
-        one = self._executable(_ONE_CODE[platform.machine()])
-        table.put(("isBuilt", "isAvailable", "hasCUDA", "hasPrimaryContext", "deviceCount"), one)
-        self._kept.append(table)
-        return hooks, table.address
-
-    def _executable(self, code: bytes) -> int:
-        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-        page.write(code)
-        self._kept.append(page)
-        return ctypes.addressof(ctypes.c_char.from_buffer(page))
+_ANSWER_ONE = ("isBuilt", "isAvailable", "hasCUDA", "hasPrimaryContext", "deviceCount")
 
 
-_ONE_CODE = {
-    "x86_64": bytes.fromhex("b801000000c3"),  # mov eax, 1; ret
-    "aarch64": bytes.fromhex("20008052c0035fd6"),  # mov w0, 1; ret
-}
+def _no_op_guard(
+    address: int, guard: ctypes._Pointer[ctypes.c_void_p], slots: list[str], answers_zero: int | None
+) -> int:
+    """The address of torch's no-op guard for CUDA, which torch puts into the slot at `address`; the slot is cleared."""
+    table = _Table(guard, slots)
+    table.put(("deviceCount",), answers_zero)
+    without_devices = (ctypes.c_void_p * 2)(table.address, 0)
+    slot = ctypes.c_void_p.from_address(address)
+    slot.value = ctypes.addressof(without_devices)
+    try:
+        torch._C._ensureCUDADeviceGuardSet()
+        made = slot.value
+    finally:
+        slot.value = None
+    if made is None or made == ctypes.addressof(without_devices):
+        raise GuardUnavailableError("torch did not install its no-op guard for CUDA")
+    return made
+
+
+def _hooks_slots() -> list[str]:
+    return [
+        *_virtual_functions("ATen/detail/AcceleratorHooksInterface.h", "TORCH_API AcceleratorHooksInterface"),
+        *_virtual_functions("ATen/detail/CUDAHooksInterface.h", "TORCH_API CUDAHooksInterface"),
+    ]
 
 
 class _Table:

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.patches.gradient_sums import accumulation_in_place
+from autofit.fakegpu.patches.redirect import untouched
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[
 
 def other_ways(note: Callable[[str], None]) -> Iterable[tuple[object, str, object, str]]:
     """Disable the inference fast path of `nn.TransformerEncoder`, since it needs nested tensors."""
-    enabled = torch.backends.mha.get_fastpath_enabled
+    enabled = untouched(torch.backends.mha.get_fastpath_enabled)
 
     def fast_path() -> bool:
         if enabled() and not torch.is_grad_enabled():

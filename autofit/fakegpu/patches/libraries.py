@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import cast
 
 import torch
@@ -14,6 +17,8 @@ from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _Single
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.patches.cuda_api import active_gpu
+from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 
@@ -28,33 +33,44 @@ def load_in_process(loader: DataLoader[object]) -> _BaseDataLoaderIter:
         loader.num_workers, loader.timeout = workers, timeout
 
 
-_RealGenerator = torch.Generator
+_Generator = torch.Generator
 
 
-class _GeneratorType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _RealGenerator)
-
-
-class FakeGenerator(metaclass=_GeneratorType):
+def cpu_generator(device: object = None) -> torch.Generator:
     """`torch.Generator(device="cuda")` as a CPU generator; the simulated card does not use its numbers."""
-
-    def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
-        return _RealGenerator()
+    return _Generator()
 
 
-def not_compiled(note: Callable[[str], None]) -> Callable[..., object]:
-    """`torch.compile` that returns its argument unchanged and adds a note to `gpu.notes`."""
+def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
+    """`torch.compile` that adds a note to `gpu.notes` and leaves a model as it is.
+
+    A function is compiled at its first call after the block, as it may belong to a module that outlives the block.
+    """
+    original = untouched(cast("Callable[..., object]", torch.compile))
 
     def compile_(model: object = None, *args: object, **kwargs: object) -> object:
-        note("torch.compile was asked for and not simulated: the model ran eagerly")
-        return model if model is not None else (lambda function: function)
+        gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
+        if model is None:
+            return lambda function: compile_(function, *args, **kwargs)
+        if isinstance(model, torch.nn.Module) or not callable(model):
+            return model
+        function, compiled = model, cast("list[Callable[..., object]]", [])
+
+        @functools.wraps(function)
+        def run(*inputs: object, **options: object) -> object:
+            if active_gpu() is not None:
+                return function(*inputs, **options)
+            if not compiled:
+                compiled.append(cast("Callable[..., object]", original(function, *args, **kwargs)))
+            return compiled[0](*inputs, **options)
+
+        return run
 
     return compile_
 
 
 def safetensors_save(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    original = cast("Callable[..., object]", module.save_file)
+    original = untouched(module.save_file)
 
     def save_file(
         held: dict[str, torch.Tensor], filename: str | os.PathLike[str], *args: object, **kwargs: object
@@ -73,7 +89,7 @@ def save_pretrained(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     for name in ("PreTrainedModel", "PeftModel"):
         owner = getattr(module, name, None)
         if owner is not None and owner.__module__ == module.__name__:
-            yield owner, "save_pretrained", _save_model(owner.save_pretrained), "fakes have no bytes to save"
+            yield owner, "save_pretrained", _save_model(untouched(owner.save_pretrained)), "fakes have no bytes to save"
 
 
 def _save_model(original: Callable[..., object]) -> Callable[..., object]:
@@ -118,7 +134,12 @@ def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Categorise allocations in the `update` of a cache layer as KV cache."""
     for layer in vars(module).values():
         if isinstance(layer, type) and "update" in vars(layer) and layer.__name__.endswith("Layer"):
-            yield layer, "update", _as_cache(gpu.memory, vars(layer)["update"]), "names the KV cache in the timeline"
+            yield (
+                layer,
+                "update",
+                _as_cache(gpu.memory, untouched(vars(layer)["update"])),
+                "names the KV cache in the timeline",
+            )
 
 
 def _as_cache(memory: SimulatedMemory, update: Callable[..., object]) -> Callable[..., object]:
@@ -132,8 +153,30 @@ def _as_cache(memory: SimulatedMemory, update: Callable[..., object]) -> Callabl
     return labelled
 
 
+def triton_launches(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Triton kernels on fakes: a launch allocates nothing, and what it writes is allocated by its caller."""
+
+    def instead(original: Callable[..., object]) -> Callable[..., object]:
+        def run(kernel: object, *args: object, **kwargs: object) -> object:
+            if not _holds_fake([*args, *kwargs.values()]):
+                return original(kernel, *args, **kwargs)
+            while not isinstance(kernel, FunctionType):
+                kernel = kernel.fn  # type: ignore[attr-defined]
+            package = kernel.__module__.partition(".")[0]
+            if package != "trl":  # its kernels read the logits once, which hardly counts beside the matrix products
+                gpu.note(f"Triton kernels of {package} were not run: their buffers are counted, their seconds are not")
+            return None
+
+        return run
+
+    for name in ("JITFunction", "Autotuner", "Heuristics"):
+        owner = getattr(module, name, None)
+        if owner is not None and owner.__module__ == module.__name__:
+            yield owner, "run", instead(untouched(owner.run)), "a fake has no memory that a kernel could work on"
+
+
 class _Launch:
-    """A Triton kernel: launching it allocates nothing."""
+    """A Triton kernel where Triton is not installed: launching it allocates nothing."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None: ...
@@ -144,16 +187,29 @@ class _Launch:
 def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Let TRL's chunked LM head take its CUDA path (Triton kernels, in place) even without Triton installed."""
     reason = "the CUDA path writes in place where the CPU path allocates"
-    if gpu.mode != "cuda":
+    if gpu.mode != "cuda" or find_spec("triton") is not None:
         return
     if hasattr(module, "_TRITON_AVAILABLE"):
         yield module, "_TRITON_AVAILABLE", True, reason
-    for name in ("_forward_kernel", "_backward_kernel", "_stats_kernel", "_jsd_kernel"):
-        if hasattr(module, name):
-            yield module, name, _Launch(), reason
-    if not hasattr(module, "triton"):
-        module.triton = None  # type: ignore[attr-defined]
+    for name in _KERNELS[module.__name__]:
+        yield module, name, _Launch(), reason
     yield module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), reason
+
+
+def trl_loss_kernels(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """TRL before 1.16 imports its Triton kernels without a condition, so they cannot be imitated without Triton."""
+    if find_spec("triton") is None and not hasattr(module, "_use_triton"):
+        gpu.note(
+            "Triton is not installed, and this TRL computes log-probabilities with Triton on a card: the temporary "
+            "tensors of the losses of DPO and GRPO are counted without it, which is too many"
+        )
+    return ()
+
+
+_KERNELS = {
+    "trl.kernels.chunked_logprob": ("_forward_kernel", "_backward_kernel"),
+    "trl.kernels.chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
+}
 
 
 def accelerate_state(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -165,8 +221,6 @@ def accelerate_state(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 def clear_answers_of_caches() -> None:
     """Clear cached answers about CUDA availability (functools caches in the import helpers of packages)."""
-    import sys
-
     for name in _CACHING_MODULES:
         module = sys.modules.get(name)
         for value in list(vars(module).values()) if module is not None else ():

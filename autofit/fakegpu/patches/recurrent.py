@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.patches.redirect import untouched
 
 aten = torch.ops.aten
 Target = tuple[object, str, object, str]
@@ -169,9 +170,9 @@ def recurrent_layers(gpu: FakeGpu) -> Iterable[Target]:
     """Patches of `torch._VF`, which `nn.LSTM`, `nn.GRU` and `nn.RNN` call."""
     reason = "a CUDA build runs cuDNN, which fakes do not reach"
     for kind in _GATES:
-        yield torch._VF, kind, _layer(gpu, kind, getattr(torch._VF, kind)), reason
-    yield torch._VF, "_pack_padded_sequence", _pack(torch._VF._pack_padded_sequence), reason
-    yield torch._VF, "_pad_packed_sequence", _pad(torch._VF._pad_packed_sequence), reason
+        yield torch._VF, kind, _layer(gpu, kind, untouched(getattr(torch._VF, kind))), reason
+    yield torch._VF, "_pack_padded_sequence", _pack(untouched(torch._VF._pack_padded_sequence)), reason
+    yield torch._VF, "_pad_packed_sequence", _pad(untouched(torch._VF._pad_packed_sequence)), reason
     if gpu.mode == "cuda":
         yield torch.backends.cudnn, "is_acceptable", lambda tensor: True, "a card has cuDNN"
     gpu.tracer.handlers[aten._thnn_fused_gru_cell.default] = _gru_cell

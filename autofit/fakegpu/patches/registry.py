@@ -1,22 +1,22 @@
 """All patches of torch and other packages while a block runs; all are undone when it ends.
 
-Tested with torch 2.13, transformers 5.23, trl 1.16, peft 0.21, accelerate 1.15, bitsandbytes 0.50. If a
-version lacks the target of a patch, the patch is skipped and listed in `Registry.skipped`.
+Tested with torch 2.11 to 2.15, transformers 5.17 to 5.23, trl 1.14 to 1.16, peft 0.21, accelerate 1.15, bitsandbytes
+0.50 (`nox -s compat`). A patch that finds no target is skipped, and a note in `gpu.notes` says so.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import cast
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -35,72 +35,92 @@ from autofit.fakegpu.patches import (
     vllm,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
-from autofit.fakegpu.patches.sdpa import Attention
+from autofit.fakegpu.patches.redirect import redirect, replace, untouched
+from autofit.fakegpu.patches.sdpa import attention_of_a_card
+from autofit.fakegpu.undo import Undo
 
-_MISSING = object()
+Target = tuple[object, str, object, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Set `owner.name` to `value`; with `create`, even if the attribute does not exist yet."""
+    """Replace `owner.name` by `value`."""
 
     owner: object
     name: str
     value: object
     reason: str
-    create: bool = False
 
 
 class Registry:
-    """Applies patches and undoes them in reverse. Packages imported later in the block are patched when they load."""
+    """Applies patches, until the undo. Packages imported later in the block are patched when they load."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeGpu, undo: Undo) -> None:
         self.gpu = gpu
-        self.skipped: list[str] = []
-        self._undo: list[Callable[[], None]] = []
+        self.undo = undo
         self._finder = _LateImports(self)
 
     def apply(self) -> None:
         for patch in (*_torch_cuda(CudaApi(self.gpu)), *_torch_core(self.gpu)):
             self.put(patch)
+        if self.gpu.mode == "cuda":
+            attention_of_a_card(self.gpu, self.undo)
         self._allow_foreach()
+        self.undo.add(self.note_renamed_modules)
         for name in _LIBRARIES:
             module = sys.modules.get(name)
             if module is not None:
                 self.patch_library(module)
+        self.undo.add(sys.meta_path.remove, self._finder)
         sys.meta_path.insert(0, self._finder)
 
-    def undo(self) -> None:
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        while self._undo:
-            self._undo.pop()()
-
     def put(self, patch: Patch) -> None:
-        old = vars(patch.owner).get(patch.name, _MISSING)
-        if old is _MISSING and not hasattr(patch.owner, patch.name) and not patch.create:
-            self.skipped.append(f"{patch.owner!r}.{patch.name}: {patch.reason}")
+        if not (patch.name in _CREATED or hasattr(patch.owner, patch.name)):
+            owner = getattr(patch.owner, "__qualname__", getattr(patch.owner, "__name__", str(patch.owner)))
+            self._note_missing(f"{owner}.{patch.name} is gone (patched because {patch.reason})", of=patch.owner)
             return
-        setattr(patch.owner, patch.name, patch.value)
-        if old is _MISSING:
-            self._undo.append(partial(delattr, patch.owner, patch.name))
-        else:
-            self._undo.append(partial(setattr, patch.owner, patch.name, old))
+        replace(patch.owner, patch.name, patch.value, self.undo)
 
     def patch_library(self, module: ModuleType) -> None:
-        for owner, name, value, reason in _LIBRARIES[module.__name__](self.gpu, module):
-            self.put(Patch(owner, name, value, reason, create=module.__name__ in _COMPLETED))
+        name = module.__name__
+        try:
+            for owner, attribute, value, reason in _LIBRARIES[name](self.gpu, module):
+                self.put(Patch(owner, attribute, value, reason))
+        except AttributeError as error:
+            self._note_missing(f"{name} has changed: {error}", of=module)
 
-    def on_undo(self, action: Callable[[], None]) -> None:
-        self._undo.append(action)
+    def note_renamed_modules(self) -> None:
+        """Note each module to patch that its package, imported by now, does not have under this name."""
+        for name in _LIBRARIES:
+            package = sys.modules.get(name.partition(".")[0])
+            if package is None or name in sys.modules or _version(package) < _SINCE.get(name, (0,)):
+                continue
+            if not _has(package, name):
+                self._note_missing(f"there is no module {name}", of=package)
+
+    def _note_missing(self, text: str, *, of: object) -> None:
+        """Note a patch that finds no target: what it simulates is then as this version does it without a card."""
+        package = str(getattr(of, "__module__", None) or getattr(of, "__name__", "torch")).partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "of unknown version")
+        self.gpu.note(f"{package} {version} is not simulated in full, so bytes and seconds may be wrong: {text}")
 
     def _allow_foreach(self) -> None:
         """Add FakeTensor to the exact tensor types for which optimizers choose foreach and fused kernels."""
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             types = cast("list[type]", import_module(name)._foreach_supported_types)
             if FakeTensor not in types:
+                self.undo.add(types.remove, FakeTensor)
                 types.append(FakeTensor)
-                self._undo.append(partial(types.remove, FakeTensor))
+
+
+def _has(package: ModuleType, name: str) -> bool:
+    """Whether the file of the module `name` is in its package; nothing is imported."""
+    path = Path(next(iter(package.__path__)), *name.split(".")[1:])
+    return path.is_dir() or any(path.parent.glob(f"{path.name}.*"))
+
+
+def _version(package: ModuleType) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", getattr(package, "__version__", ""))[:2])
 
 
 def _torch_cuda(api: CudaApi) -> Iterable[Patch]:
@@ -115,9 +135,6 @@ def _torch_cuda(api: CudaApi) -> Iterable[Patch]:
         "_lazy_call": nothing, "get_device_capability": api.capability, "get_device_properties": api.properties,
         "get_device_name": api.name, "is_bf16_supported": api.bf16_supported, "is_tf32_supported": api.tf32_supported,
         "set_device": nothing, "synchronize": api.synchronize, "ipc_collect": nothing,
-        "device": cuda_api.FakeDeviceContext,
-        "device_of": cuda_api.FakeDeviceContext, "Event": cuda_api.FakeEvent, "Stream": cuda_api.FakeStream,
-        "stream": cuda_api.FakeStreamContext, "StreamContext": cuda_api.FakeStreamContext,
         "current_stream": api.current_stream, "default_stream": api.default_stream, "set_stream": api.set_stream,
         "can_device_access_peer": always(False), "get_arch_list": always([]), "utilization": always(100),
         "_exchange_device": api.device_handle, "_maybe_exchange_device": api.device_handle,
@@ -141,8 +158,10 @@ def _torch_cuda(api: CudaApi) -> Iterable[Patch]:
     for module, functions in ((torch.cuda.memory, memory), (torch.cuda.random, seeds)):
         for name, value in functions.items():
             yield Patch(module, name, value, reason)
-            yield Patch(torch.cuda, name, value, reason, create=True)
-    yield Patch(torch._C, "_cuda_clearCublasWorkspaces", api.clear_workspaces, reason, create=True)
+            yield Patch(torch.cuda, name, value, reason)
+    for kind, fake in ((torch.cuda.Event, cuda_api.FakeEvent), (torch.cuda.Stream, cuda_api.FakeStream)):
+        yield Patch(kind, "__new__", cuda_api.instead_of(kind, fake), reason)
+    yield Patch(torch._C, "_cuda_clearCublasWorkspaces", api.clear_workspaces, reason)
     yield from _torch_accelerator(api)
 
 
@@ -180,40 +199,31 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
         "torch swaps fake parameters, which weakrefs forbid",
     )
     data = cast("property", torch._C.TensorBase.data)
-    yield Patch(
-        tensor, "data", tensors.set_data(shadows, data), "assigning .data must move a fake's device", create=True
-    )
-    to_list = tensors.to_list(gpu.tracer, tensor.tolist)
+    yield Patch(tensor, "data", tensors.set_data(shadows, data), "assigning .data must move a fake's device")
+    to_list = tensors.to_list(gpu.tracer, untouched(tensor.tolist))
     yield Patch(tensor, "tolist", to_list, parameter_list)
     yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
-    yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, tensor.numpy), parameter_list)
-    yield Patch(tensor, "__array__", tensors.to_array(tensor.__array__), parameter_list)
-    yield Patch(tensor, "__format__", tensors.formatted(tensor.__format__), parameter_list)
-    yield Patch(
-        tensor, "__deepcopy__", tensors.deep_copied(memory, tensor.__deepcopy__), "a fake's storage cannot be copied"
-    )
+    yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, untouched(tensor.numpy)), parameter_list)
+    yield Patch(tensor, "__array__", tensors.to_array(untouched(tensor.__array__)), parameter_list)
+    yield Patch(tensor, "__format__", tensors.formatted(untouched(tensor.__format__)), parameter_list)
+    copied = tensors.deep_copied(memory, untouched(tensor.__deepcopy__))
+    yield Patch(tensor, "__deepcopy__", copied, "a fake's storage cannot be copied")
     yield Patch(tensor, "pin_memory", tensors.itself, "host memory is not simulated")
     yield Patch(tensor, "is_pinned", always(False), "host memory is not simulated")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
-    yield Patch(
-        torch.UntypedStorage, "resize_", tensors.resize_storage(memory, torch.UntypedStorage.resize_), "FSDP frees so"
-    )
+    resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
+    yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
     yield Patch(
         dataloader.DataLoader, "_get_iterator", libraries.load_in_process, "fakes cannot cross processes or threads"
     )
-    yield Patch(torch, "Generator", libraries.FakeGenerator, "a CPU build has no CUDA generator")
-    yield Patch(torch, "compile", libraries.not_compiled(gpu.note), "compiling is not simulated; code runs eagerly")
+    yield Patch(torch, "Generator", libraries.cpu_generator, "a CPU build has no CUDA generator")
+    yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
     distributed.note_collectives(gpu.note)
     for owner, name, value, reason in (
         *saving.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note),
     ):  # fmt: skip
-        yield Patch(owner, name, value, reason, create=True)
-    original = torch._C._nn.scaled_dot_product_attention
-    attention = Attention(gpu.spec.compute_capability, original, gpu.mode, gpu.attention_kernels)
-    for module in list(sys.modules.values()):
-        if vars(module).get("scaled_dot_product_attention") is original and module is not torch._C._nn:
-            yield Patch(module, "scaled_dot_product_attention", attention, "on fakes torch chooses the math kernel")
+        yield Patch(owner, name, value, reason)
 
 
 # Third-party packages: module -> function that yields (owner, name, value, reason); applied when the module is loaded.
@@ -226,7 +236,10 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
     "transformers.cache_utils": libraries.transformers_cache,
     "trl.kernels.chunked_logprob": libraries.trl_triton,
     "trl.kernels.chunked_divergence": libraries.trl_triton,
+    "trl.trainer.utils": libraries.trl_loss_kernels,
     "trl.generation.vllm_generation": vllm.trl_vllm,
+    "triton.runtime.jit": libraries.triton_launches,
+    "triton.runtime.autotuner": libraries.triton_launches,
     "safetensors.torch": libraries.safetensors_save,
     "accelerate.state": libraries.accelerate_state,
     "torch.nn.parallel.distributed": distributed.data_parallel,
@@ -237,8 +250,14 @@ _LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str
 }
 
 
-# In these modules missing targets are created: they are imported only if another package is installed.
-_COMPLETED = ("trl.generation.vllm_generation",)
+# Names to patch that need not exist: only CUDA builds, or other packages when they are installed, provide them.
+_CREATED = {
+    "_cuda_clearCublasWorkspaces", "_host_emptyCache", "_scatter", "memory_usage",
+    "LLM", "SamplingParams", "StructuredOutputsParams", "triton",
+}  # fmt: skip
+
+# Modules that older supported versions of their package do not have.
+_SINCE = {"trl.kernels.chunked_logprob": (1, 15), "trl.kernels.chunked_divergence": (1, 15)}
 
 # These load CUDA libraries at import, so the simulated card is hidden from them while they are imported.
 _LOADED_WITHOUT_CUDA = ("bitsandbytes",)
@@ -273,9 +292,17 @@ class _PatchingLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # what reads a module's source or data later asks these
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         if module.__name__ in _LOADED_WITHOUT_CUDA:
-            with mock.patch.object(torch.cuda, "is_available", always(False)), unset_fake_temporarily():
-                self._loader.exec_module(module)
+            hidden = Undo()
+            redirect(cast("FunctionType", torch.cuda.is_available), always(False), hidden)
+            try:
+                with unset_fake_temporarily():
+                    self._loader.exec_module(module)
+            finally:
+                hidden.run()
         else:
             self._loader.exec_module(module)
         if module.__name__ in _LIBRARIES:

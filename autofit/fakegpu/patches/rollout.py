@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autofit.fakegpu.allocator import SMALL_BYTES
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import Delay, LayerClock
+from autofit.fakegpu.patches.redirect import untouched
 
 FIRST_TRY = 4  # traced steps before the first comparison; the first ones contain the prefill
 LAST_TRY = 40
@@ -170,9 +171,15 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
     mixin = module.GenerationMixin
     running: list[RolloutSynthesis | _Countdown] = []
     reason = "a rollout is played from its first tokens, not simulated token by token"
-    yield mixin, "_sample", _sample(gpu, running, mixin._sample), reason
-    yield mixin, "_beam_search", _beam_search(running, mixin._beam_search), "its end depends on unknown scores"
-    yield mixin, "_has_unfinished_sequences", _has_unfinished(running, mixin._has_unfinished_sequences), reason
+    yield mixin, "_sample", _sample(gpu, running, untouched(mixin._sample)), reason
+    yield (
+        mixin,
+        "_beam_search",
+        _beam_search(running, untouched(mixin._beam_search)),
+        "its end depends on unknown scores",
+    )
+    unfinished = _has_unfinished(running, untouched(mixin._has_unfinished_sequences))
+    yield mixin, "_has_unfinished_sequences", unfinished, reason
 
 
 def _sample(

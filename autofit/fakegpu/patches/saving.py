@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.known_values import Shadows
+from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 _KEY = "autofit fake tensor"
@@ -23,8 +24,8 @@ KNOWN_LIMIT = 4096  # most elements of saved known values (step counters, token 
 
 def torch_checkpoints(shadows: Shadows) -> Iterable[Target]:
     reason = "fakes have no bytes to save"
-    yield torch, "save", _save(shadows, torch.save), reason
-    yield torch, "load", _load(torch.load), reason
+    yield torch, "save", _save(shadows, untouched(torch.save)), reason
+    yield torch, "load", _load(untouched(torch.load)), reason
 
 
 def _save(shadows: Shadows, original: Callable[..., object]) -> Callable[..., None]:

@@ -6,26 +6,39 @@ On a fake tensor torch's C++ code chooses the math kernel, which stores the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.undo import Undo
+
 aten = torch.ops.aten
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
+_SDPA = aten.scaled_dot_product_attention.default
 _HALF = (torch.float16, torch.bfloat16)
 _PRIORITY: tuple[Kernel, ...] = ("flash", "efficient", "math")
 
 
+def attention_of_a_card(gpu: FakeGpu, undo: Undo) -> None:
+    """Register the kernel of `aten::scaled_dot_product_attention` for CUDA tensors, until the undo.
+
+    The dispatcher calls it for every name of the function and for every library's wrapper around it.
+    """
+    attention = Attention(gpu.spec.compute_capability, gpu.attention_kernels)
+    gpu.tracer.composites[_SDPA] = attention  # inference mode leaves out the autograd keys
+    library = torch.library.Library("aten", "IMPL")
+    undo.add(library._destroy)
+    library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
+
+
 @dataclass(slots=True)
 class Attention:
-    """The replacement for `torch.nn.functional.scaled_dot_product_attention` on one card; counts the chosen kernels."""
+    """`scaled_dot_product_attention` on one card; counts the chosen kernels."""
 
     capability: tuple[int, int]
-    original: Callable[..., torch.Tensor]
-    device_type: str
     chosen: dict[str, int] = field(default_factory=dict)
 
     def __call__(
@@ -39,17 +52,15 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if not (isinstance(query, FakeTensor) and query.device.type == "cuda"):
-            return self.original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
-            if attn_mask is not None and attn_mask.dtype is torch.float32:
-                attn_mask = attn_mask.to(dtype)
-        kernel = self.select(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, gqa=enable_gqa)
-        self.chosen[kernel] = self.chosen.get(kernel, 0) + 1
+        kernel: Kernel = "math"
+        if isinstance(query, FakeTensor):
+            kernel = self.select(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, gqa=enable_gqa)
+            self.chosen[kernel] = self.chosen.get(kernel, 0) + 1
         if kernel == "math" or query.dim() != 4:
-            return self.original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            whole = _SDPA.decompose(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return cast("torch.Tensor", whole)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if kernel == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Protocol, cast
 from unittest import mock
@@ -26,6 +26,7 @@ from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
 from autofit.fakegpu.depth.stack import Stack, full_config, stack_of
 from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -262,7 +263,7 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
             max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip
 
-    original = cast("Callable[[object], None]", owner._init_vllm)
+    original = untouched(owner._init_vllm)
     reason = "vLLM cannot run on a card that is not there"
     for name, value in (
         ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", SimpleNamespace),
