@@ -33,7 +33,7 @@ def structure_of(
     trainer: str, kind: PlainTrainer | None, values: dict[str, Any], worst_case: Path, **more: Any
 ) -> Structure:
     return Structure(
-        trainer=trainer, keys=ROLLOUTS if kind is None else kind.keys, tile_tokens=TILE_TOKENS if kind is None else None,
+        trainer=trainer, keys=kind.keys if kind else ROLLOUTS, tile_tokens=None if kind else TILE_TOKENS,
         values=values, device="sim:l4", worst_case=str(worst_case), large=False, reused=False,
         ranges={"B": (1, 64), "G": (1, 256), "C": (8, 300), "r": (2, 32)}, **more,
     )  # fmt: skip
@@ -63,8 +63,8 @@ def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
     name: str, seed: int, generates: bool, tmp_path: Path
 ) -> None:
     draw = random.Random(f"{name}{seed}")
-    config = random_config(name, draw)
-    lora = draw.random() < 0.4
+    config = random_config(name, draw, layers=draw.choice((10, 12, 14) if seed == 1 else (2, 5, 6, 7, 8)))
+    lora = draw.random() < 0.25
     values = {
         "model": str(write_model(tmp_path, config)), "checkpointing": draw.random() < 0.5, "tokens": 24,
         "lora_r": 8 if lora else 0, "dtype": draw.choice(("float32", "bfloat16")),

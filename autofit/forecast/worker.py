@@ -276,7 +276,7 @@ class Structure:
 
     def _base(self) -> Point:
         """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
-        micro, completion = self._fewest_samples, 0
+        micro, completion = 0 if self._generates else self._fewest_samples, 0
         if self._generates:  # the length is 1 above a multiple of 128, which tells apart to what it is rounded up
             micro = 62 if self.large else 10
             completion = 67 + (62 - self._prompt_tokens) % 128

@@ -49,7 +49,8 @@ def trace(case: Case, sizes: dict[str, int], *, shallow: bool) -> tuple[Run, flo
 
     def config(**changes: object) -> object:
         shape = original(**(sizes | HEADS | changes))
-        assert not shallow or shrink(shape)
+        if shallow:
+            shrink(shape)
         return shape
 
     tiny_trainers.config = config

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.allocator import AllocatorSettings
@@ -37,7 +40,8 @@ def trained(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, *, shallo
 
     def config(**changes: object) -> AutoConfig:
         shape = original(**({"num_hidden_layers": LAYERS} | changes))
-        assert not shallow or shrink(shape)
+        if shallow:
+            shrink(shape)
         return shape
 
     with monkeypatch.context() as patched:
@@ -120,7 +124,7 @@ def _config(kind: str, **changes: object) -> AutoConfig:
 )  # fmt: skip
 def test_patterns_experts_and_rollouts_expand(kind: str, changes: dict[str, object], generate: bool) -> None:
     full, few = _config(kind, **changes), _config(kind, **changes)
-    assert shrink(few)
+    shrink(few)
     assert few.num_hidden_layers < full.num_hidden_layers
     shallow, marks = followed(lambda: _steps(few, generate=generate))
     short = expanded(shallow, marks)
@@ -130,25 +134,39 @@ def test_patterns_experts_and_rollouts_expand(kind: str, changes: dict[str, obje
 
 def test_a_pattern_is_a_unit_and_few_layers_are_left_alone() -> None:
     stack = plan_stack(_config("gemma3_text", num_hidden_layers=26))
-    assert stack is not None
     assert (stack.period, stack.units) == (6, 4)
-    assert plan_stack(_config("llama", num_hidden_layers=4)) is None
-    assert not shrink(_config("llama", num_hidden_layers=2))
+    with pytest.raises(NotRepeatingError, match="4 layers do not repeat 3 times"):
+        plan_stack(_config("llama", num_hidden_layers=4))
 
 
-def test_layers_that_differ_where_the_config_does_not_say_so_are_not_expanded() -> None:
-    config = _config(
-        "qwen3_moe", num_hidden_layers=12, moe_intermediate_size=64, num_experts=8, mlp_only_layers=[7],
-    )  # fmt: skip
-    assert shrink(config)
-    gpu, marks = followed(lambda: _steps(config))
-    with pytest.raises(NotRepeatingError, match="do not repeat as the config says"):
+def test_layers_that_differ_where_no_list_says_so_are_seen_in_the_modules() -> None:
+    sizes = {"num_hidden_layers": 12, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    full, few = (_config("qwen3_moe", mlp_only_layers=[3], **sizes) for _ in range(2))
+    assert shrink(few).first == 4
+    shallow, marks = followed(lambda: _steps(few))
+    short = expanded(shallow, marks)
+    deep, marks = followed(lambda: _steps(full))
+    assert_same(short, run_of(deep, marks))
+
+
+def test_a_layer_that_changes_after_it_was_planned_is_not_expanded() -> None:
+    config = _config("llama")
+    shrink(config)
+
+    class Wider(LlamaDecoderLayer):  # type: ignore[misc]
+        def __init__(self, config: object, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.extra = torch.nn.Linear(8, 8 + layer_idx)
+
+    with mock.patch.object(modeling_llama, "LlamaDecoderLayer", Wider):
+        gpu, marks = followed(lambda: _steps(config))
+    with pytest.raises(NotRepeatingError, match="that were built do not repeat"):
         expanded(gpu, marks)
 
 
 def test_work_on_a_single_middle_layer_is_not_expanded() -> None:
     config = _config("llama")
-    assert shrink(config)
+    shrink(config)
 
     def uneven() -> object:
         kept = _steps(config)

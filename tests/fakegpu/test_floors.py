@@ -17,7 +17,7 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "errors", "formula", "patches"),  # of the three folders only their empty __init__
-    ("allocator", "kernels", "known_values", "op_cache", "specs", "undo"),
+    ("allocator", "depth.stack", "kernels", "known_values", "op_cache", "specs", "undo"),
     ("replay",),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
