@@ -64,7 +64,7 @@ def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
 ) -> None:
     draw = random.Random(f"{name}{seed}")
     config = random_config(name, draw, layers=draw.choice((10, 12, 14) if seed == 1 else (2, 5, 6, 7, 8)))
-    lora = draw.random() < 0.25
+    lora = draw.random() < 0.25 and name != "llama4_text"  # PEFT does not take its router, which returns a pair
     values = {
         "model": str(write_model(tmp_path, config)), "checkpointing": draw.random() < 0.5, "tokens": 24,
         "lora_r": 8 if lora else 0, "dtype": draw.choice(("float32", "bfloat16")),

@@ -143,10 +143,11 @@ class Symbols:
     def _factor(self, change: tuple[int, int], others: Iterable[tuple[int, int]], at: int, step: float) -> Factor:
         """The factor of a dimension that went from `change[0]` to `change[1]` as variable `at` grew by `step`.
 
-        A dimension grows by a whole number for each unit of a variable. One that does not is another one rounded up.
+        A dimension grows by a whole number for each unit of a variable, or by half of one (groups of two completions).
+        One that does not is another one rounded up.
         """
         old, new = change
-        if not self.rounds or _is_whole((new - old) / step):
+        if not self.rounds or _is_whole(2 * (new - old) / step):
             return Affine(at, (new - old) / old / step)
         for multiple in _MULTIPLES:
             for small, large in sorted(others):
