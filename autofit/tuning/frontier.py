@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
+from autofit.tuning.pairs import Comparison, alike
 
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -15,6 +16,8 @@ SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a c
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
 # Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
 NOISE_FRAC = 2 * 2**0.5 * 0.02
+_FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
+_BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
 
 
 class Rule(TypedDict):
@@ -32,8 +35,8 @@ class Trial:
     """One candidate of a study and, once probed, its results. `changes` is empty for the baseline.
 
     `yaml_changes` are the changes as keys of the recipe's YAML, where None removes a key.
-    `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist. If both exist, all
-    figures come from `confirmed`.
+    `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist or the baseline. If both
+    exist, all figures come from `confirmed`. `comparison` has a finalist's times in turns with the baseline.
     """
 
     number: int
@@ -43,6 +46,7 @@ class Trial:
     yaml_changes: Mapping[str, object] = field(default_factory=dict)
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
+    comparison: Comparison | None = None
 
     @property
     def status(self) -> ProbeStatus | None:
@@ -81,10 +85,22 @@ class Trial:
         return None if self.figures is None else self.figures.completions_per_s
 
     def speedup(self, baseline: "Trial | None") -> float | None:
-        """Completions per second divided by the baseline's; None if either was not measured."""
-        ours = self.completions_per_s
-        theirs = baseline.completions_per_s if baseline is not None else None
+        """Completions per second divided by the baseline's; None if either was not measured.
+
+        From the pairs of the comparison if there was one; else probes of the search are compared with each other.
+        """
+        if self.comparison is not None:
+            return self.comparison.speedup
+        if baseline is None or self.figures is None:
+            return None
+        against = baseline.result if self.confirmed is None else baseline.figures
+        ours, theirs = self.figures.completions_per_s, None if against is None else against.completions_per_s
         return ours / theirs if ours is not None and theirs is not None else None
+
+    @property
+    def before_confirmation(self) -> "Trial":
+        """The trial with the figures of its probe in the search."""
+        return self if self.confirmed is None else replace(self, confirmed=None, comparison=None)
 
 
 def measured(trials: Iterable[Trial]) -> list[Trial]:
@@ -119,13 +135,18 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target; if none does, the one nearest to that from below.
 
-    The first by the search's own probes stays the winner unless confirmation changes the order by more than noise. Once
-    two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower would cause a
-    new probe of every trial.
+    Goal speed, where the baseline fits: once finalists were compared with it in turns, only a clearly faster one wins;
+    if there is none, the baseline does.
+
+    Otherwise the first by the search's own probes stays the winner unless confirmation changes the order by more than
+    noise. Once two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower
+    would cause a new probe of every trial.
     """
     fitting = measured(trials)
-    as_searched = [t if t.confirmed is None else replace(t, confirmed=None) for t in fitting]
-    found = _first(as_searched, goal=goal, target_bytes=target_bytes)
+    base = compared_with(fitting, goal)
+    if base is not None and (base.confirmed is not None or any(t.comparison is not None for t in fitting)):
+        return _in_turns(fitting, base)
+    found = _first([t.before_confirmation for t in fitting], goal=goal, target_bytes=target_bytes)
     if found is None:
         return None
     first = next(t for t in fitting if t.number == found.number)
@@ -142,10 +163,43 @@ def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
     return one.tier != other.tier or faster or (goal != "speed" and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
 
 
-def finalist(trials: Iterable[Trial], rule: Rule) -> Trial | None:
-    """The winner if its confirmation run is still missing; None if the winner is the unchanged recipe."""
+def compared_with(trials: Iterable[Trial], goal: Goal) -> Trial | None:
+    """The baseline that a finalist is compared with in turns; None if it does not fit, or if speed is not the goal."""
+    return next((t for t in measured(trials) if not t.changes), None) if goal == "speed" else None
+
+
+def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
+    """The winner if its confirmation is still missing, or its comparison with the baseline."""
     best = winner(trials, **rule)
-    return best if best is not None and best.confirmed is None and best.changes else None
+    if best is None:
+        return None
+    if best.changes and compared_with(trials, rule["goal"]) is not None:
+        return best if best.comparison is None else None
+    return best if best.confirmed is None else None
+
+
+def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
+    """The first by the search that may be faster than `base`: clearly faster in turns, or not compared yet.
+
+    A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady.
+    """
+
+    def searched_s(trial: Trial) -> float:
+        return cost(trial.before_confirmation)[0]
+
+    rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (searched_s(t), t.number))
+    compared = [t.comparison for t in rivals if t.comparison is not None]
+    steps = [r.fastest_step_s for r in (base.result, base.confirmed) if r is not None and r.fastest_step_s is not None]
+    slowest_s = searched_s(base)
+    if not alike(steps) or not all(c.steady for c in compared):
+        slowest_s *= _BUSY
+    for trial in rivals[:_FINALISTS]:
+        if trial.comparison is None and searched_s(trial) < slowest_s:
+            return trial
+        if trial.comparison is not None and trial.comparison.faster:
+            break
+    faster = [t for t in rivals if t.comparison is not None and t.comparison.faster]
+    return max(faster, key=lambda t: t.comparison.speedup if t.comparison is not None else 0.0, default=base)
 
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
