@@ -166,8 +166,12 @@ class ProbeResult:
         """
         if not self.step_s:
             return None
-        some_generate = bool(self.rollout_s) and min(self.rollout_s) < _NO_ROLLOUT * max(self.rollout_s)
-        return mean(self.step_s) if some_generate else min(self.step_s)
+        return min(self.step_s) if self.steps_are_alike else mean(self.step_s)
+
+    @property
+    def steps_are_alike(self) -> bool:
+        """Whether every measured step does the same work; False if only some of them generate."""
+        return not self.rollout_s or min(self.rollout_s) >= _NO_ROLLOUT * max(self.rollout_s)
 
     @property
     def was_killed(self) -> bool:

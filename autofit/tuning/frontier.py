@@ -188,11 +188,7 @@ def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
         return cost(trial.before_confirmation)[0]
 
     rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (searched_s(t), t.number))
-    compared = [t.comparison for t in rivals if t.comparison is not None]
-    steps = [r.fastest_step_s for r in (base.result, base.confirmed) if r is not None and r.fastest_step_s is not None]
-    slowest_s = searched_s(base)
-    if not alike(steps) or not all(c.steady for c in compared):
-        slowest_s *= _BUSY
+    slowest_s = searched_s(base) * (1.0 if _steady(fitting) else _BUSY)
     for trial in rivals[:_FINALISTS]:
         if trial.comparison is None and searched_s(trial) < slowest_s:
             return trial
@@ -200,6 +196,20 @@ def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
             break
     faster = [t for t in rivals if t.comparison is not None and t.comparison.faster]
     return max(faster, key=lambda t: t.comparison.speedup if t.comparison is not None else 0.0, default=base)
+
+
+def _steady(fitting: Sequence[Trial]) -> bool:
+    """Whether the machine was equally fast whenever the same work was measured: steps of a probe, or probes of a trial.
+
+    None of the trials that fit may show otherwise.
+    """
+    for trial in fitting:
+        probes = [r for r in (trial.result, trial.confirmed) if r is not None]
+        fastest = [r.fastest_step_s for r in probes if r.fastest_step_s is not None]
+        steady = all(alike(r.step_s) for r in probes if r.steps_are_alike)
+        if not steady or not alike(fastest) or (trial.comparison is not None and not trial.comparison.steady):
+            return False
+    return True
 
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
