@@ -169,33 +169,37 @@ def compared_with(trials: Iterable[Trial], goal: Goal) -> Trial | None:
 
 
 def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
-    """The winner if its confirmation is still missing, or its comparison with the baseline."""
-    best = winner(trials, **rule)
-    if best is None:
-        return None
-    if best.changes and compared_with(trials, rule["goal"]) is not None:
-        return best if best.comparison is None else None
-    return best if best.confirmed is None else None
+    """The trial to confirm next; None if the winner is confirmed. Goal speed: see `_to_compare`."""
+    best, base = winner(trials, **rule), compared_with(trials, rule["goal"])
+    if base is None or best is None or (best is base and best.confirmed is None):
+        return best if best is not None and best.confirmed is None else None
+    return _to_compare(measured(trials), base)
 
 
 def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
-    """The first by the search that may be faster than `base`: clearly faster in turns, or not compared yet.
+    """The fastest of the trials that are clearly faster than `base`, or `base`."""
+    faster = {t.number: t.comparison.speedup for t in fitting if t.comparison is not None and t.comparison.faster}
+    return max((t for t in fitting if t.number in faster), key=lambda t: faster[t.number], default=base)
 
-    A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady.
+
+def _to_compare(fitting: Sequence[Trial], base: Trial) -> Trial | None:
+    """The first by the search that may be faster than `base` and was not compared with it; None if one is.
+
+    A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady. After a
+    comparison without a verdict there are no more: the machine is too busy.
     """
-
-    def searched_s(trial: Trial) -> float:
-        return cost(trial.before_confirmation)[0]
-
-    rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (searched_s(t), t.number))
-    slowest_s = searched_s(base) * (1.0 if _steady(fitting) else _BUSY)
+    rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (_searched_s(t), t.number))
+    slowest_s = _searched_s(base) * (1.0 if _steady(fitting) else _BUSY)
     for trial in rivals[:_FINALISTS]:
-        if trial.comparison is None and searched_s(trial) < slowest_s:
-            return trial
-        if trial.comparison is not None and trial.comparison.faster:
-            break
-    faster = [t for t in rivals if t.comparison is not None and t.comparison.faster]
-    return max(faster, key=lambda t: t.comparison.speedup if t.comparison is not None else 0.0, default=base)
+        if trial.comparison is None:
+            return trial if _searched_s(trial) < slowest_s else None
+        if trial.comparison.faster or trial.comparison.at_bound:
+            return None
+    return None
+
+
+def _searched_s(trial: Trial) -> float:
+    return cost(trial.before_confirmation)[0]
 
 
 def _steady(fitting: Sequence[Trial]) -> bool:

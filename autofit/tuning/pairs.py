@@ -1,8 +1,8 @@
 """A finalist and the baseline measured in turns: pairs of probes, and whether the finalist is clearly faster.
 
 Other work on the machine makes a probe slower and never faster (https://docs.python.org/3/library/timeit.html, note on
-`Timer.repeat`). A probe is therefore called disturbed if its fastest step is slower than that of the config's fastest
-probe; disturbed probes are left out, and the others are compared in pairs. All limits are measured in
+`Timer.repeat`). A probe is therefore called disturbed if its fastest step is clearly slower than that of the config's
+fastest probe; disturbed probes are left out, and the others are compared in pairs. The constants were chosen with
 experiments/busy_machine/.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import cast
 
-DISTURBED_FRAC = 0.05  # how much slower than its config's fastest probe a disturbed probe is
+DISTURBED_FRAC = 0.08  # how much slower than its config's fastest probe a disturbed probe is
 MOST_PAIRS = 10
 _LEAST_PAIRS = 3  # undisturbed pairs for a verdict "faster"
 _LEAST_IF_UNSTEADY = 5  # pairs, disturbed ones included, where times differ from each other or from the search's
@@ -33,7 +33,7 @@ class Pair:
 class Comparison:
     """Pairs of a finalist and the baseline in the order of their measurement, and the probes of the search.
 
-    The spread is the range of the speed-ups of the undisturbed pairs, `low` to `high`; the speed-up is their median.
+    The speed-up is the median of the speed-ups of the undisturbed pairs; they range from `low` to `high`.
     """
 
     pairs: tuple[Pair, ...]
@@ -66,16 +66,27 @@ class Comparison:
         return not disturbed and alike([p.baseline_s for p in every]) and alike([p.finalist_s for p in every])
 
     @property
+    def spread(self) -> float:
+        """The width of the range, and no less than what passes for undisturbed if the machine was unsteady."""
+        return max(self.high - self.low, 0.0 if self.steady else DISTURBED_FRAC)
+
+    @property
     def faster(self) -> bool | None:
         """Whether the finalist is faster by more than the spread; None if that takes more pairs."""
-        count, even = len(self.pairs), len(self.undisturbed)
+        even = len(self.undisturbed)
         if even >= _LEAST_PAIRS - 1 and self.high <= 1:
             return False
-        if even >= _LEAST_PAIRS and (self.speedup <= 1 or (self.steady and self.low <= 1)):
-            return False
-        if even >= _LEAST_PAIRS and self.low > 1 and (self.steady or count >= _LEAST_IF_UNSTEADY):
-            return True
-        return False if count >= MOST_PAIRS else None
+        if even >= _LEAST_PAIRS:
+            if (self.steady or len(self.pairs) >= _LEAST_IF_UNSTEADY) and self.speedup > 1 + self.spread:
+                return True
+            if self.speedup <= 1 or (self.steady and self.low <= 1):
+                return False
+        return False if self.at_bound else None
+
+    @property
+    def at_bound(self) -> bool:
+        """Whether no more pairs are measured, whatever they may show."""
+        return len(self.pairs) >= MOST_PAIRS
 
     def to_json(self) -> dict[str, object]:
         """The measured seconds: everything else follows from them."""

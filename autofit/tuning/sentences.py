@@ -35,14 +35,14 @@ def why(
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [t for t in lower if cost(t) < cost(best)]
     note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
-    slower = [t for t in rivals if t.comparison is not None and not t.comparison.faster]
-    if slower and not best.changes:
+    compared = [t for t in rivals if t.comparison is not None]
+    if compared and not best.changes:
         return (
-            f"trial {best.number} wins: the recipe as it is, at {used}{of}, as none of the {len(rivals) - 1} others "
-            f"that fit and keep the {best.tier} tier is clearly faster{note}"
+            f"trial {best.number} wins: the recipe as it is, at {used}{of}; of {len(rivals)} that fit and keep the "
+            f"{best.tier} tier, {len(compared)} were compared with it in turns, and none is clearly faster{note}"
         )
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] == "speed" else []
-    if level and best.comparison is None:
+    if level and not compared:
         quick = min(level, key=cost)
         ahead = format_seconds(cost(best)[0] - cost(quick)[0])
         note = f"; trial {quick.number} was {ahead} a step faster, within the noise of two probes{note}"
