@@ -46,6 +46,12 @@ def test_without_undisturbed_pairs_it_ends_at_the_bound_and_is_not_faster() -> N
     assert comparison(*ever_slower).faster is False
 
 
+def test_what_is_slower_in_most_pairs_is_not_measured_to_the_bound() -> None:
+    disturbed = [(1.0 * 1.1**n, 1.2 * 1.2**n) for n in range(5)]
+    assert comparison(*disturbed[:4]).faster is None
+    assert comparison(*disturbed).faster is False
+
+
 def test_it_is_the_same_after_a_round_trip() -> None:
     found = comparison((1.4, 1.0), (1.3, 1.1))
     assert Comparison.from_json(json.loads(json.dumps(found.to_json()))) == found

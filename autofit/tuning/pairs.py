@@ -81,6 +81,8 @@ class Comparison:
                 return True
             if self.speedup <= 1 or (self.steady and self.low <= 1):
                 return False
+        if len(self.pairs) >= _LEAST_IF_UNSTEADY and median(p.speedup for p in self.pairs) <= 1:
+            return False
         return False if self.at_bound else None
 
     @property

@@ -38,8 +38,8 @@ def why(
     compared = [t for t in rivals if t.comparison is not None]
     if compared and not best.changes:
         return (
-            f"trial {best.number} wins: the recipe as it is, at {used}{of}; of {len(rivals)} that fit and keep the "
-            f"{best.tier} tier, {len(compared)} were compared with it in turns, and none is clearly faster{note}"
+            f"trial {best.number} wins: the recipe as it is, at {used}{of}; no other trial that was compared with it "
+            f"in turns ({len(compared)} of {len(rivals) - 1}) is clearly faster{note}"
         )
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] == "speed" else []
     if level and not compared:
