@@ -41,9 +41,18 @@ def test_disturbed_probes_are_left_out_and_the_others_compared_in_their_order() 
 
 
 def test_without_undisturbed_pairs_it_ends_at_the_bound_and_is_not_faster() -> None:
-    ever_slower = [(1.4 * 1.1**n, 1.0 * 1.1**n) for n in range(MOST_PAIRS)]
+    ever_slower = [(1.2**n * (1.1 if n % 3 else 0.9), 1.2**n) for n in range(MOST_PAIRS)]
     assert comparison(*ever_slower[:-1]).faster is None
     assert comparison(*ever_slower).faster is False
+
+
+def test_faster_in_each_of_seven_pairs_is_faster_however_disturbed_they_are() -> None:
+    disturbed = [(1.7 * 1.2**n, 1.1**n) for n in range(7)]
+    assert comparison(*disturbed[:6]).faster is None
+    found = comparison(*disturbed)
+    assert found.faster is True
+    assert (found.low, found.high) == (disturbed[0][0] / disturbed[0][1], disturbed[6][0] / disturbed[6][1])
+    assert comparison(*disturbed, (1.0, 1.1)).faster is None
 
 
 def test_what_is_slower_in_most_pairs_is_not_measured_to_the_bound() -> None:

@@ -14,6 +14,7 @@ from typing import cast
 DISTURBED_FRAC = 0.08  # how much slower than its config's fastest probe a disturbed probe is
 MOST_PAIRS = 10
 _LEAST_PAIRS = 3  # undisturbed pairs for a verdict "faster"
+_LEAST_IF_ALL_AGREE = 7  # pairs, each with a faster finalist: less than 1 % by chance if it is not (sign test)
 _LEAST_IF_UNSTEADY = 5  # pairs, disturbed ones included, where times differ from each other or from the search's
 
 
@@ -33,7 +34,8 @@ class Pair:
 class Comparison:
     """Pairs of a finalist and the baseline in the order of their measurement, and the probes of the search.
 
-    The speed-up is the median of the speed-ups of the undisturbed pairs; they range from `low` to `high`.
+    The speed-up is the median of the speed-ups of the undisturbed pairs, and of all pairs where those are too few; they
+    range from `low` to `high`.
     """
 
     pairs: tuple[Pair, ...]
@@ -47,16 +49,21 @@ class Comparison:
         return tuple(Pair(baseline_s=a, finalist_s=b) for a, b in zip(baseline, finalist, strict=False))
 
     @property
+    def told(self) -> tuple[Pair, ...]:
+        """The pairs that the speed-up is taken from: the undisturbed ones, or all if those are too few."""
+        return self.undisturbed if len(self.undisturbed) >= _LEAST_PAIRS else self.pairs
+
+    @property
     def speedup(self) -> float:
-        return median(p.speedup for p in self.undisturbed)
+        return median(p.speedup for p in self.told)
 
     @property
     def low(self) -> float:
-        return min(p.speedup for p in self.undisturbed)
+        return min(p.speedup for p in self.told)
 
     @property
     def high(self) -> float:
-        return max(p.speedup for p in self.undisturbed)
+        return max(p.speedup for p in self.told)
 
     @property
     def steady(self) -> bool:
@@ -72,16 +79,18 @@ class Comparison:
 
     @property
     def faster(self) -> bool | None:
-        """Whether the finalist is faster by more than the spread; None if that takes more pairs."""
-        even = len(self.undisturbed)
-        if even >= _LEAST_PAIRS - 1 and self.high <= 1:
+        """Whether the finalist is faster by more than the spread, or in every pair; None if that takes more pairs."""
+        even, count = self.undisturbed, len(self.pairs)
+        if len(even) >= _LEAST_PAIRS - 1 and max(p.speedup for p in even) <= 1:
             return False
-        if even >= _LEAST_PAIRS:
-            if (self.steady or len(self.pairs) >= _LEAST_IF_UNSTEADY) and self.speedup > 1 + self.spread:
+        if len(even) >= _LEAST_PAIRS:
+            if (self.steady or count >= _LEAST_IF_UNSTEADY) and self.speedup > 1 + self.spread:
                 return True
             if self.speedup <= 1 or (self.steady and self.low <= 1):
                 return False
-        if len(self.pairs) >= _LEAST_IF_UNSTEADY and median(p.speedup for p in self.pairs) <= 1:
+        if count >= _LEAST_IF_ALL_AGREE and all(p.speedup > 1 for p in self.pairs):
+            return True
+        if count >= _LEAST_IF_UNSTEADY and median(p.speedup for p in self.pairs) <= 1:
             return False
         return False if self.at_bound else None
 

@@ -67,8 +67,8 @@ def _against(best: Trial, base: Trial | None, word: str) -> str:
 
 def _spread(comparison: Comparison) -> str:
     """The range of the speed-ups, and in how many pairs."""
-    even, count = len(comparison.undisturbed), len(comparison.pairs)
-    pairs = f"{count} pairs" if even == count else f"{even} undisturbed of {count} pairs"
+    told, count = len(comparison.told), len(comparison.pairs)
+    pairs = f"{count} pairs" if told == count else f"{told} undisturbed of {count} pairs"
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
