@@ -9,7 +9,16 @@ import pytest
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import BatchKeys
-from autofit.tuning.record import StudyRecord, keep_confirmation, keep_proof, keep_record, kept_proof, record_of
+from autofit.tuning.pairs import Comparison, Pair
+from autofit.tuning.record import (
+    StudyRecord,
+    keep_comparison,
+    keep_confirmation,
+    keep_proof,
+    keep_record,
+    kept_proof,
+    record_of,
+)
 from autofit.tuning.study import load_study, open_storage, study_names, tell, trials_of
 
 FIT = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=7, step_s=(1.0,))
@@ -20,6 +29,7 @@ RECORD = StudyRecord(
     effective_batch_size=16, cwd=Path("/somewhere"), allow="approximate", goal="memory", sampler="tpe",
     baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, sensitivity={"trial": 0},
 )  # fmt: skip
+COMPARISON = Comparison(pairs=(Pair(baseline_s=2.0, finalist_s=1.0),), searched=Pair(baseline_s=2.5, finalist_s=1.0))
 
 
 def new_study(folder: Path, name: str = "s") -> optuna.Study:
@@ -70,7 +80,7 @@ def test_a_study_written_before_there_were_records_is_opened_with_its_confirmati
     assert (record.screened, record.sensitivity) == (0, None)
     (found,) = trials_of(study)
     assert (found.tier, found.changes, found.yaml_changes) == ("recipe", {"lora_r": 4}, {"lora_r": 4, "x": None})
-    assert found.confirmed == FIT
+    assert (found.confirmed, found.comparison) == (FIT, None)
     assert kept_proof(study, 0) == {"verdict": "baseline"}
     assert kept_proof(study, 1) is None
 
@@ -80,8 +90,10 @@ def test_what_is_kept_of_a_trial_is_kept_with_the_study_as_the_trial_is_finished
     study.ask()
     tell(study, 0, FIT, target_bytes=None)
     keep_confirmation(study, 0, replace(FIT, step_s=(2.0,)))
+    keep_comparison(study, 0, COMPARISON)
     keep_proof(study, 0, {"key": "k"})
     study = load_study(tmp_path, "s")
+    assert trials_of(study)[0].comparison == COMPARISON
     assert trials_of(study)[0].step_s == 2.0
     assert kept_proof(study, 0) == {"key": "k"}
 

@@ -38,7 +38,7 @@ class SearchResult(Shown):
     winner: TrialResult | None  # None where nothing fits
     baseline: TrialResult | None  # the recipe as it is; None where it was not probed
     why: str  # why the winner won, or what to relax when nothing fits
-    confirmation: Mapping[str, object] | None  # the winner's longer probe: trial, status, figures, those that fell
+    confirmation: Mapping[str, object] | None  # the winner's longer probes: figures, comparison, those that gave way
     confirmation_note: str
     counts: Mapping[str, int]  # trials asked for, by status, and candidates screened out by their prediction
     stop: Stop | None = None  # why the search ended; None in a report

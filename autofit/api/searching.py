@@ -99,7 +99,8 @@ def search(
     When it ends: after `trials` (12 unless a time or plateau is given), `time_budget` (seconds, or "10m"), `plateau`
     trials without a better winner, or when no candidate is expected to be at least `min_gain` (a share) faster.
     `deadline` (seconds, or "15m") bounds one probe, `measured_steps` are its timed optimizer steps, and `parallel`
-    probes run at once. `confirm` probes the winner once more, longer.
+    probes run at once. `confirm` probes the winner again, longer and in turns with the recipe as it is; one that is not
+    clearly faster gives way to the next, and the recipe stays as it is if none is.
 
     The study is kept in `folder` and goes on when the same search is called again, as after a crash. It is called
     `study`, or after the recipe (`name` in place of the file's), the target and the device. `mlflow` mirrors it.

@@ -19,7 +19,7 @@ class TrialResult:
     device_used_bytes: int | None
     step_s: float | None  # of one optimizer step
     completions_per_s: float | None  # samples, for a trainer that does not generate
-    speedup: float | None  # its completions per second over the baseline's
+    speedup: float | None  # its completions per second over the baseline's; in turns with it if it was a finalist
     confirmed: bool | None  # whether it held in the longer probe; None where it had none
     at_least: bool = False  # its bytes are what it held when memory ran out
     reason: str = ""  # of an oom, a failure or a loss

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         "--parallel", type=int, metavar="N", help="probes at once (default: one a card, 1 on cpu, one a core simulated)"
     )
     search.add_argument("--no-confirm", action="store_true",
-                        help="skip the winner's confirmation run: a longer probe with save and resume")  # fmt: skip
+                        help="skip the winner's confirmation: longer probes, in turns with the baseline's")  # fmt: skip
     search.add_argument("--seed", type=int, default=0, help="seed of the proposals")
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
     search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import cast
 
 from autofit.files import read_json
 from autofit.hardware.hardware import Device, slot_names
+
+_NO_ROLLOUT = 0.1  # share of the longest rollout below which a step did not generate
 
 
 class ProbeStatus(StrEnum):
@@ -155,6 +157,21 @@ class ProbeResult:
     def median_step_s(self) -> float | None:
         """Seconds per optimizer step: the median over the measured steps."""
         return median(self.step_s) if self.step_s else None
+
+    @property
+    def fastest_step_s(self) -> float | None:
+        """Seconds of the fastest measured step: of all, the one that other work disturbed least.
+
+        The mean over all steps where only some of them generate, because a rollout serves several.
+        """
+        if not self.step_s:
+            return None
+        return min(self.step_s) if self.steps_are_alike else mean(self.step_s)
+
+    @property
+    def steps_are_alike(self) -> bool:
+        """Whether every measured step does the same work; False if only some of them generate."""
+        return not self.rollout_s or min(self.rollout_s) >= _NO_ROLLOUT * max(self.rollout_s)
 
     @property
     def was_killed(self) -> bool:

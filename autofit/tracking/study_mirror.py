@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ from autofit.errors import AutofitError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.space.describe import describe_changes
 from autofit.tracking.front_plot import front_figure
-from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
+from autofit.tuning.frontier import SPEED, Trial, baseline, pareto_front, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
 from autofit.tuning.study import database_errors, database_path, exclusive, load_study, with_confirmations
@@ -106,7 +107,7 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
         frozen = study.get_trials(deepcopy=False)
         trials = with_confirmations(study, frozen)
         finished = {
-            (t.number, frozen[t.number].datetime_complete, t.confirmed is not None): t
+            (t.number, frozen[t.number].datetime_complete, t.confirmed and t.confirmed.step_s): t
             for t in trials
             if t.result is not None
         }
@@ -122,8 +123,9 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
                 known = None
             if known is None or known.info.status == "RUNNING":
                 known = _mirror(api, experiment, study.study_name, record, trial, known, ended)
-            if trial.confirmed is not None and CONFIRMED not in known.data.tags:
-                _mirror_confirmation(api, known.info.run_id, trial.confirmed, ended)
+            sure = _how_confirmed(trial)
+            if sure is not None and sure != known.data.tags.get(CONFIRMED):
+                _mirror_confirmation(api, known.info.run_id, trial, sure)
         _summary(api, experiment, study.study_name, record, trials, runs.get("summary"))
         mirrored.update(new)
     return len(finished)
@@ -160,12 +162,28 @@ def _search(api: MlflowClient, experiment: str, where: str) -> dict[str, Run]:
             return found
 
 
-def _mirror_confirmation(api: Any, run_id: str, result: ProbeResult, ended: datetime | None) -> None:
-    """Log the confirmation run of a finalist as `confirmed_` metrics and a tag of its trial's run."""
-    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
-    metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in _metrics(result).items() if "." not in key]
-    tag = RunTag(CONFIRMED, "confirmed" if result.status is ProbeStatus.FIT else f"{result.status}: {result.reason}")
-    api.log_batch(run_id, metrics=metrics, tags=[tag])
+def _how_confirmed(trial: Trial) -> str | None:
+    """The result of a trial's confirmation in words; None before it."""
+    result = trial.confirmed
+    if result is None:
+        return None
+    if result.status is not ProbeStatus.FIT:
+        return f"{result.status}: {result.reason}"
+    return confirmation_note([trial], SPEED)
+
+
+def _mirror_confirmation(api: Any, run_id: str, trial: Trial, sure: str) -> None:
+    """Log the confirmation of a finalist as `confirmed_` metrics and a tag of its trial's run.
+
+    The baseline's is logged anew after each finalist that it was compared with, so the time is that of the logging.
+    """
+    assert trial.confirmed is not None
+    found = {key: value for key, value in _metrics(trial.confirmed).items() if "." not in key}
+    if trial.comparison is not None:
+        found |= {key: getattr(trial.comparison, key) for key in ("speedup", "low", "high")}
+    at_ms = int(1000 * time.time())
+    metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in found.items()]
+    api.log_batch(run_id, metrics=metrics, tags=[RunTag(CONFIRMED, sure)])
 
 
 def _mirror(
@@ -232,7 +250,7 @@ def _summary(
     if run is None:
         run = api.create_run(experiment, tags={STUDY: study_name, KIND: "study"}, run_name="summary")
     run_id = run.info.run_id
-    confirmed = sum(t.confirmed is not None for t in finished)
+    confirmed = sum((t.confirmed is not None) + (t.comparison is not None) for t in finished)
     known = (run.data.tags.get("autofit.trials"), run.data.tags.get("autofit.confirmations", "0"))
     if known == (str(len(finished)), str(confirmed)) and run.info.status == "FINISHED":
         return

@@ -1,23 +1,26 @@
-"""The confirmation run: a longer probe of the winner under the target as a hard cap, with a checkpoint resumed.
+"""The confirmation: longer probes of the winner under the target as a hard cap, each with a checkpoint resumed.
 
-If a finalist fails, the next one is probed. The study keeps every result, so no confirmation is repeated.
+For goal speed they are in turns with probes of the baseline, so that both meet the same machine. If a finalist fails or
+is not clearly faster, the next one is probed. The study keeps every result, so no confirmation is repeated.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
 
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
-from autofit.probing.result import ProbeResult
+from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.recipe import merge
-from autofit.tuning.frontier import Rule, Trial, finalist
-from autofit.tuning.record import keep_confirmation
+from autofit.tuning.frontier import Rule, Trial, compared_with, finalist
+from autofit.tuning.pairs import Comparison, Pair
+from autofit.tuning.record import keep_comparison, keep_confirmation
 from autofit.tuning.search import Plan
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import database_errors, database_path, trials_of
+from autofit.units import format_seconds
 
 MEASURED_STEPS = 5
 _POLL_S = 0.03
@@ -27,36 +30,82 @@ def confirm(
     plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Probe the finalist; if it fails, probe the next one. Does nothing on a simulated card: results would not change.
+    """Probe the finalist; if it does not hold, probe the next one. Nothing on a simulated card: results are the same.
 
-    Safe to interrupt or kill: a second call attaches to the running probe, or starts it again.
+    Safe to interrupt or kill: a second call reads the probes that ended, attaches to the running one, or starts it
+    again.
     """
     if plan.device.startswith("sim:"):
         return
-    rule = Rule(goal=plan.goal, target_bytes=plan.limit_bytes)
-    prober = _Prober(plan, server_socket, launcher or Launcher())
     with database_errors(database_path(plan.folder)):
-        while (trial := finalist(trials_of(study), rule)) is not None:
-            say(f"confirming trial {trial.number}: {prober.measured_steps} steps, saved and resumed, under a hard cap")
-            result = prober.probe(trial, merge(plan.recipe.values, trial.yaml_changes))
-            if result is None:
-                say(f"the confirmation of trial {trial.number} was killed; run the same command again to repeat it")
+        _Confirmation(plan, study, server_socket, launcher or Launcher(), say).run()
+
+
+class _Confirmation:
+    """Starts the longer probes of a study's finalists, and finds those that an earlier run of the command started."""
+
+    def __init__(
+        self, plan: Plan, study: optuna.Study, server_socket: str | None, launcher: Launcher, say: Callable[[str], None]
+    ) -> None:
+        self._plan, self._study, self._launcher, self._say = plan, study, launcher, say
+        self._setup = plan.setup(server_socket=server_socket)
+        self._steps = max(MEASURED_STEPS, plan.measured_steps)
+
+    def run(self) -> None:
+        rule = Rule(goal=self._plan.goal, target_bytes=self._plan.limit_bytes)
+        while (trial := finalist(trials := trials_of(self._study), rule)) is not None:
+            base = compared_with(trials, self._plan.goal) if trial.changes else None
+            how = "" if base is None else ", in turns with the recipe as it is"
+            self._say(f"confirming trial {trial.number}: {self._steps} steps, saved and resumed, under a hard cap{how}")
+            sure = self._alone(trial) if base is None else self._in_turns(trial, base)
+            if sure is None:
+                killed = f"the confirmation of trial {trial.number} was killed"
+                self._say(f"{killed}; run the same command again to repeat it")
                 return
-            keep_confirmation(study, trial.number, result)
-            say(confirmation_note([replace(trial, confirmed=result)], rule))
+            self._say(confirmation_note([sure], rule))
 
+    def _alone(self, trial: Trial) -> Trial | None:
+        """`trial` with its confirmation, one probe; None if that was killed."""
+        result = self._probe(trial, f"confirm-{trial.number:04d}")
+        return None if result is None else self._kept(trial, result)
 
-class _Prober:
-    """Starts the longer probes of a plan, and finds the probes that an earlier run of the command started."""
+    def _in_turns(self, trial: Trial, base: Trial) -> Trial | None:
+        """`trial` with its confirmation and its comparison with `base`, from as many pairs of probes as that takes.
 
-    def __init__(self, plan: Plan, server_socket: str | None, launcher: Launcher) -> None:
-        self._setup, self._launcher = plan.setup(server_socket=server_socket), launcher
-        self._home = plan.probes_folder
-        self.measured_steps = max(MEASURED_STEPS, plan.measured_steps)
+        The order changes from pair to pair. If a probe of either fails, that one is returned with its failure. None if
+        a probe was killed. The comparison is kept last: without it, a second call reads all the probes again.
+        """
+        ours, theirs = list[ProbeResult](), list[ProbeResult]()
+        comparison = Comparison(pairs=(), searched=_pair(base.result, trial.result))
+        while comparison.faster is None:
+            number = len(comparison.pairs) + 1
+            turns = (base, trial, theirs), (trial, base, ours)
+            for one, other, results in turns if number % 2 else turns[::-1]:
+                result = self._probe(one, f"confirm-{one.number:04d}-with-{other.number:04d}-{number:02d}")
+                if result is None:
+                    return None
+                if result.status is not ProbeStatus.FIT:
+                    return self._kept(one, result)
+                results.append(result)
+            pair = _pair(theirs[-1], ours[-1])
+            comparison = replace(comparison, pairs=(*comparison.pairs, pair))
+            self._say(
+                f"pair {number}: {format_seconds(pair.baseline_s)} a step for the recipe as it is, "
+                f"{format_seconds(pair.finalist_s)} for trial {trial.number}: {pair.speedup:.2f}x"
+            )
+        self._kept(base, _fastest(theirs))
+        sure = self._kept(trial, _fastest(ours))
+        keep_comparison(self._study, trial.number, comparison)
+        return replace(sure, comparison=comparison)
 
-    def probe(self, trial: Trial, values: dict[str, object]) -> ProbeResult | None:
-        """The result of the probe; None if every attempt was killed."""
-        attempts = Attempts(home=self._home, name=f"confirm-{trial.number:04d}")
+    def _kept(self, trial: Trial, result: ProbeResult) -> Trial:
+        keep_confirmation(self._study, trial.number, result)
+        return replace(trial, confirmed=result)
+
+    def _probe(self, trial: Trial, name: str) -> ProbeResult | None:
+        """The result of the probe `name` of `trial`; None if every attempt was killed."""
+        values = merge(self._plan.recipe.values, trial.yaml_changes)
+        attempts = Attempts(home=self._plan.probes_folder, name=name)
         earlier = attempts.folders()
         folder = earlier[-1] if earlier else self._start(attempts, values)
         started = 0 if earlier else 1  # by this run of the command
@@ -80,5 +129,19 @@ class _Prober:
 
     def _start(self, attempts: Attempts, values: dict[str, object]) -> Path:
         folder = attempts.new_folder()
-        self._launcher.submit(self._setup.request(folder, values, measured_steps=self.measured_steps))
+        self._launcher.submit(self._setup.request(folder, values, measured_steps=self._steps))
         return folder
+
+
+def _fastest(results: Sequence[ProbeResult]) -> ProbeResult:
+    """The least disturbed of `results`, all of them of one config."""
+    return min(results, key=lambda r: r.fastest_step_s or 0.0)
+
+
+def _pair(baseline: ProbeResult | None, finalist: ProbeResult | None) -> Pair:
+    """The pair of two probes that fitted."""
+    assert baseline is not None
+    assert finalist is not None
+    assert baseline.fastest_step_s is not None
+    assert finalist.fastest_step_s is not None
+    return Pair(baseline_s=baseline.fastest_step_s, finalist_s=finalist.fastest_step_s)

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
+from autofit.tuning.pairs import Comparison, alike
 
 Goal = Literal["speed", "memory", "utilisation"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -15,6 +16,8 @@ SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a c
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
 # Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
 NOISE_FRAC = 2 * 2**0.5 * 0.02
+_FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
+_BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
 
 
 class Rule(TypedDict):
@@ -32,8 +35,8 @@ class Trial:
     """One candidate of a study and, once probed, its results. `changes` is empty for the baseline.
 
     `yaml_changes` are the changes as keys of the recipe's YAML, where None removes a key.
-    `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist. If both exist, all
-    figures come from `confirmed`.
+    `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist or the baseline. If both
+    exist, all figures come from `confirmed`. `comparison` has a finalist's times in turns with the baseline.
     """
 
     number: int
@@ -43,6 +46,7 @@ class Trial:
     yaml_changes: Mapping[str, object] = field(default_factory=dict)
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
+    comparison: Comparison | None = None
 
     @property
     def status(self) -> ProbeStatus | None:
@@ -81,10 +85,22 @@ class Trial:
         return None if self.figures is None else self.figures.completions_per_s
 
     def speedup(self, baseline: "Trial | None") -> float | None:
-        """Completions per second divided by the baseline's; None if either was not measured."""
-        ours = self.completions_per_s
-        theirs = baseline.completions_per_s if baseline is not None else None
+        """Completions per second divided by the baseline's; None if either was not measured.
+
+        From the pairs of the comparison if there was one; else probes of the search are compared with each other.
+        """
+        if self.comparison is not None:
+            return self.comparison.speedup
+        if baseline is None or self.figures is None:
+            return None
+        against = baseline.result if self.confirmed is None else baseline.figures
+        ours, theirs = self.figures.completions_per_s, None if against is None else against.completions_per_s
         return ours / theirs if ours is not None and theirs is not None else None
+
+    @property
+    def before_confirmation(self) -> "Trial":
+        """The trial with the figures of its probe in the search."""
+        return self if self.confirmed is None else replace(self, confirmed=None, comparison=None)
 
 
 def measured(trials: Iterable[Trial]) -> list[Trial]:
@@ -119,13 +135,18 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target; if none does, the one nearest to that from below.
 
-    The first by the search's own probes stays the winner unless confirmation changes the order by more than noise. Once
-    two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower would cause a
-    new probe of every trial.
+    Goal speed, where the baseline fits: once finalists were compared with it in turns, only a clearly faster one wins;
+    if there is none, the baseline does.
+
+    Otherwise the first by the search's own probes stays the winner unless confirmation changes the order by more than
+    noise. Once two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower
+    would cause a new probe of every trial.
     """
     fitting = measured(trials)
-    as_searched = [t if t.confirmed is None else replace(t, confirmed=None) for t in fitting]
-    found = _first(as_searched, goal=goal, target_bytes=target_bytes)
+    base = compared_with(fitting, goal)
+    if base is not None and (base.confirmed is not None or any(t.comparison is not None for t in fitting)):
+        return _in_turns(fitting, base)
+    found = _first([t.before_confirmation for t in fitting], goal=goal, target_bytes=target_bytes)
     if found is None:
         return None
     first = next(t for t in fitting if t.number == found.number)
@@ -142,10 +163,57 @@ def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
     return one.tier != other.tier or faster or (goal != "speed" and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
 
 
-def finalist(trials: Iterable[Trial], rule: Rule) -> Trial | None:
-    """The winner if its confirmation run is still missing; None if the winner is the unchanged recipe."""
-    best = winner(trials, **rule)
-    return best if best is not None and best.confirmed is None and best.changes else None
+def compared_with(trials: Iterable[Trial], goal: Goal) -> Trial | None:
+    """The baseline that a finalist is compared with in turns; None if it does not fit, or if speed is not the goal."""
+    return next((t for t in measured(trials) if not t.changes), None) if goal == "speed" else None
+
+
+def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
+    """The trial to confirm next; None if the winner is confirmed. Goal speed: see `_to_compare`."""
+    best, base = winner(trials, **rule), compared_with(trials, rule["goal"])
+    if base is None or best is None or (best is base and best.confirmed is None):
+        return best if best is not None and best.confirmed is None else None
+    return _to_compare(measured(trials), base)
+
+
+def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
+    """The fastest of the trials that are clearly faster than `base`, or `base`."""
+    faster = {t.number: t.comparison.speedup for t in fitting if t.comparison is not None and t.comparison.faster}
+    return max((t for t in fitting if t.number in faster), key=lambda t: faster[t.number], default=base)
+
+
+def _to_compare(fitting: Sequence[Trial], base: Trial) -> Trial | None:
+    """The first by the search that may be faster than `base` and was not compared with it; None if one is.
+
+    A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady. After a
+    comparison without a verdict there are no more: the machine is too busy.
+    """
+    rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (_searched_s(t), t.number))
+    slowest_s = _searched_s(base) * (1.0 if _steady(fitting) else _BUSY)
+    for trial in rivals[:_FINALISTS]:
+        if trial.comparison is None:
+            return trial if _searched_s(trial) < slowest_s else None
+        if trial.comparison.faster or trial.comparison.at_bound:
+            return None
+    return None
+
+
+def _searched_s(trial: Trial) -> float:
+    return cost(trial.before_confirmation)[0]
+
+
+def _steady(fitting: Sequence[Trial]) -> bool:
+    """Whether the machine was equally fast whenever the same work was measured: steps of a probe, or probes of a trial.
+
+    None of the trials that fit may show otherwise.
+    """
+    for trial in fitting:
+        probes = [r for r in (trial.result, trial.confirmed) if r is not None]
+        fastest = [r.fastest_step_s for r in probes if r.fastest_step_s is not None]
+        steady = all(alike(r.step_s) for r in probes if r.steps_are_alike)
+        if not steady or not alike(fastest) or (trial.comparison is not None and not trial.comparison.steady):
+            return False
+    return True
 
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:

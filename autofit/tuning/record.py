@@ -9,6 +9,7 @@ from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.tuning.frontier import Goal, Rule
+from autofit.tuning.pairs import Comparison
 
 
 class Attributed(Protocol):
@@ -111,6 +112,10 @@ def _confirmation(number: int) -> str:
     return f"confirmation {number}"
 
 
+def _comparison(number: int) -> str:
+    return f"comparison {number}"
+
+
 def _proof(number: int) -> str:
     return f"proof {number}"
 
@@ -124,6 +129,17 @@ def confirmations(study: Attributed, numbers: Iterable[int]) -> dict[int, ProbeR
 def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
     """Keep the result of the confirmation run of trial `number`."""
     study.set_user_attr(_confirmation(number), result.to_json())
+
+
+def comparisons(study: Attributed, numbers: Iterable[int]) -> dict[int, Comparison]:
+    """{trial: its comparison with the baseline in turns}, for the trials of `numbers` that have one."""
+    known = study.user_attrs
+    return {n: Comparison.from_json(known[_comparison(n)]) for n in numbers if _comparison(n) in known}
+
+
+def keep_comparison(study: Keeping, number: int, comparison: Comparison) -> None:
+    """Keep the times of trial `number` in turns with the baseline."""
+    study.set_user_attr(_comparison(number), comparison.to_json())
 
 
 def kept_proof(study: Attributed, number: int) -> Mapping[str, object] | None:

@@ -6,6 +6,7 @@ from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS
 from autofit.space.describe import describe_changes, samples_word
 from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
+from autofit.tuning.pairs import Comparison
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
@@ -30,13 +31,18 @@ def why(
     rivals = [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
-    speed = best.speedup(baseline(trials))
-    against = f", {speed:.2f}x the baseline's {samples_word(original)}/s" if speed is not None and best.number else ""
+    against = _against(best, baseline(trials), samples_word(original))
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [t for t in lower if cost(t) < cost(best)]
     note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
+    compared = [t for t in rivals if t.comparison is not None]
+    if compared and not best.changes:
+        return (
+            f"trial {best.number} wins: the recipe as it is, at {used}{of}; no other trial that was compared with it "
+            f"in turns ({len(compared)} of {len(rivals) - 1}) is clearly faster{note}"
+        )
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] == "speed" else []
-    if level:
+    if level and not compared:
         quick = min(level, key=cost)
         ahead = format_seconds(cost(best)[0] - cost(quick)[0])
         note = f"; trial {quick.number} was {ahead} a step faster, within the noise of two probes{note}"
@@ -45,6 +51,25 @@ def why(
         f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit and keep the {best.tier} tier"
         f"{against}, at {used}{of}, with {change}{note}"
     )
+
+
+def _against(best: Trial, base: Trial | None, word: str) -> str:
+    """The winner's speed-up, and its spread if it was compared in turns; "" for the baseline itself."""
+    if best.comparison is not None:
+        return f", {best.comparison.speedup:.2f}x the baseline's {word}/s ({_spread(best.comparison)})"
+    if not best.changes:
+        return ""
+    if base is not None and base.result is not None and not base.fits:
+        return ", the recipe as it is does not fit"
+    speed = best.speedup(base)
+    return "" if speed is None else f", {speed:.2f}x the baseline's {word}/s"
+
+
+def _spread(comparison: Comparison) -> str:
+    """The range of the speed-ups, and in how many pairs."""
+    told, count = len(comparison.told), len(comparison.pairs)
+    pairs = f"{count} pairs" if told == count else f"{told} undisturbed of {count} pairs"
+    return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
 def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
@@ -89,10 +114,15 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
     """Whether the winner was confirmed, its figures, and the finalists that failed before it; "" without finalists."""
     best = winner(trials, **rule)
-    parts = [_how_it_fell(t) for t in trials if t.confirmed is not None and t is not best]
+    parts = [_how_it_fell(t) for t in trials if _had_its_chance(t) and t is not best]
     if best is not None:
         parts.append(_how_sure(best))
     return "; ".join(parts)
+
+
+def _had_its_chance(trial: Trial) -> bool:
+    """Whether it was confirmed as a finalist, or fell: the baseline is probed in turns with each finalist."""
+    return trial.confirmed is not None and bool(trial.changes or trial.fell)
 
 
 def _how_it_fell(trial: Trial) -> str:
@@ -103,6 +133,8 @@ def _how_it_fell(trial: Trial) -> str:
         return f"trial {trial.number} failed its confirmation run: out of memory{held} during {long.oom_phase}"
     if long.status is not ProbeStatus.FIT:
         return f"trial {trial.number} failed its confirmation run: {long.status}: {long.reason}"
+    if trial.comparison is not None:
+        return _how_fast(trial.number, trial.comparison)
     before = short.median_step_s if short is not None else None
     times = f"{format_seconds(trial.step_s or 0)} a step" + (
         f", {format_seconds(before)} in the search" if before else ""
@@ -110,17 +142,25 @@ def _how_it_fell(trial: Trial) -> str:
     return f"trial {trial.number} also had a confirmation run and is not the winner ({times})"
 
 
+def _how_fast(number: int, comparison: Comparison) -> str:
+    end = "" if comparison.faster else ": not clearly faster"
+    return f"trial {number} had {comparison.speedup:.2f}x the baseline's speed ({_spread(comparison)}){end}"
+
+
 def _how_sure(best: Trial) -> str:
     long = best.confirmed
+    if best.comparison is not None and not best.comparison.faster:
+        return _how_fast(best.number, best.comparison)
     if long is not None:
         return (
             f"trial {best.number} is confirmed: {len(long.step_s)} steps, saved and resumed, under the target as a "
             f"hard cap: {format_bytes(best.device_used_bytes or 0)}, {format_seconds(best.step_s or 0)} a step"
+            + ("" if best.comparison is None else f", {best.comparison.speedup:.2f}x the baseline's speed")
         )
     if best.result is not None and best.result.fidelity is Fidelity.PREDICTED:
         return f"trial {best.number} is predicted, not confirmed: no card of that kind was used"
     if not best.changes:
-        return "the winner is the unchanged recipe, which needs no confirmation run"
+        return "the winner is the recipe as it is"
     steps = len(best.result.step_s) if best.result is not None else 0
     return f"trial {best.number} is not confirmed: it was probed for {steps} steps only"
 
@@ -134,13 +174,27 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
     open_status = "predicted" if predicted else "not confirmed" if best.changes else "baseline"
     long = best.confirmed
     return {
-        "trial": best.number, "status": open_status if long is None else "confirmed",
+        "trial": best.number, "status": open_status if long is None or not best.changes else "confirmed",
         "measured_steps": None if long is None else len(long.step_s),
         "device_used_bytes": None if long is None else long.device_used_bytes,
         "step_s": None if long is None else long.median_step_s,
+        "comparison": _comparison_json(best),
         "fallen": [
             {"trial": t.number, "status": str(t.confirmed.status), "reason": t.confirmed.reason,
-             "device_used_bytes": t.confirmed.device_used_bytes, "step_s": t.confirmed.median_step_s}
-            for t in trials if t.confirmed is not None and t is not best
+             "device_used_bytes": t.confirmed.device_used_bytes, "step_s": t.confirmed.median_step_s,
+             "comparison": _comparison_json(t)}
+            for t in trials if t.confirmed is not None and _had_its_chance(t) and t is not best
         ],
+    }  # fmt: skip
+
+
+def _comparison_json(trial: Trial) -> dict[str, object] | None:
+    """The speed-up over the baseline in turns with its spread; None if it was not compared."""
+    found = trial.comparison
+    if found is None:
+        return None
+    return {
+        "speedup": found.speedup, "low": found.low, "high": found.high, "faster": bool(found.faster),
+        "pairs": len(found.pairs), "undisturbed": len(found.undisturbed), "baseline_step_s":
+        [p.baseline_s for p in found.pairs], "step_s": [p.finalist_s for p in found.pairs],
     }  # fmt: skip
