@@ -55,7 +55,7 @@ def _glm(draw: random.Random, layers: int) -> Sizes:
 
 def _llama4(draw: random.Random, layers: int) -> Sizes:
     return {"interleave_moe_layer_step": draw.choice((1, 2)), "num_local_experts": 4, "intermediate_size_mlp": 64,
-            "no_rope_layer_interval": draw.choice((2, 4)), "attention_chunk_size": 32}  # fmt: skip
+            "no_rope_layer_interval": draw.choice((2, 4)), "attention_chunk_size": 512}  # fmt: skip
 
 
 def _jamba(draw: random.Random, layers: int) -> Sizes:
