@@ -19,7 +19,7 @@ from autofit.forecast.worker import Point, Structure
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = ("llama", "qwen3_moe", "deepseek_v3")
+QUICK = ("deepseek_v3",)
 PATTERNS = ("gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text", "jamba", "qwen3_next")
 ROLLING = ("llama", "gpt2", "olmo3", "qwen2_moe", "deepseek_v2", "llama4_text", "gemma2", "mixtral")
 CASES = [

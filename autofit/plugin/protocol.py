@@ -256,7 +256,7 @@ class Trainer(Protocol):
         ...
 
     def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
-        """The transformers config whose layers repeat, for `Facts.forecasts`; asked for nothing else."""
+        """The transformers config of the model's layers, for `Facts.forecasts`; asked for nothing else."""
         ...
 
     def small_trainings(
