@@ -313,7 +313,7 @@ def test_a_mixture_that_cannot_be_small_gets_a_mixture_for_its_stand_in(tmp_path
 
     from autofit.trainers.proofs.small_model import small_model
 
-    far = JambaConfig(router_aux_loss_coef=0.3, attn_layer_period=32, attn_layer_offset=20)  # attention in layer 20 only
+    far = JambaConfig(router_aux_loss_coef=0.3, attn_layer_period=32, attn_layer_offset=20)  # attention in layer 20
     text, why = small_model(far, tmp_path)
     assert text.startswith("Mixtral")
     assert why
