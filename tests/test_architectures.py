@@ -134,4 +134,6 @@ def test_a_model_that_few_layers_cannot_stand_for_is_refused(kind: str, sizes: d
     whole = config.to_dict()
     with pytest.raises(NotRepeatingError, match=reason):
         shrink(config)
+    with pytest.raises(NotRepeatingError, match=reason):
+        plan_stack(config)
     assert config.to_dict() == whole

@@ -281,7 +281,7 @@ class Structure:
             micro = 62 if self.large else 10
             completion = 67 + (62 - self._prompt_tokens) % 128
         rank = 7 if self.varies_rank else None
-        shape = (1, 2) if self.reused else (2, 1)
+        shape = (2, 4) if self.reused else (2, 1)
         return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1])
 
     @property
@@ -321,7 +321,7 @@ class Structure:
             longer = base.completion + 181  # more than 128, and no multiple of 8
             if self.ranges["C"][0] != self.ranges["C"][1] or self.ranges["C"][0] != base.completion:
                 varied.append(("C", longer, replace(base, completion=longer), None))
-            more = replace(base, chunk=base.chunk + 1, accumulation=base.accumulation)
+            more = replace(base, chunk=2 * base.chunk)
             varied.append(("G", more.generated, more, "B"))
         return at, varied
 
@@ -335,4 +335,4 @@ class Structure:
         at = {"B": want["B"], "G": want["B"] * want["chunk"], "C": want.get("C", 0), "r": want.get("r", 0)}
         told = model.peaks({name: np.array([float(at[name])]) for name in model.variables}, recording.layers)
         top = max(found.values())
-        return max(abs(float(told[phase][0]) - peak) / top for phase, peak in found.items() if phase in told)
+        return max(abs((float(told[phase][0]) if phase in told else 0.0) - peak) / top for phase, peak in found.items())

@@ -74,7 +74,9 @@ def plan_stack(config: Any) -> Stack:
     ]
     if not plans:
         raise NotRepeatingError(f"the model's {len(layers)} layers do not repeat {_LEAST_UNITS} times")
-    return min(plans, key=lambda stack: (len(stack.kept), stack.period))
+    stack = min(plans, key=lambda stack: (len(stack.kept), stack.period))
+    _fewer(config, stack)
+    return stack
 
 
 def _repeats(layers: Sequence[int], first: int, period: int) -> int:
@@ -154,14 +156,20 @@ def shrink(config: Any, *, traced_units: int = TRACED_UNITS) -> Stack:
     """
     text = text_config(config)
     stack = replace(plan_stack(text), traced_units=traced_units)
-    full, few = copy.deepcopy(text), with_layers(text, stack.kept)
-    layers, outside = _prints(full)
-    if _prints(few) != ([layers[i] for i in stack.kept], outside):
-        raise NotRepeatingError("the model has other modules if it has fewer layers")
+    full, few = copy.deepcopy(text), _fewer(text, stack)
     vars(text).update(vars(few))
     _FULL_CONFIGS[id(full)] = full
     setattr(text, _PLAN, asdict(stack) | {"full": id(full)})
     return stack
+
+
+def _fewer(config: Any, stack: Stack) -> Any:
+    """The config with the layers that `stack` keeps; raises unless its model consists of the same modules."""
+    few = with_layers(config, stack.kept)
+    layers, outside = _prints(config)
+    if _prints(few) != ([layers[i] for i in stack.kept], outside):
+        raise NotRepeatingError("the model has other modules if it has fewer layers")
+    return few
 
 
 def with_layers(config: Any, kept: Sequence[int]) -> Any:
@@ -187,6 +195,7 @@ def shallow_models(only: Stack | None = None) -> Iterator[None]:
     """Inside, `AutoConfig.from_pretrained` returns configs with fewer layers, for models whose layers repeat.
 
     With `only`, that is for models of that stack, and with its `traced_units`; all other models keep their layers.
+    A model of that stack which cannot have so many units raises NotRepeatingError.
     """
     from transformers import AutoConfig
 
@@ -195,11 +204,12 @@ def shallow_models(only: Stack | None = None) -> Iterator[None]:
     def read(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found
-        with contextlib.suppress(NotRepeatingError):
-            if only is None:
-                shrink(config)
-            elif plan_stack(text_config(config)) == replace(only, traced_units=TRACED_UNITS):
-                shrink(config, traced_units=only.traced_units)
+        try:
+            planned = plan_stack(text_config(config))
+        except NotRepeatingError:
+            return found
+        if only is None or planned == replace(only, traced_units=TRACED_UNITS):
+            shrink(config, traced_units=TRACED_UNITS if only is None else only.traced_units)
         return found
 
     with mock.patch.object(AutoConfig, "from_pretrained", read):
