@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autofit.fakegpu.specs import HostCosts
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 _POSITION = "T"  # the variable of a decode step: the number of tokens generated before it
 _PRUNING_POINTS = 1500
 _WORST_POINTS = 12  # configurations at which the highest moment of each kind is kept
@@ -230,9 +231,9 @@ class _Moments:
         table = basis.rows(list(cache.values()))
         x = basis.at(with_steps(sample, symbols.base, symbols.steps))
         (below, below_at), (above, above_at) = (_moments(t, table, order, x) for t in (low, high))
-        keys = list(below_at.keys() & above_at.keys())
-        rows = below[[below_at[k] for k in keys]]
-        slopes = (above[[above_at[k] for k in keys]] - rows) / max(1, high.layers - low.layers)
+        keys = [k for k in below_at.keys() & above_at.keys() if below_at[k].plays_as(above_at[k])]
+        rows = below[[below_at[k].event for k in keys]]
+        slopes = (above[[above_at[k].event for k in keys]] - rows) / max(1, high.layers - low.layers)
         phases = np.asarray([k[0] for k in keys])
         _, first = np.unique(
             np.concatenate([np.unique(phases, return_inverse=True)[1][:, None], rows, slopes], axis=1).round(3),
@@ -262,25 +263,55 @@ def _bytes(kind: Kind, unit: int, symbols: Symbols) -> Polynomial:
     return total
 
 
+class _Moment(NamedTuple):
+    """An allocation: the number of its event, and its place among those of its kind in one pass through a phase."""
+
+    event: int
+    from_first: int
+    from_last: int
+
+    def plays_as(self, deeper: _Moment) -> bool:
+        """Whether both are the same one of their kind, counted from the first, from the last, or from the middle.
+
+        The middle is where the backward pass begins, which computes a checkpointed layer's forward once more.
+        """
+        moved = deeper.from_first - self.from_first
+        return moved == 0 or deeper.from_last == self.from_last or moved == deeper.from_last - self.from_last
+
+
 def _moments(
     trace: Trace, table: Floats, order: Mapping[tuple[Kind, int], int], x: Floats
-) -> tuple[Floats, dict[tuple[object, ...], int]]:
-    """Live-byte coefficients after each event; event index of the first, last and highest moments of each kind."""
+) -> tuple[Floats, dict[tuple[object, ...], _Moment]]:
+    """Live-byte coefficients after each event; the first, last and highest moments of each kind."""
     of_allocation = np.asarray([order[k, u] for k, u in zip(trace.kinds, trace.unit_bytes, strict=True)])
     live = np.cumsum(trace.signs[:, None] * table[of_allocation[trace.ids]], axis=0)
     names: dict[tuple[str, int], int] = {}
     of_name = np.asarray([names.setdefault(key, len(names)) for key in zip(trace.phases, of_allocation, strict=True)])
     events = np.flatnonzero(trace.signs > 0)
     keys = of_name[trace.ids[events]]
+    names_of_phases = np.asarray(trace.phases)[trace.ids[events]]
+    passes = np.cumsum(np.append(0, names_of_phases[1:] != names_of_phases[:-1]))
+    from_first, from_last = _places(keys + len(names) * passes)
     time = np.arange(len(events), dtype=float)
     heights = live[events] @ x[:: max(1, len(x) // _WORST_POINTS)].T
-    found: dict[tuple[object, ...], int] = {}
+    found: dict[tuple[object, ...], _Moment] = {}
     for which, rank in enumerate([-time, time, *heights.T]):
         sorted_ = np.lexsort((rank, keys))
         last = sorted_[np.append(keys[sorted_][1:] != keys[sorted_][:-1], True)]
-        for (phase, symbol), event in zip(names, events[last], strict=True):
-            found[phase, symbol, which] = int(event)
+        for (phase, symbol), at in zip(names, last, strict=True):
+            found[phase, symbol, which] = _Moment(int(events[at]), int(from_first[at]), int(from_last[at]))
     return live, found
+
+
+def _places(groups: Ints) -> tuple[Ints, Ints]:
+    """The number of earlier and of later elements of the same group, for each element."""
+    order = np.argsort(groups, kind="stable")
+    _, starts, counts = np.unique(groups[order], return_index=True, return_counts=True)
+    before = np.empty(len(groups), np.int64)
+    before[order] = np.arange(len(groups)) - np.repeat(starts, counts)
+    total = np.empty(len(groups), np.int64)
+    total[order] = np.repeat(counts, counts)
+    return before, total - before - 1
 
 
 def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float]]) -> Floats:
