@@ -89,10 +89,8 @@ def test_no_name_of_ours_but_autofit_can_be_imported(installed: Path, tmp_path: 
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
-@pytest.mark.parametrize("command", ["script", pytest.param("module", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "how", [pytest.param("wheel", marks=pytest.mark.slow), pytest.param("editable", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "command"), [("wheel", "script"), ("editable", "module")])
 def test_commands_work_in_a_folder_full_of_colliding_names(
     installed: Path, tmp_path: Path, tiny_model: Path, how: str, command: str
 ) -> None:
