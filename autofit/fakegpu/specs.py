@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
 
@@ -23,7 +23,7 @@ _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1
 # The context and the kernels that a program of torch's own operators has loaded, outside torch's allocator. Public
 # out-of-memory messages of torch tell it: bytes in use by the process, less allocated, less reserved but unallocated
 # (0.01 GiB steps). The largest figure of one process without NCCL is used. Programs with kernels of their own can hold
-# more: 0.84 and 1.00 GiB were seen on an A100, 1.93 on an H100, 1.7 on A100s with CUDA 12.1 and flash-attn.
+# more: 0.84 and 1.00 GiB were seen on an A100.
 _SCALED = "estimate, may be off by 150 MiB: {} MiB of an {} scaled by SM count"
 _CONTEXT_SCALED = _SCALED.format(543, "A100")
 
@@ -221,6 +221,23 @@ _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
     "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
 }  # fmt: skip
+
+
+# Bytes of all kernels of libtorch_cuda, cuBLAS and cuBLASLt (torch 2.4.1, CUDA 12.1), by compute capability:
+# experiments/context/kernel_bytes.py. Other libraries (flash-attn, cuDNN) have more.
+_ALL_KERNELS_BYTES = {
+    (7, 0): 693_000_000, (7, 5): 768_000_000, (8, 0): 1_065_000_000, (8, 6): 1_066_000_000, (8, 9): 1_091_000_000,
+    (9, 0): 1_407_000_000,
+}  # fmt: skip
+
+
+def with_every_kernel_loaded(spec: GpuSpec) -> GpuSpec:
+    """The card under a driver that loads kernels eagerly: before CUDA 12.2, and with CUDA_MODULE_LOADING=EAGER.
+
+    Its context holds every kernel of torch's libraries; of a capability without a figure, the largest figure counts.
+    """
+    extra = _ALL_KERNELS_BYTES.get(spec.compute_capability, max(_ALL_KERNELS_BYTES.values()))
+    return replace(spec, context_bytes=spec.context_bytes + extra)
 
 
 def _plain(name: str) -> str:
