@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import Clock
@@ -27,11 +27,18 @@ Handler = Callable[[Sequence[object], Mapping[str, object]], object]
 class Tracer(TorchDispatchMode):
     """The dispatch mode on top of torch's FakeTensorMode."""
 
-    def __init__(self, memory: SimulatedMemory, clock: Clock, *, blas_workspace_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: SimulatedMemory,
+        clock: Clock,
+        *,
+        blas_workspace_bytes: int,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.clock = clock
-        self.shadows = Shadows()
+        self.shadows = Shadows(note)
         self.operation_count = 0
         self.paused = False
         self.vocabulary_sizes: set[int] = set()
@@ -194,13 +201,6 @@ class Tracer(TorchDispatchMode):
 def in_backward() -> bool:
     """Whether autograd's engine is running the current operation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def real_value(tracer: Tracer, tensor: torch.Tensor) -> torch.Tensor:
-    """A real CPU tensor for a fake one: its shadow, or all ones if the values are unknown."""
-    shadow = tracer.shadows.of(tensor)
-    with unset_fake_temporarily():
-        return shadow if shadow is not None else torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
