@@ -211,8 +211,10 @@ class Shadows:
         if func in _NEVER_TRUE:
             return False
         if func in _EQUAL | _DIFFERENT:
-            if others[0] is source or others[0] == float("inf"):  # as isfinite asks
-                return (others[0] is source) == (func in _EQUAL)
+            if others[0] is source:
+                return func in _EQUAL
+            if isinstance(others[0], float) and abs(others[0]) == float("inf"):  # as isfinite and isinf ask
+                return func in _DIFFERENT
             return func in _DIFFERENT if out.dim() == 0 else None
         if func in _ANDS and isinstance(others[0], torch.Tensor):
             return known and self.truth(others[0])
