@@ -56,9 +56,8 @@ class FakeGpu:
         if self.layers is not None:
             self.clock = self.layers.clock = LayerClock(spec, host_costs or HostCosts(), self.layers)
             self.memory.layer_at_work = self.layers.code
-        self.tracer = Tracer(
-            self.memory, self.clock, blas_workspace_bytes=blas_workspace_bytes(spec.compute_capability)
-        )
+        workspace = blas_workspace_bytes(spec.compute_capability)
+        self.tracer = Tracer(self.memory, self.clock, blas_workspace_bytes=workspace, note=self.note)
         self.tracer.layers = self.layers
         self._peaks = (0, 0, 0)
         self._backward_starts: list[int] = []

@@ -2,12 +2,12 @@
 
 Fake tensors have shapes and no values, but training code reads some values: mask counts, `.item()` of a step counter,
 boolean indexing. Token ids, masks and lengths come from real data through cheap integer operations, so these values are
-computed for real. Values that depend on weights are unknown; the answer is then the worst case for memory.
+computed for real. Values that depend on weights are unknown; the answer is then the worst case for memory, and a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -19,6 +19,7 @@ aten = torch.ops.aten
 INTEGER_LIMIT = 1 << 20  # most elements of an int or bool shadow
 CPU_FLOAT_LIMIT = 1 << 14  # most elements of a float CPU shadow (optimizer step counters, rewards, losses to log)
 GPU_FLOAT_LIMIT = 1 << 10  # most elements of a float GPU shadow (rewards, advantages, learning rates)
+FLOAT_MASK_LIMIT = 1 << 18  # the same, if the floats were only filled, cast or moved: a mask of 64 rows x 4,096 tokens
 
 _UNINITIALISED = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -26,13 +27,30 @@ _UNINITIALISED = {
 }  # fmt: skip
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
 _SAMPLERS = {aten.multinomial.default, aten.argmax.default}
-_NEVER_TRUE = {aten.isnan.default, aten.isinf.default}  # training is assumed not to diverge
 _KEEPS_INFINITY_FLAG = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 _FOLLOWS = {
     aten.all.default, aten.any.default, aten.view.default, aten.select.int, aten.unsqueeze.default,
     aten.expand.default, aten.clone.default, aten.detach.default, aten._to_copy.default, aten.slice.Tensor,
 }  # fmt: skip
+_NEVER_TRUE = {aten.isnan.default, aten.isinf.default}
 _NEGATES = {aten.bitwise_not.default, aten.logical_not.default}
+_FILLS_AND_MOVES = {
+    aten.ones.default, aten.zeros.default, aten.full.default, aten.ones_like.default, aten.zeros_like.default,
+    aten.full_like.default, aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.cat.default,
+    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.view.default, aten.expand.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.index.Tensor, aten.stack.default,
+}  # fmt: skip
+_ANDS = {aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}
+_EQUAL, _DIFFERENT = {aten.eq.Tensor, aten.eq.Scalar}, {aten.ne.Tensor, aten.ne.Scalar}
+_COUNTS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default, aten.count_nonzero.dim_IntList}
+_KEEPS_COUNT = _FOLLOWS | {aten.max.default, aten.amax.default, aten.min.default, aten.amin.default}
+_CONDITION_NOTE = (
+    "a condition on values that are not known here was read: masks count as present (`all` is False, `any` True), two "
+    "numbers as different, and training as not diverging"
+)
+_NUMBER_NOTE = (
+    "an integer that is not known here was read: a count of a mask is its largest possible one, any other number is 1"
+)
 DATA_DEPENDENT = {
     aten.nonzero.default, aten.index.Tensor, aten.masked_select.default, aten._unique2.default,
     aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default,
@@ -44,8 +62,9 @@ _FAILED = object()  # None is a valid result of an in-place operation
 class Shadows:
     """Stores a shadow on each fake tensor with known values; invalidates it when unknown data is written to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda text: None) -> None:
         self._stale: set[int] = set()  # shadow storages overwritten with unknown data
+        self._note = note
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The known values of a tensor, or None. A real tensor is its own shadow."""
@@ -66,15 +85,24 @@ class Shadows:
         return cast("bool | None", getattr(tensor, "_autofit_truth", None))
 
     def item(self, tensor: torch.Tensor) -> float | int | bool:
-        """The value of a one-element tensor; 1 if it is unknown (a finite loss, a mask that is on)."""
+        """The value of a one-element tensor, known or assumed."""
+        with unset_fake_temporarily():
+            return self.assumed(tensor).item()
+
+    def assumed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The known values, or the worst case for memory: conditions by `_truth_of`, largest counts, else ones."""
         shadow = self.of(tensor)
         if shadow is not None:
-            with unset_fake_temporarily():
-                return shadow.item()
+            return shadow
+        value: int | bool = 1
         if tensor.dtype is torch.bool:
-            known = self.truth(tensor)
-            return True if known is None else known
-        return 1.0 if tensor.dtype.is_floating_point else 1
+            self._note(_CONDITION_NOTE)
+            value = self.truth(tensor) is not False
+        elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            self._note(_NUMBER_NOTE)
+            value = getattr(tensor, "_autofit_most", 1)
+        with unset_fake_temporarily():
+            return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype)
 
     def count_true(self, mask: torch.Tensor) -> int:
         """Number of nonzero elements; if unknown, all of them, the worst case for memory."""
@@ -95,7 +123,7 @@ class Shadows:
         if isinstance(first, FakeTensor) and self.of(first) is None:
             self._unknown(func, args, kwargs, out, mutates=mutates)
             return
-        if not mutates and not _worth_it(out):
+        if not mutates and not _worth_it(func, out):
             return
         if func in _UNINITIALISED:
             return
@@ -166,15 +194,42 @@ class Shadows:
             self.give(out, torch.full(tuple(out.shape), vocabulary // 3, dtype=out.dtype), fresh=True)
 
     def _follow_truth(self, func: OpOverload, args: Sequence[object], out: object) -> None:
-        if not isinstance(out, FakeTensor) or out.dtype is not torch.bool:
-            return
-        if func in _NEVER_TRUE:
-            out._autofit_truth = False  # type: ignore[attr-defined]
-            return
         source = args[0] if args else None
-        known = self.truth(source) if isinstance(source, FakeTensor) else None
+        if not isinstance(out, FakeTensor) or not isinstance(source, FakeTensor) or out.dtype.is_floating_point:
+            return
+        if out.dtype is not torch.bool:
+            self._follow_count(func, source, out)
+        elif (truth := self._truth_of(func, source, args[1:], out)) is not None:
+            out._autofit_truth = truth  # type: ignore[attr-defined]
+
+    def _truth_of(self, func: OpOverload, source: FakeTensor, others: Sequence[object], out: FakeTensor) -> bool | None:
+        """What an unknown condition is taken to be. A mask has both values, and two numbers (counts) are different.
+
+        So the check that all are on fails, and the mask stays. Training does not diverge: all values are finite.
+        """
+        known = self.truth(source)
+        if func in _NEVER_TRUE:
+            return False
+        if func in _EQUAL | _DIFFERENT:
+            if others[0] is source:
+                return func in _EQUAL
+            if isinstance(others[0], float) and abs(others[0]) == float("inf"):  # as isfinite and isinf ask
+                return func in _DIFFERENT
+            return func in _DIFFERENT if out.dim() == 0 else None
+        if func in _ANDS and isinstance(others[0], torch.Tensor):
+            return known and self.truth(others[0])
         if known is not None and (func in _FOLLOWS or func in _NEGATES):
-            out._autofit_truth = known if func in _FOLLOWS else not known  # type: ignore[attr-defined]
+            return known if func in _FOLLOWS else not known
+        return {aten.all.default: False, aten.any.default: True}.get(func)
+
+    def _follow_count(self, func: OpOverload, source: FakeTensor, out: FakeTensor) -> None:
+        """Note the largest value of a count of an unknown mask, or of what was made of such counts."""
+        if func in _COUNTS and source.dtype is torch.bool:
+            most: int | None = source.numel() // max(out.numel(), 1)
+        else:
+            most = getattr(source, "_autofit_most", None) if func in _KEEPS_COUNT else None
+        if most is not None:
+            out._autofit_most = most  # type: ignore[attr-defined]
 
 
 class _Values:
@@ -199,13 +254,14 @@ class _Values:
         return value
 
 
-def _worth_it(out: object) -> bool:
+def _worth_it(func: OpOverload, out: object) -> bool:
     first = next((t for t in _flat(out) if isinstance(t, FakeTensor)), None)
     if first is None:
         return False
     if not (first.dtype.is_floating_point or first.dtype.is_complex):
         return first.numel() <= INTEGER_LIMIT
-    return first.numel() <= (CPU_FLOAT_LIMIT if first.device.type == "cpu" else GPU_FLOAT_LIMIT)
+    limit = CPU_FLOAT_LIMIT if first.device.type == "cpu" else GPU_FLOAT_LIMIT
+    return first.numel() <= (max(limit, FLOAT_MASK_LIMIT) if func in _FILLS_AND_MOVES else limit)
 
 
 def _flat(value: object) -> list[object]:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import Clock
@@ -27,16 +27,25 @@ Handler = Callable[[Sequence[object], Mapping[str, object]], object]
 class Tracer(TorchDispatchMode):
     """The dispatch mode on top of torch's FakeTensorMode."""
 
-    def __init__(self, memory: SimulatedMemory, clock: Clock, *, blas_workspace_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: SimulatedMemory,
+        clock: Clock,
+        *,
+        blas_workspace_bytes: int,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.clock = clock
-        self.shadows = Shadows()
+        self.shadows = Shadows(note)
         self.operation_count = 0
         self.paused = False
         self.vocabulary_sizes: set[int] = set()
         self.handlers: dict[OpOverload, Handler] = {}  # operations with a replacement; other packages add theirs
         self.composites: dict[OpOverload, Callable[..., object]] = {}  # the same for composite operations
+        self.whole: set[OpOverload] = set()  # operations with a composite and a CUDA kernel
+        self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # composites that a card runs
         if hasattr(aten, "_grouped_mm"):
             self.handlers[aten._grouped_mm.default] = _grouped_mm
         for name in ("dtype", "dtype_out"):
@@ -68,7 +77,10 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._item(args[0])
-        if torch.is_inference_mode_enabled() and (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
+        if func in self.in_parts and _device_of(args, None) == self.memory.device_type:
+            with self:
+                return self.in_parts[func](*args, **kwargs)
+        if torch.is_inference_mode_enabled() and (whole := self._decomposed(func, args, kwargs)) is not NotImplemented:
             return whole
         self.operation_count += 1
         out = self._run(func, args, kwargs)
@@ -80,9 +92,9 @@ class Tracer(TorchDispatchMode):
         self._charge(func, args, kwargs, out, name)
         return out
 
-    def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    def _decomposed(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Decompose a composite operation (linear, item): inference mode passes it whole; its parts come back here."""
-        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        if func in self.whole or not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             return NotImplemented
         with self:
             return self.composites.get(func, func.decompose)(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -194,13 +206,6 @@ class Tracer(TorchDispatchMode):
 def in_backward() -> bool:
     """Whether autograd's engine is running the current operation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def real_value(tracer: Tracer, tensor: torch.Tensor) -> torch.Tensor:
-    """A real CPU tensor for a fake one: its shadow, or all ones if the values are unknown."""
-    shadow = tracer.shadows.of(tensor)
-    with unset_fake_temporarily():
-        return shadow if shadow is not None else torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -148,6 +148,34 @@ def test_values_computed_from_known_data_are_known() -> None:
         assert mask.sum().item() == 1  # overwritten with unknown data: no longer known
 
 
+def test_an_unknown_mask_counts_as_present_and_as_full_and_the_notes_say_so() -> None:
+    with fake_gpu("l4") as gpu:
+        values = torch.randn(4, 3000, device="cuda")
+        mask = values > 0
+        assert not gpu.notes
+        all_on = mask.sum() == mask.numel()  # as transformers asks whether a mask is needed
+        assert [bool(x) for x in (mask.all(), all_on, mask.any())] == [False, False, True]
+        assert mask.sum(-1).max().item() == 3000
+        assert mask.sum(1).tolist() == [3000] * 4
+        assert torch.isfinite(values).all()
+        assert not torch.isnan(values).any()
+    assert [note.split(" was read")[0] for note in gpu.notes] == [
+        "a condition on values that are not known here",
+        "an integer that is not known here",
+    ]
+
+
+def test_a_float_mask_of_a_batch_is_known_as_prompt_learning_makes_it() -> None:
+    with fake_gpu("l4") as gpu:
+        tokens = torch.tensor([[1] * 2000, [0] * 7 + [1] * 1993]).cuda()
+        mask = torch.cat([torch.ones(2, 20, device="cuda"), tokens], 1)
+        assert mask.dtype is torch.float32
+        assert mask.sum().item() == 2 * 2020 - 7
+        assert not mask.bool().all()
+        assert mask[:1].bool().all()
+    assert not gpu.notes
+
+
 def test_a_real_model_from_outside_keeps_its_ties_when_moved_in() -> None:
     outer = torch.nn.Embedding(100, 64)
     head = torch.nn.Linear(64, 100, bias=False)

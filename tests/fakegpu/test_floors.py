@@ -27,7 +27,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formula.kernel_log",),
     ("formula.seconds",),
     ("formula.formula",),
-    ("patches.cuda_to_cpu", "patches.gradient_sums", "patches.guard", "patches.redirect", "patches.sdpa"),
+    (
+        "patches.composites", "patches.cuda_to_cpu", "patches.gradient_sums", "patches.guard", "patches.redirect",
+        "patches.sdpa",
+    ),
     ("patches.cuda_api",),
     (
         "patches.bitsandbytes", "patches.distributed", "patches.handlers", "patches.libraries",

@@ -54,3 +54,35 @@ def test_a_name_imported_before_the_block_keeps_working_after_it() -> None:
     with fake_gpu("a100-40gb"):
         pass
     assert scaled_dot_product_attention(q, q, q).shape == q.shape
+
+
+def _kept(length: int, *, heads: int = 8) -> int:
+    """Bytes that attention with a padding mask keeps for backward, without its output and the sums."""
+    with fake_gpu("a100-40gb"):
+        q = torch.randn(2, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.ones(2, 1, length, length, dtype=torch.bool, device="cuda")
+        before = torch.cuda.memory_allocated()
+        out = scaled_dot_product_attention(q, q, q, mask)
+        kept = torch.cuda.memory_allocated() - before
+        sums = 4 * 2 * heads * -(-length // 32) * 32
+        return kept - out.numel() * 2 - sums
+
+
+def test_a_mask_is_padded_to_8_before_it_is_expanded_over_the_heads_so_one_more_token_costs_little() -> None:
+    rounding = 6 * 512  # and the scalars of the mask and of the random numbers
+    for length, padded in ((72, 72), (73, 80), (80, 80)):
+        assert 0 <= _kept(length) - 2 * 2 * length * padded < rounding
+        assert _kept(length, heads=2) == _kept(length)
+
+
+def test_the_math_kernel_adds_its_mask_in_place_and_halves_its_weights_before_the_last_product_as_on_cuda() -> None:
+    seen = []
+    with fake_gpu("a100-40gb") as gpu:
+        gpu.tracer.after = lambda function, out: seen.append(function.__name__)
+        q = torch.randn(1, 2, 8, 8, device="cuda", dtype=torch.bfloat16)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            scaled_dot_product_attention(q, q, q, torch.zeros(8, 8, device="cuda"))
+        gpu.tracer.after = None
+    assert "add_.Tensor" in seen
+    products = [place for place, name in enumerate(seen) if name == "bmm.default"]
+    assert "_to_copy.default" in seen[products[0] : products[1]]

@@ -34,6 +34,7 @@ from autofit.fakegpu.patches import (
     tensors,
     vllm,
 )
+from autofit.fakegpu.patches.composites import in_parts, kernels_of_cuda, own_kernels
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.patches.redirect import redirect, replace, untouched
 from autofit.fakegpu.patches.sdpa import attention_of_a_card
@@ -65,6 +66,9 @@ class Registry:
             self.put(patch)
         if self.gpu.mode == "cuda":
             attention_of_a_card(self.gpu, self.undo)
+            kernels_of_cuda(self.undo)
+            self.gpu.tracer.whole = own_kernels()
+        self.gpu.tracer.in_parts = in_parts()
         self._allow_foreach()
         self.undo.add(self.note_renamed_modules)
         for name in _LIBRARIES:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import SimulatedMemory
-from autofit.fakegpu.tracer import Tracer, real_value
+from autofit.fakegpu.tracer import Tracer
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -98,20 +98,20 @@ def set_data(shadows: Shadows, original: property) -> property:
 
 
 def to_list(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.tolist`: the known values, or ones."""
+    """`Tensor.tolist`: the known values, or assumed ones."""
 
     def tolist(tensor: torch.Tensor) -> object:
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
         _synchronize(tracer.clock, tensor)
         with unset_fake_temporarily():
-            return cast("object", real_value(tracer, tensor).tolist())
+            return cast("object", tracer.shadows.assumed(tensor).tolist())
 
     return tolist
 
 
 def to_numpy(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.numpy`: the known values, or ones; a GPU tensor raises TypeError, as on a card."""
+    """`Tensor.numpy`: the known values, or assumed ones; a GPU tensor raises TypeError, as on a card."""
 
     def values(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if not isinstance(tensor, FakeTensor):
@@ -119,7 +119,7 @@ def to_numpy(tracer: Tracer, original: Callable[..., object]) -> Callable[..., o
         if tensor.device.type == "cuda":
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         with unset_fake_temporarily():
-            return cast("object", real_value(tracer, tensor).detach().numpy())
+            return cast("object", tracer.shadows.assumed(tensor).detach().numpy())
 
     return values
 
