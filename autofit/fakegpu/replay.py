@@ -13,7 +13,6 @@ from autofit.fakegpu.allocator import (
     AllocatorSettings,
     Block,
     CachingAllocator,
-    OutOfCapacityError,
     segment_bytes,
 )
 
@@ -108,17 +107,8 @@ def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
 
 def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:
     """Replay the events from `start` to `end`; returns the index of the first allocation that does not fit, or None."""
-    malloc, free, stream_of, pop = allocator.malloc, allocator.free, log.streams.get, blocks.pop
-    events = zip(log.ids[start:end], log.nbytes[start:end], strict=True)
-    for index, (storage_id, nbytes) in enumerate(events, start):
-        if nbytes < 0:
-            free(pop(storage_id))
-            continue
-        try:
-            blocks[storage_id] = malloc(nbytes, stream_of(storage_id, 0))
-        except OutOfCapacityError:
-            return index
-    return None
+    place = allocator.play(log.ids[start:end], log.nbytes[start:end], blocks, log.streams)
+    return None if place is None else start + place
 
 
 class Unlimited:

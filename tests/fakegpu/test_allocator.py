@@ -124,6 +124,32 @@ def test_a_replay_from_a_checkpoint_is_the_whole_replay(
     assert outcomes == {True, False}
 
 
+@pytest.mark.parametrize("percent", [60, 101, 110, 1000])
+@pytest.mark.parametrize("divisions", [0, 4])
+def test_one_loop_over_a_log_does_what_single_requests_do_byte_for_byte(percent: int, divisions: int) -> None:
+    log, settings = _random_log(steps=4000), AllocatorSettings(roundup_power2_divisions=divisions)
+    capacity = replay(log, settings=settings).peak_allocated_bytes * percent // 100
+    one_by_one = CachingAllocator(capacity_bytes=capacity, settings=settings)
+    live: dict[int, Block] = {}
+    missing = None
+    for place, (storage, nbytes) in enumerate(zip(log.ids, log.nbytes, strict=True)):
+        try:
+            if nbytes > 0:
+                live[storage] = one_by_one.malloc(nbytes)
+            else:
+                one_by_one.free(live.pop(storage))
+        except OutOfCapacityError:
+            missing = place
+            break
+    in_a_loop, blocks = CachingAllocator(capacity_bytes=capacity, settings=settings), dict[int, Block]()
+    assert in_a_loop.play(log.ids, log.nbytes, blocks, log.streams) == missing
+    assert (missing is None) == (percent > 101)
+    for name in ("allocated", "peak_allocated", "reserved", "peak_reserved"):
+        assert getattr(in_a_loop, f"{name}_bytes") == getattr(one_by_one, f"{name}_bytes")
+    assert in_a_loop.retry_count == one_by_one.retry_count
+    assert {k: (b.address, b.size) for k, b in blocks.items()} == {k: (b.address, b.size) for k, b in live.items()}
+
+
 def test_least_capacity_runs_and_a_little_less_does_not() -> None:
     log = _random_log(steps=2000)
     least = least_capacity(log, tolerance_bytes=2 * MIB)
