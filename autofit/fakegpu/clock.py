@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class Clock:
             return
         flops = _flops(func, args, kwargs, out)
         nbytes = _bytes(name, args, out)
-        rate = self._rate(name, out)
+        rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s) or self._rate(name, out)
         if self.log is not None:
             self.log.kernel(func, args, out, flops=flops, rate=rate, gathers=name in _GATHERS)
         self.kernel(flops=flops, nbytes=nbytes, rate=rate)
@@ -123,7 +124,7 @@ class Clock:
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
     count = flop_registry.get(func._overloadpacket)
     if count is None:
-        return 0
+        return foreign_flops(func, args)
     try:
         return int(count(*args, **kwargs, out_val=out))
     except (AssertionError, TypeError, ValueError, IndexError):

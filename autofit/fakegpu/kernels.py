@@ -136,8 +136,3 @@ _SCRATCH: dict[OpOverload, Scratch] = {
     aten.sort.default: _sort_pairs,
     aten.sort.stable: _sort_pairs,
 }
-
-
-def add_scratch_rule(func: OpOverload, rule: Scratch) -> None:
-    """Register the scratch rule of one more operation (used for bitsandbytes when it is loaded)."""
-    _SCRATCH[func] = rule

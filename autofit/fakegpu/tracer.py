@@ -37,11 +37,13 @@ class Tracer(TorchDispatchMode):
         self.vocabulary_sizes: set[int] = set()
         self.handlers: dict[OpOverload, Handler] = {}  # operations with a replacement; other packages add theirs
         self.composites: dict[OpOverload, Callable[..., object]] = {}  # the same for composite operations
+        self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # others', of several kernels
         if hasattr(aten, "_grouped_mm"):
             self.handlers[aten._grouped_mm.default] = _grouped_mm
         for name in ("dtype", "dtype_out"):
             if hasattr(aten.addmm, name):
                 self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
+        self._within_parts = False
         self.shortcut: Shortcut | None = None
         self.layers: LayerRecorder | None = None
         self.after: Callable[[OpOverload, object], None] | None = None
@@ -68,7 +70,7 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._item(args[0])
-        if torch.is_inference_mode_enabled() and (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
+        if (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
             return whole
         self.operation_count += 1
         out = self._run(func, args, kwargs)
@@ -81,11 +83,23 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Decompose a composite operation (linear, item): inference mode passes it whole; its parts come back here."""
-        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        """Run an operation by its parts, which come back here: one of `in_parts`, or a composite one (linear, item).
+
+        Composite operations arrive whole in inference mode, and among the parts of another operation.
+        """
+        parts = self.in_parts.get(func)
+        if parts is None and (self._within_parts or torch.is_inference_mode_enabled()):
+            if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+                return NotImplemented
+            parts = self.composites.get(func, func.decompose)
+        if parts is None:
             return NotImplemented
-        with self:
-            return self.composites.get(func, func.decompose)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        before, self._within_parts = self._within_parts, True
+        try:
+            with self:
+                return parts(*args, **kwargs)
+        finally:
+            self._within_parts = before
 
     # ------------------------------------------------------------------ values
     def _item(self, tensor: FakeTensor) -> float | int | bool:
