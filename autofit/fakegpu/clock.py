@@ -17,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
+from autofit.fakegpu.foreign_flops import TENSOR_CORE_NAMES, foreign_flops, foreign_rate
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 aten = torch.ops.aten
@@ -32,6 +32,7 @@ _TENSOR_CORE_OPS = {
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    *(name[6:] for name in TENSOR_CORE_NAMES),
 }  # fmt: skip
 
 

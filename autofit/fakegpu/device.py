@@ -42,6 +42,7 @@ def fake_gpu(
     host_costs: HostCosts | None = None,
     record_places: bool = True,
     follow_layers: bool = False,
+    expert_imbalance: float = 1.0,
 ) -> Iterator[FakeGpu]:
     """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
@@ -49,6 +50,8 @@ def fake_gpu(
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
     `enforce_capacity=False` no allocation fails, and the peaks show the memory that the run needs. With `follow_layers`
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
+    Mixtures of experts are balanced (what a router chooses is not known); one expert gets `expert_imbalance` times its
+    even share of the tokens.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     if not 0 <= occupied_bytes < card.allocatable_bytes:
@@ -56,6 +59,8 @@ def fake_gpu(
             f"occupied_bytes must be from 0 to below {card.allocatable_bytes}, what the {card.name} has beside its "
             f"CUDA context; got {occupied_bytes}"
         )
+    if not 1.0 <= expert_imbalance < float("inf"):
+        raise FakeGpuError(f"expert_imbalance is a share over an even one, so at least 1; got {expert_imbalance}")
     if not _ENTERED.acquire(blocking=False):
         raise FakeGpuError(
             "a simulated GPU is already active; blocks do not nest, and only one thread at a time has one"
@@ -71,6 +76,7 @@ def fake_gpu(
             host_costs=host_costs,
             record_places=record_places,
             follow_layers=follow_layers,
+            expert_imbalance=expert_imbalance,
         )
         for note in (reason, *_DRIFT) if chosen == "cuda" else (reason,):
             if note:

@@ -1,4 +1,4 @@
-"""FLOPs and rates of single kernels of other packages, which torch's flop counter does not know.
+"""FLOPs and rates of single kernels, most of other packages, which torch's flop counter does not know.
 
 Operations that are several kernels on a card are not here: `Tracer.in_parts` runs their parts, and each counts itself.
 """
@@ -21,6 +21,18 @@ def _int8_matmul(args: Sequence[object]) -> int:
     return _product(args[0], cast("torch.Tensor", args[1]).shape[0])
 
 
+def _grouped_mm(args: Sequence[object]) -> int:
+    """Experts' products: rows of all groups times the other matrix of each, or (both 2-D) sums over each group."""
+    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    whole = _product(a, b.shape[-1])
+    return whole // a.shape[0] if a.dim() == 3 and b.dim() == 2 else whole
+
+
+def _grouped_mm_backward(args: Sequence[object]) -> int:
+    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    return 2 * _product(a, b.shape[-1])
+
+
 def _product(rows: object, columns: int) -> int:
     return 2 * prod(cast("torch.Tensor", rows).shape) * columns
 
@@ -29,8 +41,12 @@ _COUNTS: dict[str, Callable[[Sequence[object]], int]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,  # the fused kernel, which reads the packed weight
     "bitsandbytes::gemv_4bit": _gemm_4bit,
     "bitsandbytes::int8_linear_matmul": _int8_matmul,
+    "aten::_grouped_mm": _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm,  # a loop of products on cards before Ampere
+    "transformers::grouped_mm_fallback_backward": _grouped_mm_backward,
 }
-_PER_HALF = {"bitsandbytes::gemm_4bit": 1, "bitsandbytes::gemv_4bit": 1, "bitsandbytes::int8_linear_matmul": 2}
+_INT8 = {"bitsandbytes::int8_linear_matmul"}
+TENSOR_CORE_NAMES = _COUNTS.keys() - _INT8
 
 
 def foreign_flops(func: OpOverload, args: Sequence[object]) -> int:
@@ -40,10 +56,9 @@ def foreign_flops(func: OpOverload, args: Sequence[object]) -> int:
 
 
 def foreign_rate(name: str, half_flops_per_s: float) -> float | None:
-    """The peak rate of such a kernel by the name of its schema, or None if it is none of these.
+    """The peak rate of a kernel by the name of its schema where it does not follow from its dtype, else None.
 
     Tensor cores multiply int8 at twice the rate of 16-bit floats on each card since Turing (NVIDIA's data sheets: T4
     130 of 65 TFLOP/s, A100 624 of 312, L40S 733 of 366, H100 1,979 of 989).
     """
-    times = _PER_HALF.get(name)
-    return None if times is None else times * half_flops_per_s
+    return 2 * half_flops_per_s if name in _INT8 else None

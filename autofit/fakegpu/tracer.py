@@ -116,8 +116,10 @@ class Tracer(TorchDispatchMode):
         if func in _COMPARISONS and _has_fake(args):
             known = self.shadows.compute_known(func, args, kwargs)
             return True if known is None else known
-        if func is aten.embedding.default and isinstance(args[0], torch.Tensor) and args[0].shape[0] >= 1000:
-            self.vocabulary_sizes.add(args[0].shape[0])
+        if func is aten.embedding.default and isinstance(args[0], torch.Tensor):
+            self.shadows.vocabularies.add(args[0].shape[0])
+            if args[0].shape[0] >= 1000:
+                self.vocabulary_sizes.add(args[0].shape[0])
         return self.shortcut.run(func, args, kwargs) if self.shortcut else func(*args, **kwargs)
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

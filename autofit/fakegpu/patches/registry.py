@@ -211,6 +211,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(tensor, "pin_memory", tensors.itself, "host memory is not simulated")
     yield Patch(tensor, "is_pinned", always(False), "host memory is not simulated")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
+    one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))
+    yield Patch(torch.nn.functional, "one_hot", one_hot, "a fake takes another way, and is too large to know")
     resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
     yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
     yield Patch(
