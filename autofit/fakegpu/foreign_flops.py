@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 def _gemm_4bit(args: Sequence[object]) -> int:
@@ -33,6 +34,31 @@ def _grouped_mm_backward(args: Sequence[object]) -> int:
     return 2 * _product(a, b.shape[-1])
 
 
+def _attention(args: Sequence[object]) -> int:
+    return 2 * _scores(args[0], args[1], args[3], args[4], args[6])
+
+
+def _attention_backward(args: Sequence[object]) -> int:
+    return 5 * _scores(args[1], args[2], args[6], args[7], args[9])
+
+
+def _scores(query: object, key: object, starts_q: object, starts_k: object, longest_k: object) -> int:
+    """FLOPs of one product of queries and keys, (..., heads, dim), causal or not, as torch counts them.
+
+    For sequences one after the other, each has its length if it is known, else the longest one's.
+    """
+    q, k = cast("torch.Tensor", query), cast("torch.Tensor", key)
+    heads_and_dim = q.shape[-2] * q.shape[-1]
+    if not isinstance(starts_q, torch.Tensor):
+        return 2 * q.shape[0] * q.shape[1] * k.shape[1] * heads_and_dim
+    known = [getattr(starts, "_autofit_shadow", None) for starts in (starts_q, starts_k)]
+    if any(values is None for values in known):
+        return 2 * q.shape[0] * min(cast("int", longest_k), k.shape[0]) * heads_and_dim
+    with unset_fake_temporarily():
+        pairs = int((known[0].diff().long() * known[1].diff().long()).sum())  # type: ignore[union-attr]
+    return 2 * pairs * heads_and_dim
+
+
 def _product(rows: object, columns: int) -> int:
     return 2 * prod(cast("torch.Tensor", rows).shape) * columns
 
@@ -42,6 +68,8 @@ _COUNTS: dict[str, Callable[[Sequence[object]], int]] = {
     "bitsandbytes::gemv_4bit": _gemm_4bit,
     "bitsandbytes::int8_linear_matmul": _int8_matmul,
     "aten::_grouped_mm": _grouped_mm,
+    "aten::_flash_attention_forward": _attention,
+    "aten::_flash_attention_backward": _attention_backward,
     "transformers::grouped_mm_fallback": _grouped_mm,  # a loop of products on cards before Ampere
     "transformers::grouped_mm_fallback_backward": _grouped_mm_backward,
 }
@@ -49,10 +77,10 @@ _INT8 = {"bitsandbytes::int8_linear_matmul"}
 TENSOR_CORE_NAMES = _COUNTS.keys() - _INT8
 
 
-def foreign_flops(func: OpOverload, args: Sequence[object]) -> int:
-    """FLOPs of a kernel of another package; 0 if none is known, so that bytes alone bound its time."""
+def foreign_flops(func: OpOverload, args: Sequence[object]) -> int | None:
+    """FLOPs of such a kernel, None if it is none of these."""
     count = _COUNTS.get(func._schema.name)
-    return count(args) if count is not None else 0
+    return count(args) if count is not None else None
 
 
 def foreign_rate(name: str, half_flops_per_s: float) -> float | None:

@@ -33,8 +33,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("patches.cuda_api",),
     (
-        "patches.bitsandbytes", "patches.distributed", "patches.handlers", "patches.libraries",
-        "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors", "patches.vllm",
+        "patches.bitsandbytes", "patches.distributed", "patches.flash_attention", "patches.handlers",
+        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors",
+        "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),
