@@ -38,6 +38,7 @@ class FakeGpu:
         host_costs: HostCosts | None = None,
         record_places: bool = True,
         follow_layers: bool = False,
+        expert_imbalance: float = 1.0,
     ) -> None:
         self.spec = spec
         self.mode: Mode = mode
@@ -59,6 +60,8 @@ class FakeGpu:
         workspace = blas_workspace_bytes(spec.compute_capability)
         self.tracer = Tracer(self.memory, self.clock, blas_workspace_bytes=workspace, note=self.note)
         self.tracer.layers = self.layers
+        self.tracer.shadows.expert_imbalance = expert_imbalance
+        self.tracer.shadows.routed = self._note_routing
         self._peaks = (0, 0, 0)
         self._backward_starts: list[int] = []
         self._was_in_backward = False
@@ -145,6 +148,14 @@ class FakeGpu:
         """Record a difference between the simulation and a real card (once per text)."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def _note_routing(self) -> None:
+        most = self.tracer.shadows.expert_imbalance
+        self.note(
+            "the routers of mixtures of experts were taken as balanced: each token has its k experts in turn"
+            + (f", and one expert {most:g} times its share" if most != 1.0 else "")
+            + "; see expert_imbalance of fake_gpu"
+        )
 
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats; the peaks of this object are not reset."""

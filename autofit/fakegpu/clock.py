@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from autofit.fakegpu.foreign_flops import TENSOR_CORE_NAMES, foreign_flops, foreign_rate
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 aten = torch.ops.aten
@@ -31,6 +32,7 @@ _TENSOR_CORE_OPS = {
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    *(name[6:] for name in TENSOR_CORE_NAMES),
 }  # fmt: skip
 
 
@@ -88,7 +90,7 @@ class Clock:
             return
         flops = _flops(func, args, kwargs, out)
         nbytes = _bytes(name, args, out)
-        rate = self._rate(name, out)
+        rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s) or self._rate(name, out)
         if self.log is not None:
             self.log.kernel(func, args, out, flops=flops, rate=rate, gathers=name in _GATHERS)
         self.kernel(flops=flops, nbytes=nbytes, rate=rate)
@@ -121,6 +123,9 @@ class Clock:
 
 
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
+    known = foreign_flops(func, args)
+    if known is not None:
+        return known
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0

@@ -45,6 +45,7 @@ def fake_gpu(
     record_places: bool = True,
     follow_layers: bool = False,
     kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
+    expert_imbalance: float = 1.0,
 ) -> Iterator[FakeGpu]:
     """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
@@ -54,7 +55,8 @@ def fake_gpu(
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
     `kernel_loading` is what the context holds: the kernels that were used ("lazy", the default of CUDA since 12.2), or
     all of torch's ("eager"); "auto" follows CUDA_MODULE_LOADING, else it is eager, and noted, beside a transformers
-    of the time before CUDA 12.2.
+    of the time before CUDA 12.2. Mixtures of experts are balanced (what a router chooses is not known); one expert gets
+    `expert_imbalance` times its even share of the tokens.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
     kernels_note = ""
@@ -67,6 +69,8 @@ def fake_gpu(
             f"occupied_bytes must be from 0 to below {card.allocatable_bytes}, what the {card.name} has beside its "
             f"CUDA context; got {occupied_bytes}"
         )
+    if not 1.0 <= expert_imbalance < float("inf"):
+        raise FakeGpuError(f"expert_imbalance is a share over an even one, so at least 1; got {expert_imbalance}")
     if not _ENTERED.acquire(blocking=False):
         raise FakeGpuError(
             "a simulated GPU is already active; blocks do not nest, and only one thread at a time has one"
@@ -82,6 +86,7 @@ def fake_gpu(
             host_costs=host_costs,
             record_places=record_places,
             follow_layers=follow_layers,
+            expert_imbalance=expert_imbalance,
         )
         for note in (reason, kernels_note, *_DRIFT) if chosen == "cuda" else (reason, kernels_note):
             if note:

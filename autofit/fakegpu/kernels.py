@@ -91,6 +91,22 @@ def _flash_backward(
     return sums, Rounded(2 * dim * k.element_size(), (batch, heads, key_length), (1, 1, 1))
 
 
+def _flash_backward_of_tokens(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sums: torch.Tensor,
+    starts_q: torch.Tensor | None = None, *_: object, **__: object,
+) -> Size:  # fmt: skip
+    """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
+    if starts_q is None:
+        return _flash_backward(grad, q.transpose(1, 2), k.transpose(1, 2), v)
+    tokens, heads, dim = q.shape
+    rounded = _up(dim, 32) if dim <= 192 else 256
+    scale, sequences = 4 * (rounded + 1), starts_q.shape[0] - 1
+    buffers = Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1))
+    if k.shape[1] == heads:
+        return buffers
+    return *buffers, Rounded(2 * dim * k.element_size(), (heads, k.shape[0]), (1, 1))
+
+
 def _efficient_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
 ) -> Size:
@@ -130,14 +146,10 @@ def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
 
 _SCRATCH: dict[OpOverload, Scratch] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._flash_attention_backward.default: _flash_backward_of_tokens,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.sort.default: _sort_pairs,
     aten.sort.stable: _sort_pairs,
 }
-
-
-def add_scratch_rule(func: OpOverload, rule: Scratch) -> None:
-    """Register the scratch rule of one more operation (used for bitsandbytes when it is loaded)."""
-    _SCRATCH[func] = rule

@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from autofit.fakegpu.routing import ONE_HOT_OPERATIONS, OneHot, balanced_choice, is_router
+
 aten = torch.ops.aten
 
 INTEGER_LIMIT = 1 << 20  # most elements of an int or bool shadow
@@ -65,6 +67,9 @@ class Shadows:
     def __init__(self, note: Callable[[str], None] = lambda text: None) -> None:
         self._stale: set[int] = set()  # shadow storages overwritten with unknown data
         self._note = note
+        self.expert_imbalance = 1.0  # the share of the most loaded expert over an even one
+        self.routed: Callable[[], object] = lambda: None  # called for each choice of experts
+        self.vocabularies: set[int] = set()  # rows of each table of embeddings: scores as long are no router's
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The known values of a tensor, or None. A real tensor is its own shadow."""
@@ -172,6 +177,10 @@ class Shadows:
                 self._forget_written(func, args, kwargs)
         elif func in _SAMPLERS:
             self._sample(args, out)
+        elif func is aten.topk.default:
+            self._route(args, cast("Sequence[object]", out)[1])
+        elif func in ONE_HOT_OPERATIONS and hasattr(args[0], "_autofit_one_hot"):
+            self._follow_one_hot(func, args, out)
         else:
             self._follow_truth(func, args, out)
 
@@ -184,6 +193,8 @@ class Shadows:
                 shadow = getattr(tensor, "_autofit_shadow", None)
                 if shadow is not None:
                     self._stale.add(shadow.untyped_storage()._cdata)
+                if hasattr(tensor, "_autofit_one_hot"):
+                    del tensor._autofit_one_hot
 
     def _sample(self, args: Sequence[object], out: object) -> None:
         """Give sampled tokens a value that is not an end-of-sequence token, so that a rollout runs to full length."""
@@ -192,6 +203,39 @@ class Shadows:
         vocabulary = args[0].shape[-1] if args[0].dim() else 1
         with unset_fake_temporarily():
             self.give(out, torch.full(tuple(out.shape), vocabulary // 3, dtype=out.dtype), fresh=True)
+
+    def _route(self, args: Sequence[object], chosen: object) -> None:
+        """Give a router's choice of experts balanced values."""
+        scores, k = cast("FakeTensor", args[0]), cast("int", args[1])
+        last = len(args) < 3 or args[2] in (-1, scores.dim() - 1)
+        if not is_router(scores, k, last=last) or scores.shape[-1] in self.vocabularies:
+            return
+        if not isinstance(chosen, FakeTensor) or chosen.numel() > INTEGER_LIMIT:
+            return
+        with unset_fake_temporarily():
+            choice = balanced_choice(chosen.numel() // k, k, scores.shape[-1], self.expert_imbalance)
+            self.give(chosen, choice.view(tuple(chosen.shape)), fresh=True)
+        self.routed()
+
+    def make_one_hot(self, tensor: torch.Tensor, choice: torch.Tensor, classes: int) -> None:
+        """Let a fake one-hot tensor stand for the known `choice`, (..., k), whatever its size."""
+        known = self.of(choice)
+        if known is not None and self.of(tensor) is None:
+            with unset_fake_temporarily():
+                tensor._autofit_one_hot = OneHot.of(known.clone(), classes)  # type: ignore[attr-defined]
+
+    def _follow_one_hot(self, func: OpOverload, args: Sequence[object], out: object) -> None:
+        one_hot = cast("OneHot", args[0]._autofit_one_hot)  # type: ignore[attr-defined]
+        values = _Values(self)
+        known = [values.convert(a) for a in args[1:]]
+        if not values.known or not isinstance(out, FakeTensor):
+            return
+        with unset_fake_temporarily():
+            result = one_hot.after(func, (None, *known))
+        if isinstance(result, OneHot):
+            out._autofit_one_hot = result  # type: ignore[attr-defined]
+        elif result is not None and result.numel() <= INTEGER_LIMIT:
+            self.give(out, result, fresh=True)
 
     def _follow_truth(self, func: OpOverload, args: Sequence[object], out: object) -> None:
         source = args[0] if args else None

@@ -45,12 +45,13 @@ class Tracer(TorchDispatchMode):
         self.handlers: dict[OpOverload, Handler] = {}  # operations with a replacement; other packages add theirs
         self.composites: dict[OpOverload, Callable[..., object]] = {}  # the same for composite operations
         self.whole: set[OpOverload] = set()  # operations with a composite and a CUDA kernel
-        self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # composites that a card runs
+        self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         if hasattr(aten, "_grouped_mm"):
             self.handlers[aten._grouped_mm.default] = _grouped_mm
         for name in ("dtype", "dtype_out"):
             if hasattr(aten.addmm, name):
                 self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
+        self._within_parts = False
         self.shortcut: Shortcut | None = None
         self.layers: LayerRecorder | None = None
         self.after: Callable[[OpOverload, object], None] | None = None
@@ -77,10 +78,7 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._item(args[0])
-        if func in self.in_parts and _device_of(args, None) == self.memory.device_type:
-            with self:
-                return self.in_parts[func](*args, **kwargs)
-        if torch.is_inference_mode_enabled() and (whole := self._decomposed(func, args, kwargs)) is not NotImplemented:
+        if (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
             return whole
         self.operation_count += 1
         out = self._run(func, args, kwargs)
@@ -92,12 +90,26 @@ class Tracer(TorchDispatchMode):
         self._charge(func, args, kwargs, out, name)
         return out
 
-    def _decomposed(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Decompose a composite operation (linear, item): inference mode passes it whole; its parts come back here."""
-        if func in self.whole or not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+    def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run an operation by its parts, which come back here: one of `in_parts`, or a composite one (linear, item).
+
+        Composite operations arrive whole in inference mode, and among the parts of another operation.
+        """
+        parts = self.in_parts.get(func)
+        if parts is not None and _device_of(args, None) != self.memory.device_type:
+            parts = None
+        if parts is None and (self._within_parts or torch.is_inference_mode_enabled()):
+            if func in self.whole or not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+                return NotImplemented
+            parts = self.composites.get(func, func.decompose)
+        if parts is None:
             return NotImplemented
-        with self:
-            return self.composites.get(func, func.decompose)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        before, self._within_parts = self._within_parts, True
+        try:
+            with self:
+                return parts(*args, **kwargs)
+        finally:
+            self._within_parts = before
 
     # ------------------------------------------------------------------ values
     def _item(self, tensor: FakeTensor) -> float | int | bool:
@@ -114,8 +126,10 @@ class Tracer(TorchDispatchMode):
         if func in _COMPARISONS and _has_fake(args):
             known = self.shadows.compute_known(func, args, kwargs)
             return True if known is None else known
-        if func is aten.embedding.default and isinstance(args[0], torch.Tensor) and args[0].shape[0] >= 1000:
-            self.vocabulary_sizes.add(args[0].shape[0])
+        if func is aten.embedding.default and isinstance(args[0], torch.Tensor):
+            self.shadows.vocabularies.add(args[0].shape[0])
+            if args[0].shape[0] >= 1000:
+                self.vocabulary_sizes.add(args[0].shape[0])
         return self.shortcut.run(func, args, kwargs) if self.shortcut else func(*args, **kwargs)
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from autofit.fakegpu import FakeGpuError, fake_gpu
+from autofit.fakegpu.patches.cuda_api import active_gpu
 
 from .tiny_trainers import Case, config, train
 
@@ -86,3 +87,59 @@ def test_real_quantisation_works_after_the_block() -> None:
         bnb.nn.Linear4bit(256, 256).cuda()
     packed, _ = bnb.functional.quantize_4bit(torch.randn(64, 64))
     assert type(packed) is torch.Tensor
+
+
+def measured(layer: torch.nn.Module, rows: int, inner: int) -> tuple[int, int, int]:
+    """FLOPs, bytes moved and temporary bytes of one forward pass without gradients."""
+    with torch.no_grad():
+        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # allocates the workspace, once
+        x = torch.zeros(rows, inner, device="cuda", dtype=torch.bfloat16)
+        gpu = active_gpu()
+        assert gpu is not None
+        clock = gpu.clock
+        flops, moved = clock.flops, clock.bytes_moved
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = layer(x)
+        held = torch.cuda.memory_allocated() - before
+    assert 0 <= held - rows * out.shape[1] * 2 < 1024
+    return clock.flops - flops, clock.bytes_moved - moved, torch.cuda.max_memory_allocated() - before - held
+
+
+def test_many_rows_dequantise_the_weight_and_then_multiply_so_that_qlora_is_not_faster_than_lora() -> None:
+    rows, inner, outer = 2048, 4096, 4096
+    weight = inner * outer
+    with fake_gpu("l40s"):
+        plain = torch.nn.Linear(inner, outer, bias=False, dtype=torch.bfloat16).cuda()
+        packed = bnb.nn.Linear4bit(inner, outer, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").cuda()
+        as_plain, as_packed = measured(plain, rows, inner), measured(packed, rows, inner)
+    assert as_packed[0] == as_plain[0] == 2 * rows * weight
+    assert as_plain[2] == 0
+    assert 2 * weight <= as_packed[2] < 2.15 * weight  # the weight in bfloat16, and its scales
+    more = as_packed[1] - as_plain[1]  # the packed weight is read and the plain one written
+    assert 2.5 * weight <= more < 2.8 * weight
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "fused"), [("l40s", 64, True), ("h100-80gb", 64, False), ("l40s", 600, False)]
+)
+def test_few_rows_read_the_packed_weight_where_the_installed_version_has_a_fused_kernel(
+    card: str, rows: int, *, fused: bool
+) -> None:
+    inner = outer = 8192
+    with fake_gpu(card):
+        layer = bnb.nn.Linear4bit(inner, outer, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").cuda()
+        flops, moved, temporary = measured(layer, rows, inner)
+    assert flops == 2 * rows * inner * outer
+    assert (moved < 0.6 * inner * outer, temporary == 0) == (fused, fused)
+
+
+def test_an_8bit_layer_makes_the_int32_product_and_the_mask_of_outliers_as_on_a_card() -> None:
+    rows, inner, outer = 1024, 2048, 4096
+    with fake_gpu("a100-40gb"):
+        layer = bnb.nn.Linear8bitLt(inner, outer, bias=False, has_fp16_weights=False, threshold=6.0).cuda()
+        flops, _, temporary = measured(layer, rows, inner)
+    product, quantised = 4 * rows * outer, rows * inner
+    rescaled = 2 * rows * outer  # float16 before it is cast to the input's bfloat16
+    assert flops >= 2 * rows * inner * outer
+    assert temporary == pytest.approx(product + rescaled + quantised, rel=0.02)

@@ -17,8 +17,8 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "errors", "formula", "patches"),  # of the three folders only their empty __init__
-    ("allocator", "depth.stack", "kernels", "known_values", "op_cache", "specs", "undo"),
-    ("replay",),
+    ("allocator", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
+    ("known_values", "replay"),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
     ("depth.expand", "tracer"),
@@ -28,13 +28,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formula.seconds",),
     ("formula.formula",),
     (
-        "patches.composites", "patches.cuda_to_cpu", "patches.gradient_sums", "patches.guard", "patches.redirect",
-        "patches.sdpa",
+        "patches.bitsandbytes_kernels", "patches.composites", "patches.cuda_to_cpu", "patches.gradient_sums",
+        "patches.guard", "patches.redirect", "patches.sdpa",
     ),
     ("patches.cuda_api",),
     (
-        "patches.bitsandbytes", "patches.distributed", "patches.handlers", "patches.libraries",
-        "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors", "patches.vllm",
+        "patches.bitsandbytes", "patches.distributed", "patches.flash_attention", "patches.handlers",
+        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors",
+        "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),

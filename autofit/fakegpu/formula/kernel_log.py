@@ -19,6 +19,7 @@ _FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
     "mm": (0, (0, 1), 1, 1), "addmm": (1, (0, 1), 2, 1), "bmm": (0, (0, 1, 2), 1, 2), "baddbmm": (1, (0, 1, 2), 2, 2),
     "_scaled_dot_product_flash_attention": _SDPA, "_scaled_dot_product_efficient_attention": _SDPA,
     "_scaled_dot_product_cudnn_attention": _SDPA,
+    "_flash_attention_forward": (0, (0, 1, 2, 3), 1, 1), "_flash_attention_backward": (1, (0, 1, 2, 3), 2, 1),
     "_scaled_dot_product_flash_attention_backward": _SDPA_BACKWARD,
     "_scaled_dot_product_efficient_attention_backward": _SDPA_BACKWARD,
     "_scaled_dot_product_cudnn_attention_backward": _SDPA_BACKWARD,

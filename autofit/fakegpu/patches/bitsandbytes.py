@@ -1,11 +1,12 @@
-"""bitsandbytes on the simulated card: its Python code runs unchanged; its CUDA kernels become shapes and scratch bytes.
+"""bitsandbytes on the simulated card: its Python code runs unchanged; for its kernels see
+`bitsandbytes_kernels.py`.
 
 `quantize_model` replaces `from_pretrained(..., quantization_config=...)` when there are no weights to load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -14,18 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.errors import FakeGpuError
-from autofit.fakegpu.kernels import GEMMS, add_scratch_rule
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.patches.bitsandbytes_kernels import kernels_in_parts
 from autofit.fakegpu.patches.redirect import untouched
-from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import BitsAndBytesConfig
 
 Target = tuple[object, str, object, str]
-OUTLIER_COLUMNS = 16  # per 8-bit matmul; data-dependent, a few on real models (LLM.int8() paper, section 4)
-CUSTOM_KERNEL_ROWS = 512  # above it bitsandbytes dequantises the weight, below it may (_gemm_4bit_use_custom_cuda)
 
 
 def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -46,7 +43,7 @@ def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         return made
 
     yield torch.Tensor, "_make_subclass", staticmethod(make_subclass), "torch refuses to subclass a fake tensor"
-    _register_kernels(gpu.tracer)
+    gpu.tracer.in_parts.update(kernels_in_parts(gpu))
 
 
 def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -94,58 +91,6 @@ def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
         "__torch_function__": torch._C._disabled_torch_function_impl,
     }
     return cast("type[torch.Tensor]", type(f"Fake{parameter_class.__name__}", (FakeTensor, parameter_class), body))
-
-
-def _register_kernels(tracer: Tracer) -> None:
-    ops = torch.ops.bitsandbytes
-    if hasattr(ops, "gemm_4bit"):
-        add_scratch_rule(ops.gemm_4bit.default, _gemm_4bit)
-        GEMMS.add(ops.gemm_4bit.default)
-    tracer.handlers[ops.int8_vectorwise_quant.default] = _int8_quant
-    tracer.handlers[ops.int8_mixed_scaled_mm.default] = _int8_mixed(tracer.memory)
-
-
-def _gemm_4bit(
-    a: torch.Tensor, b: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, *rest: object, **options: object
-) -> int:
-    """_dequant_linear_fallback in backends/cuda/ops.py: the whole weight in a's dtype, and absmax in fp32."""
-    if a.numel() // a.shape[-1] <= CUSTOM_KERNEL_ROWS:
-        return 0
-    nested = options.get("absmax_8bit")
-    scales = 4 * nested.numel() if isinstance(nested, torch.Tensor) else 0
-    return shape[0] * shape[1] * a.element_size() + scales
-
-
-def _int8_quant(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """int8_vectorwise_quant: int8 rows, their scales, and the outlier columns (a data-dependent number)."""
-    a = cast("torch.Tensor", args[0])
-    threshold = cast("float", args[1] if len(args) > 1 else kwargs.get("threshold", 0.0))
-    rows = a.numel() // a.shape[-1]
-    outliers = torch.empty(OUTLIER_COLUMNS, dtype=torch.int64, device=a.device) if threshold > 0 else None
-    return (
-        torch.empty(a.shape, dtype=torch.int8, device=a.device),
-        torch.empty(rows, dtype=torch.float32, device=a.device),
-        outliers,
-    )
-
-
-def _int8_mixed(memory: SimulatedMemory) -> Callable[[Sequence[object], Mapping[str, object]], object]:
-    """int8_mixed_scaled_mm: the int32 product, its fp16 rescaling, and the outlier columns in full precision."""
-
-    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        a, ca, cb = (cast("torch.Tensor", value) for value in args[:3])
-        outliers = args[5] if len(args) > 5 else kwargs.get("outlier_cols")
-        shape = (*ca.shape[:-1], cb.shape[0])
-        count = outliers.numel() if isinstance(outliers, torch.Tensor) else 0
-        sub_a = a.new_empty((a.numel() // a.shape[-1], count) if count else (0,))
-        product = torch.empty(shape, dtype=torch.int32, device=a.device)
-        memory.track(product, "int8_linear_matmul")
-        out = torch.empty(shape, dtype=torch.float16, device=a.device)
-        memory.track(out, "int8_mm_dequant")
-        del product
-        return (out if a.dtype is torch.float16 else out.to(a.dtype)), sub_a
-
-    return run
 
 
 def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConfig) -> PreTrainedModel:

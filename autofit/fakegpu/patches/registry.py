@@ -26,6 +26,7 @@ from autofit.fakegpu.patches import (
     bitsandbytes,
     cuda_api,
     distributed,
+    flash_attention,
     handlers,
     libraries,
     recurrent,
@@ -41,6 +42,7 @@ from autofit.fakegpu.patches.sdpa import attention_of_a_card
 from autofit.fakegpu.undo import Undo
 
 Target = tuple[object, str, object, str]
+_Patches = Callable[[FakeGpu, ModuleType], Iterable[Target]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(tensor, "pin_memory", tensors.itself, "host memory is not simulated")
     yield Patch(tensor, "is_pinned", always(False), "host memory is not simulated")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
+    one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))
+    yield Patch(torch.nn.functional, "one_hot", one_hot, "a fake takes another way, and is too large to know")
     resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
     yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
     yield Patch(
@@ -230,10 +234,15 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
         yield Patch(owner, name, value, reason)
 
 
+def _both(*patches: _Patches) -> _Patches:
+    return lambda gpu, module: (target for each in patches for target in each(gpu, module))
+
+
 # Third-party packages: module -> function that yields (owner, name, value, reason); applied when the module is loaded.
-_LIBRARIES: dict[str, Callable[[FakeGpu, ModuleType], Iterable[tuple[object, str, object, str]]]] = {
+_LIBRARIES: dict[str, _Patches] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
-    "transformers.modeling_utils": libraries.save_pretrained,
+    "transformers.modeling_utils": _both(libraries.save_pretrained, flash_attention.transformers_models),
+    "transformers.modeling_flash_attention_utils": flash_attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "transformers.core_model_loading": libraries.transformers_loading,
     "transformers.generation.utils": rollout.transformers_generation,

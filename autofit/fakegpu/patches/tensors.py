@@ -41,6 +41,20 @@ def apply_to_module(memory: SimulatedMemory, shadows: Shadows) -> Callable[..., 
     return _apply
 
 
+def one_hot(shadows: Shadows, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`functional.one_hot` as on CUDA: zeros and a scatter in place; on a fake, torch compares with a range instead."""
+
+    def run(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or num_classes < 0:
+            return original(tensor, num_classes)
+        made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+        made.scatter_(-1, tensor.unsqueeze(-1), 1)
+        shadows.make_one_hot(made, tensor, num_classes)
+        return made
+
+    return run
+
+
 def _converted(
     parameter: torch.nn.Parameter,
     fn: Convert,
