@@ -43,8 +43,7 @@ def test_doctor_without_a_recipe_or_calibrate_says_what_to_give(capsys: pytest.C
 def test_a_real_probe_corrects_its_card_alone() -> None:
     own = HostCosts()
     costs = calibration.fit_card("sim:l4", predicted=PREDICTED, measured=MEASURED)
-    assert costs == replace(own, flops_frac=own.flops_frac / 2, bandwidth_frac=own.bandwidth_frac / 2,
-                            launch_s=own.launch_s * 1.5, view_s=own.view_s * 1.5)  # fmt: skip
+    assert costs == replace(own, gpu_slowdown=2.0, launch_s=own.launch_s * 1.5, view_s=own.view_s * 1.5)
     found, source = calibration.host_costs("sim:l4")
     assert found == costs
     assert "fitted to a probe on NVIDIA L4" in source

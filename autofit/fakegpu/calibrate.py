@@ -2,7 +2,7 @@
 
 The host's share of a step is Python and dispatch. A model with tensors of a few elements measures it without a GPU,
 since its kernels take almost no time. A CUDA launch adds a driver call that a CPU run does not have, so `launch_s` is
-a lower bound until `fit_to_probe` corrects it from a real probe, together with the fractions of the peak rates.
+a lower bound until `fit_to_probe` corrects it from a real probe, together with the seconds of the kernels.
 """
 
 from __future__ import annotations
@@ -60,18 +60,15 @@ def fit_to_probe(
     predicted_update_s: float | None = None,
     measured_update_s: float | None = None,
 ) -> HostCosts:
-    """Costs corrected by one real probe: rates by the update (GPU-bound), host costs by the rollout (host-bound).
+    """Costs corrected by one real probe: kernels by the update (GPU-bound), host costs by the rollout (host-bound).
 
-    Each correction is the ratio of measured to predicted seconds. Fractions of a peak rate stay at most 1.
+    Each correction is the ratio of measured to predicted seconds.
     """
     for given in (predicted_rollout_s, measured_rollout_s, predicted_update_s, measured_update_s):
         if given is not None and not given > 0:
             raise FakeGpuError(f"a probe's seconds must be above 0; got {given}")
     if measured_update_s and predicted_update_s:
-        share = predicted_update_s / measured_update_s
-        costs = replace(
-            costs, flops_frac=min(1.0, costs.flops_frac * share), bandwidth_frac=min(1.0, costs.bandwidth_frac * share)
-        )
+        costs = replace(costs, gpu_slowdown=costs.gpu_slowdown * measured_update_s / predicted_update_s)
     if measured_rollout_s and predicted_rollout_s:
         slower = measured_rollout_s / predicted_rollout_s
         costs = replace(costs, launch_s=costs.launch_s * slower, view_s=costs.view_s * slower)

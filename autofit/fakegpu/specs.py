@@ -232,10 +232,8 @@ def gpu_spec(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Host costs of eager PyTorch, and the fractions of peak rates that real kernels reach. Defaults are guesses."""
+    """Host costs of eager PyTorch, and how much slower than measured the card's kernels are."""
 
     launch_s: float = 8e-6
     view_s: float = 1.5e-6
-    shortest_kernel_s: float = 2e-6
-    flops_frac: float = 0.7
-    bandwidth_frac: float = 0.8
+    gpu_slowdown: float = 1.0

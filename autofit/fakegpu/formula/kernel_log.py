@@ -10,40 +10,31 @@ import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
-
-# The dimensions that determine the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
-_SDPA = (0, (0, 1, 2, 3), 1, 2)
-_SDPA_BACKWARD = (1, (0, 1, 2, 3), 2, 2)
-_FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
-    "mm": (0, (0, 1), 1, 1), "addmm": (1, (0, 1), 2, 1), "bmm": (0, (0, 1, 2), 1, 2), "baddbmm": (1, (0, 1, 2), 2, 2),
-    "_scaled_dot_product_flash_attention": _SDPA, "_scaled_dot_product_efficient_attention": _SDPA,
-    "_scaled_dot_product_cudnn_attention": _SDPA,
-    "_scaled_dot_product_flash_attention_backward": _SDPA_BACKWARD,
-    "_scaled_dot_product_efficient_attention_backward": _SDPA_BACKWARD,
-    "_scaled_dot_product_cudnn_attention_backward": _SDPA_BACKWARD,
-}  # fmt: skip
 
 
 class Info(NamedTuple):
     """Work of one kind of kernel at the base point."""
 
-    name: str
-    flops: int
-    rate: float
+    work: Work
     item_bytes: tuple[int, ...]  # element size of each tensor
     moved: tuple[int, ...]  # number of reads and writes of each tensor
 
+    @property
+    def name(self) -> str:
+        return self.work.name
+
+    @property
+    def sort(self) -> tuple[str, float, int, bool]:
+        """What tells a product's or attention's seconds beside its sizes."""
+        return self.work.name, self.work.rate, self.work.item_bytes, self.work.causal
+
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
-        factors: list[Factor] = []
+        """Of a kernel without a table: FLOPs grow with the elements of its last tensor, its output."""
         dims = symbols.factors.get(kind)
-        place = _FLOP_DIMS.get(self.name)
-        if dims and place and max(place[0], place[2]) < len(dims):
-            first, own, second, other = place
-            factors = [f for d in own for f in _get(dims[first], d)] + list(_get(dims[second], other))
-        elif dims and self.flops:
-            factors = [f for d in dims[-1] for f in d]
-        return symbols.product(self.flops / (self.rate * share), factors)
+        factors: list[Factor] = [f for d in dims[-1] for f in d] if dims and self.work.flops else []
+        return symbols.product(self.work.flops / (self.work.rate * share), factors)
 
     def move_seconds(self, kind: Kind, symbols: Symbols, bytes_per_s: float) -> Polynomial:
         total: Polynomial = {}
@@ -51,10 +42,6 @@ class Info(NamedTuple):
             for exponents, value in symbols.numel(kind, which).items() if times else ():
                 total[exponents] = total.get(exponents, 0.0) + value * size * times / bytes_per_s
         return total
-
-
-def _get(dims: Sequence[tuple[Factor, ...]], index: int) -> tuple[Factor, ...]:
-    return dims[index] if index < len(dims) else ()
 
 
 @dataclass(slots=True)
@@ -116,9 +103,7 @@ class KernelLog:
         if self.on:
             self._host()[1] += 1
 
-    def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
-    ) -> None:
+    def kernel(self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool) -> None:
         if not self.on:
             return
         self._host()[0] += 1
@@ -129,13 +114,13 @@ class KernelLog:
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
         segment = "decode" if self._decoding else self.phase
-        kind = Kind((segment, name, tuple(sizes)), tuple(shapes))
+        kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
         if kind not in self._infos:
             outputs = len(shapes) - inputs
             moved = (0,) * inputs + (2,) * outputs if gathers else (1,) * len(shapes)
-            self._infos[kind] = Info(name, flops, rate, tuple(sizes), moved)
+            self._infos[kind] = Info(work, tuple(sizes), moved)
 
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""
