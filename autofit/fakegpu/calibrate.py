@@ -30,26 +30,34 @@ RUNS = 30
 
 
 def measure_host_costs() -> HostCosts:
-    """Host seconds per kernel and per view, measured on a tiny model's forward and backward (about a second)."""
+    """Host seconds per kernel of forward and backward and per view, measured on a tiny model (about a second)."""
     norms = [torch.nn.LayerNorm(WIDTH) for _ in range(LAYERS)]
     linears = [[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
     everything = torch.nn.ModuleList([*norms, *(linear for four in linears for linear in four)])
     x = torch.randn(1, 2, WIDTH)
 
-    def step() -> None:
+    def forward() -> torch.Tensor:
         hidden = x
         for norm, (query, key, value, out) in zip(norms, linears, strict=True):
             y = norm(hidden)
             scores = query(y) @ key(y).transpose(-1, -2)
             hidden = hidden + torch.nn.functional.silu(out(scores.softmax(-1) @ value(y)))
-        hidden.sum().backward()
+        return hidden.sum()
+
+    def step() -> None:
+        forward().backward()
         everything.zero_grad()
 
-    with _Counter() as counter:
+    with _Counter() as first:
+        forward()
+    with _Counter() as both:
         step()
     view_s = _fastest(lambda: [x.view(-1, WIDTH).transpose(0, 1) for _ in range(500)]) / 1000
-    launch_s = (_fastest(step) - counter.views * view_s) / counter.kernels
-    return HostCosts(launch_s=max(launch_s, view_s), view_s=view_s)
+    forward_s = _fastest(forward)
+    launch_s = (forward_s - first.views * view_s) / first.kernels
+    later_s = _fastest(step) - forward_s - (both.views - first.views) * view_s
+    backward_launch_s = later_s / (both.kernels - first.kernels)
+    return HostCosts(launch_s=max(launch_s, view_s), backward_launch_s=max(backward_launch_s, view_s), view_s=view_s)
 
 
 def fit_to_probe(
@@ -71,7 +79,10 @@ def fit_to_probe(
         costs = replace(costs, gpu_slowdown=costs.gpu_slowdown * measured_update_s / predicted_update_s)
     if measured_rollout_s and predicted_rollout_s:
         slower = measured_rollout_s / predicted_rollout_s
-        costs = replace(costs, launch_s=costs.launch_s * slower, view_s=costs.view_s * slower)
+        costs = replace(
+            costs, launch_s=costs.launch_s * slower, backward_launch_s=costs.backward_launch_s * slower,
+            view_s=costs.view_s * slower,
+        )  # fmt: skip
     return costs
 
 

@@ -32,7 +32,9 @@ class OperationLog(Protocol):
 
     def view(self) -> None: ...
 
-    def kernel(self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool) -> None: ...
+    def kernel(
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
+    ) -> None: ...
 
     def decode_step(self, number: int) -> None: ...
 
@@ -86,17 +88,18 @@ class Clock:
             name, _shapes(args) if tabled != "others" else (), self._rate(dtype, by_tensor_cores=bool(flops)),
             dtype.itemsize, tabled == "attention" and _is_causal(func, args, kwargs), flops, _bytes(name, args, out),
         )  # fmt: skip
+        backward = _by_autograd()
         if self.log is not None:
-            self.log.kernel(func, args, out, work=work, gathers=name in _GATHERS)
-        self._run(work)
+            self.log.kernel(func, args, out, work=work, gathers=name in _GATHERS, backward=backward)
+        self._run(work, backward=backward)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
         """Charge a kernel without an operator of torch."""
-        self._run(Work("", (), rate, 0, False, flops, nbytes))
+        self._run(Work("", (), rate, 0, False, flops, nbytes), backward=_by_autograd())
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: Work, *, backward: bool) -> None:
         seconds, kind = self.kernels.seconds(work)
-        self.host_s += self.costs.launch_s
+        self.host_s += self.costs.backward_launch_s if backward else self.costs.launch_s
         self.gpu_s = max(self.gpu_s, self.host_s) + seconds
         self.busy_s[kind] += seconds
         self.flops += work.flops
@@ -114,6 +117,11 @@ class Clock:
             return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
         tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
         return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
+
+
+def _by_autograd() -> bool:
+    """Whether autograd's engine launches, not Python: in backward, except where a layer's forward runs once more."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:

@@ -27,7 +27,7 @@ def test_the_clock_follows_the_costs() -> None:
                 x = x + 1
         return gpu.elapsed_s
 
-    assert seconds(HostCosts(launch_s=8e-5)) > 5 * seconds(None)
+    assert seconds(HostCosts(launch_s=10 * HostCosts().launch_s)) > 5 * seconds(None)
 
 
 def test_costs_are_kept_with_their_source_and_date(tmp_path: Path) -> None:
@@ -62,7 +62,8 @@ def test_a_probe_corrects_kernels_by_its_update_and_the_host_by_its_rollout() ->
         HostCosts(), predicted_update_s=1.0, measured_update_s=1.4, predicted_rollout_s=2.0, measured_rollout_s=3.0
     )
     own = HostCosts()
-    assert costs == replace(own, gpu_slowdown=1.4, launch_s=own.launch_s * 1.5, view_s=own.view_s * 1.5)
+    assert costs == replace(own, gpu_slowdown=1.4, launch_s=own.launch_s * 1.5,
+                            backward_launch_s=own.backward_launch_s * 1.5, view_s=own.view_s * 1.5)  # fmt: skip
     assert fit_to_probe(costs, predicted_update_s=2.0, measured_update_s=1.0).gpu_slowdown == 0.7
     with pytest.raises(FakeGpuError, match="above 0"):
         fit_to_probe(HostCosts(), measured_update_s=0.0)

@@ -44,13 +44,21 @@ class Info(NamedTuple):
         return total
 
 
+class HostCounts(NamedTuple):
+    """Work of the host in one segment."""
+
+    launches: int = 0
+    views: int = 0
+    backward: int = 0  # launches by autograd
+
+
 @dataclass(slots=True)
 class KernelKinds:
     """Kernels of the recorded steps by kind, and the launches of each segment."""
 
     counts: dict[Kind, int] = field(default_factory=dict)
     infos: dict[Kind, Info] = field(default_factory=dict)
-    host_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # segment -> launches, views
+    host_counts: dict[str, HostCounts] = field(default_factory=dict)
     repeats: Mapping[str, int] = field(default_factory=dict)  # number of recorded passes of each segment
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
@@ -71,8 +79,9 @@ class KernelKinds:
         return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind), 1))
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
-        launches, views = self.host_counts.get(segment, (0, 0))
-        return (launches * costs.launch_s + views * costs.view_s) / max(1, self.repeats.get(segment, 1))
+        launches, views, backward = self.host_counts.get(segment, HostCounts())
+        seconds = launches * costs.launch_s + views * costs.view_s + backward * costs.backward_launch_s
+        return seconds / max(1, self.repeats.get(segment, 1))
 
 
 class KernelLog:
@@ -94,7 +103,7 @@ class KernelLog:
             self._steps, self._step_hosts = [], []
         self._decoding = True
         self._steps.append({})
-        self._step_hosts.append([0, 0])
+        self._step_hosts.append([0, 0, 0])
 
     def decode_end(self) -> None:
         self._decoding = False
@@ -103,10 +112,12 @@ class KernelLog:
         if self.on:
             self._host()[1] += 1
 
-    def kernel(self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool) -> None:
+    def kernel(
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
+    ) -> None:
         if not self.on:
             return
-        self._host()[0] += 1
+        self._host()[2 if backward else 0] += 1
         shapes: list[Shape] = []
         sizes: list[int] = []
         _add(args, shapes, sizes)
@@ -125,11 +136,10 @@ class KernelLog:
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""
         steps = [s for s in self._steps if s]
-        counts, hosts = dict(self._counts), {k: (v[0], v[1]) for k, v in self._hosts.items()}
+        counts, hosts = dict(self._counts), {k: HostCounts(*v) for k, v in self._hosts.items()}
         if len(steps) >= 2:
             counts |= steps[-1]
-            launches, views = self._step_hosts[self._steps.index(steps[-1])]
-            hosts["decode"] = (launches, views)
+            hosts["decode"] = HostCounts(*self._step_hosts[self._steps.index(steps[-1])])
         return KernelKinds(
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
@@ -139,7 +149,7 @@ class KernelLog:
     def _host(self) -> list[int]:
         if self._decoding:
             return self._step_hosts[-1]
-        return self._hosts.setdefault(self.phase, [0, 0])
+        return self._hosts.setdefault(self.phase, [0, 0, 0])
 
 
 def _add(value: object, shapes: list[Shape], sizes: list[int]) -> None:

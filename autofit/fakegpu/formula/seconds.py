@@ -96,7 +96,8 @@ class KernelRows:
         Only kernels with a constant count are summed, since the sum of their seconds is one polynomial.
         """
         x = Basis(self.exponents).at(sample)
-        flop, move = x @ self.flop_s.T, x @ self.move_s.T
+        flop, cold = x @ self.flop_s.T, x @ self.move_s.T
+        move = self.kernels.warm(cold)
         shortest_s = self.kernels.shortest_s
         top = np.maximum(np.maximum(flop, move), shortest_s) * (1 - 1e-9)
         one = self._constant
@@ -107,7 +108,8 @@ class KernelRows:
         tabled = np.isin(np.arange(len(names)), self.tabled.numbers)
         left = ~tabled
         sums: dict[str, tuple[Floats, Floats]] = {}
-        for seconds, rows in ((flop, self.flop_s), (move, self.move_s), (x @ shortest.T, shortest)):
+        linear = np.where(move >= 0.999 * cold, cold, 0.0)  # what the cache shortens is no polynomial
+        for seconds, rows in ((flop, self.flop_s), (linear, self.move_s), (x @ shortest.T, shortest)):
             mine = left & fixed & (seconds >= top).all(axis=0)
             left &= ~mine
             for segment in np.unique(names[mine]):
@@ -148,7 +150,7 @@ class KernelRows:
         sized = self.tabled.rows.any(axis=(0, 1))
         used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
         x = Basis(tuple(self.exponents[i] for i in used)).at(table)
-        each = np.maximum(x @ self.flop_s[mine][:, used].T, x @ self.move_s[mine][:, used].T)
+        each = np.maximum(x @ self.flop_s[mine][:, used].T, self.kernels.warm(x @ self.move_s[mine][:, used].T))
         np.maximum(each, self.kernels.shortest_s, out=each)
         places = np.cumsum(mine) - 1
         for number, seconds in self.tabled.seconds(x, used, mine, self.kernels):

@@ -30,6 +30,7 @@ from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_GRAPH_S = 41e-6  # host seconds of launching a CUDA graph (pytorch/pytorch#150488), which a decode step replays
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
@@ -150,7 +151,7 @@ class FakeEngine:
         bandwidth = kernels.bandwidth_bytes_per_s
         prefill_s = 2 * self._parameters * sum(prompt_lengths) / rate
         read = self._weights_bytes + together * (mean + tokens / 2) * per_token
-        step_s = max(read / bandwidth, 2 * self._parameters * together / rate)
+        step_s = max(read / bandwidth, 2 * self._parameters * together / rate, _GRAPH_S)
         clock.synchronize()
         self._pass(prefill_s + waves * tokens * step_s)
 

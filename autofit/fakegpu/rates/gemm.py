@@ -54,13 +54,17 @@ class Waves:
             cache_bytes=given[5], cache_power=given[6], tile_frac=given[7:],
         )  # fmt: skip
 
+    def cache_factor(self, nbytes: Floats) -> Floats:
+        """How many times as fast as memory a kernel reads and writes so many bytes, if it finds them in the cache."""
+        beyond = self.cache_power * np.log(np.maximum(nbytes, 1.0) / self.cache_bytes)
+        return 1.0 + self.cache_gain / (1.0 + np.exp(np.minimum(beyond, 50.0)))
+
     def seconds(self, machine: Machine, m: Floats, n: Floats, k: Floats, batch: Floats | float = 1.0) -> Floats:
         """Computed seconds of `batch` products of (m, k) and (k, n) at once, one entry a shape."""
         m, n, k = (np.asarray(x, float)[..., None, None] for x in (m, n, k))
         batch = np.asarray(batch, float)[..., None, None]
         bytes_moved = batch * (m * k + n * k + m * n) * machine.item_bytes
-        kept = 1.0 / (1.0 + np.exp(np.minimum(self.cache_power * np.log(bytes_moved / self.cache_bytes), 50.0)))
-        bandwidth = machine.bandwidth_bytes_per_s * self.bandwidth_frac * (1.0 + self.cache_gain * kept)
+        bandwidth = machine.bandwidth_bytes_per_s * self.bandwidth_frac * self.cache_factor(bytes_moved)
         tiles = batch * np.ceil(m / TILES[:, 0, None]) * np.ceil(n / TILES[:, 1, None])
         waves = np.ceil(tiles * SPLITS / machine.sm_count)
         area = TILES.prod(axis=1)[:, None] * machine.sm_count / (machine.flops_per_s * self.tile_frac[:, None])

@@ -102,7 +102,17 @@ class KernelSeconds:
 
     def others(self, flops: float, nbytes: float, rate: float) -> float:
         """The longest of FLOPs at the card's achieved rate, bytes at its achieved bandwidth, and a short kernel."""
-        return max(flops / (rate * self.flops_frac), nbytes / self.bandwidth_bytes_per_s, self.shortest_s)
+        cold_s = nbytes / self.bandwidth_bytes_per_s
+        if cold_s > self.shortest_s:
+            cold_s = float(self.warm(np.array(cold_s)))
+        return max(flops / (rate * self.flops_frac), cold_s, self.shortest_s)
+
+    def warm(self, cold_s: Floats) -> Floats:
+        """Seconds of moving bytes that take `cold_s` from memory; few bytes, just written, are still in the cache.
+
+        The factor is that of products whose operands stay in the cache, measured on the same card.
+        """
+        return cold_s / self.rates.gemms.waves.cache_factor(cold_s * self.bandwidth_bytes_per_s)
 
     def measured(
         self, kind: Family, name: str, of: Floats, *, rate: float, item_bytes: float, causal: bool
