@@ -20,8 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path / "cache"))
 
 
-def test_without_a_calibration_the_guesses_count_and_say_so() -> None:
-    assert calibration.host_costs("sim:l4") == (None, calibration.GUESSES)
+def test_without_a_calibration_the_published_costs_count_and_say_so() -> None:
+    assert calibration.host_costs("sim:l4") == (None, calibration.PUBLISHED)
     assert calibration.fingerprint("sim:l4") == ""
 
 
@@ -43,12 +43,12 @@ def test_doctor_without_a_recipe_or_calibrate_says_what_to_give(capsys: pytest.C
 def test_a_real_probe_corrects_its_card_alone() -> None:
     own = HostCosts()
     costs = calibration.fit_card("sim:l4", predicted=PREDICTED, measured=MEASURED)
-    assert costs == replace(own, flops_frac=own.flops_frac / 2, bandwidth_frac=own.bandwidth_frac / 2,
-                            launch_s=own.launch_s * 1.5, view_s=own.view_s * 1.5)  # fmt: skip
+    assert costs == replace(own, gpu_slowdown=2.0, launch_s=own.launch_s * 1.5,
+                            backward_launch_s=own.backward_launch_s * 1.5, view_s=own.view_s * 1.5)  # fmt: skip
     found, source = calibration.host_costs("sim:l4")
     assert found == costs
     assert "fitted to a probe on NVIDIA L4" in source
-    assert calibration.host_costs("sim:h100") == (None, calibration.GUESSES)
+    assert calibration.host_costs("sim:h100") == (None, calibration.PUBLISHED)
 
 
 def test_a_probe_without_seconds_corrects_nothing() -> None:

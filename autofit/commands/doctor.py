@@ -43,5 +43,6 @@ def _calibrate() -> None:
     from autofit.hardware.calibration import costs_path, measure
 
     costs = measure()
-    print(f"{'host costs':>16}: {costs.launch_s * 1e6:.1f} us a kernel, {costs.view_s * 1e6:.1f} us a view (in "
+    print(f"{'host costs':>16}: {costs.launch_s * 1e6:.1f} us a kernel, "
+          f"{costs.backward_launch_s * 1e6:.1f} us one of backward, {costs.view_s * 1e6:.1f} us a view (in "
           f"{costs_path()}); simulated cards take them from now on")  # fmt: skip

@@ -2,7 +2,7 @@
 
 The host's share of a step is Python and dispatch. A model with tensors of a few elements measures it without a GPU,
 since its kernels take almost no time. A CUDA launch adds a driver call that a CPU run does not have, so `launch_s` is
-a lower bound until `fit_to_probe` corrects it from a real probe, together with the fractions of the peak rates.
+a lower bound until `fit_to_probe` corrects it from a real probe, together with the seconds of the kernels.
 """
 
 from __future__ import annotations
@@ -30,26 +30,34 @@ RUNS = 30
 
 
 def measure_host_costs() -> HostCosts:
-    """Host seconds per kernel and per view, measured on a tiny model's forward and backward (about a second)."""
+    """Host seconds per kernel of forward and backward and per view, measured on a tiny model (about a second)."""
     norms = [torch.nn.LayerNorm(WIDTH) for _ in range(LAYERS)]
     linears = [[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
     everything = torch.nn.ModuleList([*norms, *(linear for four in linears for linear in four)])
     x = torch.randn(1, 2, WIDTH)
 
-    def step() -> None:
+    def forward() -> torch.Tensor:
         hidden = x
         for norm, (query, key, value, out) in zip(norms, linears, strict=True):
             y = norm(hidden)
             scores = query(y) @ key(y).transpose(-1, -2)
             hidden = hidden + torch.nn.functional.silu(out(scores.softmax(-1) @ value(y)))
-        hidden.sum().backward()
+        return hidden.sum()
+
+    def step() -> None:
+        forward().backward()
         everything.zero_grad()
 
-    with _Counter() as counter:
+    with _Counter() as first:
+        forward()
+    with _Counter() as both:
         step()
     view_s = _fastest(lambda: [x.view(-1, WIDTH).transpose(0, 1) for _ in range(500)]) / 1000
-    launch_s = (_fastest(step) - counter.views * view_s) / counter.kernels
-    return HostCosts(launch_s=max(launch_s, view_s), view_s=view_s)
+    forward_s = _fastest(forward)
+    launch_s = (forward_s - first.views * view_s) / first.kernels
+    later_s = _fastest(step) - forward_s - (both.views - first.views) * view_s
+    backward_launch_s = later_s / (both.kernels - first.kernels)
+    return HostCosts(launch_s=max(launch_s, view_s), backward_launch_s=max(backward_launch_s, view_s), view_s=view_s)
 
 
 def fit_to_probe(
@@ -60,21 +68,21 @@ def fit_to_probe(
     predicted_update_s: float | None = None,
     measured_update_s: float | None = None,
 ) -> HostCosts:
-    """Costs corrected by one real probe: rates by the update (GPU-bound), host costs by the rollout (host-bound).
+    """Costs corrected by one real probe: kernels by the update (GPU-bound), host costs by the rollout (host-bound).
 
-    Each correction is the ratio of measured to predicted seconds. Fractions of a peak rate stay at most 1.
+    Each correction is the ratio of measured to predicted seconds.
     """
     for given in (predicted_rollout_s, measured_rollout_s, predicted_update_s, measured_update_s):
         if given is not None and not given > 0:
             raise FakeGpuError(f"a probe's seconds must be above 0; got {given}")
     if measured_update_s and predicted_update_s:
-        share = predicted_update_s / measured_update_s
-        costs = replace(
-            costs, flops_frac=min(1.0, costs.flops_frac * share), bandwidth_frac=min(1.0, costs.bandwidth_frac * share)
-        )
+        costs = replace(costs, gpu_slowdown=costs.gpu_slowdown * measured_update_s / predicted_update_s)
     if measured_rollout_s and predicted_rollout_s:
         slower = measured_rollout_s / predicted_rollout_s
-        costs = replace(costs, launch_s=costs.launch_s * slower, view_s=costs.view_s * slower)
+        costs = replace(
+            costs, launch_s=costs.launch_s * slower, backward_launch_s=costs.backward_launch_s * slower,
+            view_s=costs.view_s * slower,
+        )  # fmt: skip
     return costs
 
 

@@ -16,6 +16,7 @@ from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.rates.cards import stand_in
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
@@ -57,6 +58,8 @@ class FakeGpu:
         if self.layers is not None:
             self.clock = self.layers.clock = LayerClock(spec, host_costs or HostCosts(), self.layers)
             self.memory.layer_at_work = self.layers.code
+        if unmeasured := stand_in(spec):
+            self.note(unmeasured)
         workspace = blas_workspace_bytes(spec.compute_capability)
         self.tracer = Tracer(self.memory, self.clock, blas_workspace_bytes=workspace, note=self.note)
         self.tracer.layers = self.layers

@@ -1,11 +1,9 @@
-"""The simulated clock: a host that launches kernels, and a GPU that runs them in order (roofline per kernel).
+"""The simulated clock: a host that launches kernels, and a GPU that runs them in order.
 
-A kernel's time is the maximum of its FLOPs at the card's peak rate, its bytes at the card's bandwidth, and the minimum
-kernel time. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
-So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card.
-
-The default efficiencies and host costs are round guesses for eager PyTorch, not measurements; pass `HostCosts` to
-replace them.
+Products and attention take the time that was measured on the card (`rates`), other kernels their bytes at the measured
+bandwidth. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
+So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card. The host's costs and their sources
+are in `HostCosts`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from autofit.fakegpu.foreign_flops import TENSOR_CORE_NAMES, foreign_flops, foreign_rate
+from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
+from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 aten = torch.ops.aten
@@ -27,13 +26,6 @@ NO_KERNEL = {
     "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
 }  # fmt: skip
 _GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the rows they return, not the whole input
-_TENSOR_CORE_OPS = {
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward", "_grouped_mm",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-    *(name[6:] for name in TENSOR_CORE_NAMES),
-}  # fmt: skip
 
 
 class OperationLog(Protocol):
@@ -42,7 +34,7 @@ class OperationLog(Protocol):
     def view(self) -> None: ...
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
     ) -> None: ...
 
     def decode_step(self, number: int) -> None: ...
@@ -61,6 +53,8 @@ class Clock:
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
+        self.kernels = KernelSeconds(spec, costs)
+        self.busy_s: dict[Family, float] = dict.fromkeys(("products", "attention", "others"), 0.0)
         self.log: OperationLog | None = None
 
     @property
@@ -89,29 +83,34 @@ class Clock:
                 self.log.view()
             return
         flops = _flops(func, args, kwargs, out)
-        nbytes = _bytes(name, args, out)
-        rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s) or self._rate(name, out)
+        dtype = _dtype(out)
+        tabled = family(name, _shapes(args))
+        rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s)
+        work = Work(
+            name, _shapes(args) if tabled != "others" else (), rate or self._rate(dtype, by_tensor_cores=bool(flops)),
+            dtype.itemsize, tabled == "attention" and _is_causal(func, args, kwargs), flops, _bytes(name, args, out),
+        )  # fmt: skip
+        backward = _by_autograd()
         if self.log is not None:
-            self.log.kernel(func, args, out, flops=flops, rate=rate, gathers=name in _GATHERS)
-        self.kernel(flops=flops, nbytes=nbytes, rate=rate)
+            self.log.kernel(func, args, out, work=work, gathers=name in _GATHERS, backward=backward)
+        self._run(work, backward=backward)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
-        costs = self.costs
-        self.host_s += costs.launch_s
-        seconds = max(
-            flops / (rate * costs.flops_frac),
-            nbytes / (self.spec.bandwidth_bytes_per_s * costs.bandwidth_frac),
-            costs.shortest_kernel_s,
-        )
+        """Charge a kernel without an operator of torch."""
+        self._run(Work("", (), rate, 0, False, flops, nbytes), backward=_by_autograd())
+
+    def _run(self, work: Work, *, backward: bool) -> None:
+        seconds, kind = self.kernels.seconds(work)
+        self.host_s += self.costs.backward_launch_s if backward else self.costs.launch_s
         self.gpu_s = max(self.gpu_s, self.host_s) + seconds
-        self.flops += flops
-        self.bytes_moved += nbytes
+        self.busy_s[kind] += seconds
+        self.flops += work.flops
+        self.bytes_moved += work.nbytes
         self.kernel_count += 1
 
-    def _rate(self, name: str, out: object) -> float:
-        tensor = _first_tensor(out)
-        dtype = tensor.dtype if tensor is not None else torch.float32
-        if name not in _TENSOR_CORE_OPS:
+    def _rate(self, dtype: torch.dtype, *, by_tensor_cores: bool) -> float:
+        """FLOP/s of the data sheet. Kernels with FLOPs are products, convolutions and attention, on tensor cores."""
+        if not by_tensor_cores:
             return self.spec.fp32_flops_per_s
         if dtype is torch.float16:
             return self.spec.half_flops_per_s
@@ -120,6 +119,11 @@ class Clock:
             return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
         tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
         return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
+
+
+def _by_autograd() -> bool:
+    """Whether autograd's engine launches, not Python: in backward, except where a layer's forward runs once more."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
@@ -153,9 +157,18 @@ def _add_bytes(value: object, seen: dict[int, int]) -> None:
             _add_bytes(item, seen)
 
 
-def _first_tensor(value: object) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
+def _shapes(args: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
+
+
+def _dtype(value: object) -> torch.dtype:
+    """The dtype of the first tensor of an output."""
     if isinstance(value, (list, tuple)):
-        return next((t for t in value if isinstance(t, torch.Tensor)), None)
-    return None
+        value = next((v for v in value if isinstance(v, torch.Tensor)), None)
+    return value.dtype if isinstance(value, torch.Tensor) else torch.float32
+
+
+def _is_causal(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """The argument `is_causal` of attention, whose default is False."""
+    at = [argument.name for argument in func._schema.arguments].index("is_causal")
+    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))

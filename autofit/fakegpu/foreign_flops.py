@@ -74,7 +74,6 @@ _COUNTS: dict[str, Callable[[Sequence[object]], int]] = {
     "transformers::grouped_mm_fallback_backward": _grouped_mm_backward,
 }
 _INT8 = {"bitsandbytes::int8_linear_matmul"}
-TENSOR_CORE_NAMES = _COUNTS.keys() - _INT8
 
 
 def foreign_flops(func: OpOverload, args: Sequence[object]) -> int | None:

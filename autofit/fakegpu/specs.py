@@ -263,10 +263,19 @@ def gpu_spec(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Host costs of eager PyTorch, and the fractions of peak rates that real kernels reach. Defaults are guesses."""
+    """Host costs of eager PyTorch, and how much slower than measured the card's kernels are.
 
-    launch_s: float = 8e-6
+    `launch_s` is a kernel that Python code launches, with its share of the modules' Python. Source: PyTorch's blog
+    "Accelerating Generative AI with PyTorch II: GPT, Fast" (November 2023, A100 80GB) measured 25.5 tokens/s for the
+    eager Llama-2-7B, whose step launches 1973 kernels and makes 2090 views on the simulated card (experiments/rates).
+    Transformers' own `generate` agrees: 35.71 ms a token for 40 layers of Llama-13B (github
+    foundation-model-stack/foundation-model-stack#69) are 18 us for each of the 49 kernels of a layer.
+    `backward_launch_s` is one that autograd launches from C++: no more than a single operator called from Python,
+    which took 6 us (github zebra-uestc/llaisys, docs/ops/nvidia.md, torch's addition of 1536 elements).
+    `view_s` is what `autofit doctor --calibrate` measures on servers, 1 to 2 us.
+    """
+
+    launch_s: float = 18.3e-6
+    backward_launch_s: float = 6e-6
     view_s: float = 1.5e-6
-    shortest_kernel_s: float = 2e-6
-    flops_frac: float = 0.7
-    bandwidth_frac: float = 0.8
+    gpu_slowdown: float = 1.0

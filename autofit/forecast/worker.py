@@ -33,6 +33,7 @@ from autofit.fakegpu.depth.stack import (
 )
 from autofit.fakegpu.formula.formula import MassModel, Trace, Variation
 from autofit.fakegpu.formula.kernel_log import KernelLog
+from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import read_json, write_json
 from autofit.hardware.calibration import host_costs
@@ -265,12 +266,12 @@ class Structure:
         low, high = (
             traced if stack is None else recording.trace(base, replace(stack, traced_units=units)) for units in DEPTHS
         )
+        costs = host_costs(self.device)[0] or HostCosts()
         model = MassModel.fit(
             traced,
             [Variation(variable=n, value=v, trace=recording.trace(p, stack), instead_of=i) for n, v, p, i in varied],
             depths=(low, high), at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
-            bandwidth_bytes_per_s=gpu_spec(self.device.removeprefix("sim:")).bandwidth_bytes_per_s,
-            costs=host_costs(self.device)[0] or HostCosts(),
+            seconds=KernelSeconds(gpu_spec(self.device.removeprefix("sim:")), costs),
         )  # fmt: skip
         return model, self._mismatch(model)
 

@@ -1,4 +1,4 @@
-"""Host costs of the simulated clock: fitted to a probe on that card, else measured on this host, else guesses.
+"""Host costs of the simulated clock: fitted to a probe on that card, else measured on this host, else on others.
 
 Stored in the cache folder, one file for the host and one for each card. The files are optional.
 """
@@ -13,7 +13,7 @@ from autofit.hardware.hardware import Device
 if TYPE_CHECKING:
     from autofit.fakegpu import HostCosts
 
-GUESSES = "round guesses (autofit doctor --calibrate measures this host)"
+PUBLISHED = "published measurements of other hosts (autofit doctor --calibrate measures this one)"
 _HOST = "host"
 
 
@@ -40,10 +40,10 @@ def found_path(device: Device) -> Path | None:
 
 
 def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
-    """(costs for a simulated `device` or None for the guesses, their source as text)."""
+    """(costs for a simulated `device` or None for the published ones, their source as text)."""
     path = found_path(device)
     if path is None:
-        return None, GUESSES
+        return None, PUBLISHED
     from autofit.fakegpu.calibrate import load_host_costs
 
     costs = load_host_costs(path)

@@ -259,7 +259,7 @@ def test_a_torch_the_guard_does_not_know_falls_back_and_says_so(monkeypatch: pyt
     with pytest.warns(UserWarning, match="falls back to fake CPU tensors"), fake_gpu("l4") as gpu:
         torch.nn.Linear(8, 8).cuda()(torch.ones(1, 8, device="cuda")).sum().backward()
     assert gpu.mode == "cpu"
-    assert "answered 7" in gpu.notes[0]
+    assert any("answered 7" in note for note in gpu.notes)
     with pytest.raises(FakeGpuError, match="do not work here"), fake_gpu("l4", mode="cuda"):
         pass
     _cpu_training_works()

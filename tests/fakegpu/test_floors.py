@@ -16,15 +16,19 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("depth", "errors", "formula", "patches"),  # of the three folders only their empty __init__
+    ("depth", "errors", "formula", "patches", "rates"),  # of the four folders only their empty __init__
     ("allocator", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
-    ("known_values", "replay"),
+    ("known_values", "rates.grid", "replay"),
+    ("rates.gemm",),
+    ("rates.attention",),
+    ("rates.cards",),
+    ("rates.kernels",),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
     ("depth.expand", "tracer"),
     ("card",),
     ("formula.polynomials",),
-    ("formula.kernel_log",),
+    ("formula.kernel_log", "formula.tabled"),
     ("formula.seconds",),
     ("formula.formula",),
     (

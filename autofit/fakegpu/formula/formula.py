@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,13 @@ from autofit.fakegpu.formula.polynomials import (
     with_steps,
 )
 from autofit.fakegpu.formula.seconds import KernelRows
+from autofit.fakegpu.formula.tabled import TabledRows
+from autofit.fakegpu.rates.kernels import KernelSeconds
+from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 if TYPE_CHECKING:
     from autofit.fakegpu.formula.kernel_log import KernelKinds
     from autofit.fakegpu.memory import SimulatedMemory
-    from autofit.fakegpu.specs import HostCosts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -127,7 +129,7 @@ class MassModel:
     @classmethod
     def fit(
         cls, base: Trace, variations: Sequence[Variation], *, depths: tuple[Trace, Trace], at: Mapping[str, float],
-        ranges: Mapping[str, tuple[float, float]], layers: int, bandwidth_bytes_per_s: float, costs: HostCosts,
+        ranges: Mapping[str, tuple[float, float]], layers: int, seconds: KernelSeconds,
     ) -> MassModel:  # fmt: skip
         """Fit a model to the trace `base` at the point `at` and to its variations; valid within `ranges`.
 
@@ -147,10 +149,7 @@ class MassModel:
         kernels.vary(_POSITION, base.kernels.position - 1, base.kernels.last_step, base.kernels.step_before)
         sample = _sample_points(names, {**ranges, _POSITION: (1.0, ranges.get("C", (1.0, 1.0))[1])})
         memory = _Moments.of(low, high, sizes, sample, layers)
-        time = KernelRows.of(
-            low.kernels, high.kernels, kernels, layers=(low.layers, high.layers),
-            bandwidth_bytes_per_s=bandwidth_bytes_per_s, costs=costs,
-        )  # fmt: skip
+        time = KernelRows.of(low.kernels, high.kernels, kernels, layers=(low.layers, high.layers), kernels=seconds)
         return cls(
             variables=tuple(at), layers=low.layers, base=point, steps=tuple(sizes.steps),
             exponents=memory.basis.exponents, rows=memory.rows,
@@ -165,7 +164,7 @@ class MassModel:
             "steps": [[each.multiple, each.size, [asdict(f) for f in each.factors]] for each in self.steps],
             "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host,
-            "shortest_kernel_s": time.shortest_kernel_s,
+            "spec": asdict(time.kernels.spec), "costs": asdict(time.kernels.costs), "tabled": time.tabled.to_json(),
             "sums": {name: [list(row) for row in rows] for name, rows in time.sums.items()},
         }  # fmt: skip
         np.savez(
@@ -182,7 +181,9 @@ class MassModel:
             layers=rest["time_layers"], exponents=tuple(map(tuple, rest["time_exponents"])),
             flop_s=arrays["flop_s"], move_s=arrays["move_s"], counts=arrays["counts"],
             count_slopes=arrays["count_slopes"], segments=tuple(rest["segments"]),
-            host={k: (v[0], v[1]) for k, v in rest["host"].items()}, shortest_kernel_s=rest["shortest_kernel_s"],
+            host={k: (v[0], v[1]) for k, v in rest["host"].items()},
+            kernels=KernelSeconds(_spec(rest["spec"]), HostCosts(**rest["costs"])),
+            tabled=TabledRows.from_json(rest["tabled"], len(rest["time_exponents"])),
             sums={k: (np.asarray(v[0]), np.asarray(v[1])) for k, v in rest["sums"].items()},
         )  # fmt: skip
         return cls(
@@ -324,6 +325,10 @@ def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float
         edge = random.random(_PRUNING_POINTS)
         columns.append(np.where(edge < 0.15, low, np.where(edge > 0.85, high, spread)))
     return np.stack(columns, axis=1)
+
+
+def _spec(kept: dict[str, Any]) -> GpuSpec:
+    return GpuSpec(**kept | {"compute_capability": tuple(kept["compute_capability"])})
 
 
 def _itemsize(dtype: str) -> int:

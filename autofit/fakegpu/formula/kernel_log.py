@@ -10,41 +10,31 @@ import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
-
-# The dimensions that determine the FLOPs: (argument, its dimensions, another argument, one of its dimensions).
-_SDPA = (0, (0, 1, 2, 3), 1, 2)
-_SDPA_BACKWARD = (1, (0, 1, 2, 3), 2, 2)
-_FLOP_DIMS: dict[str, tuple[int, tuple[int, ...], int, int]] = {
-    "mm": (0, (0, 1), 1, 1), "addmm": (1, (0, 1), 2, 1), "bmm": (0, (0, 1, 2), 1, 2), "baddbmm": (1, (0, 1, 2), 2, 2),
-    "_scaled_dot_product_flash_attention": _SDPA, "_scaled_dot_product_efficient_attention": _SDPA,
-    "_scaled_dot_product_cudnn_attention": _SDPA,
-    "_flash_attention_forward": (0, (0, 1, 2, 3), 1, 1), "_flash_attention_backward": (1, (0, 1, 2, 3), 2, 1),
-    "_scaled_dot_product_flash_attention_backward": _SDPA_BACKWARD,
-    "_scaled_dot_product_efficient_attention_backward": _SDPA_BACKWARD,
-    "_scaled_dot_product_cudnn_attention_backward": _SDPA_BACKWARD,
-}  # fmt: skip
 
 
 class Info(NamedTuple):
     """Work of one kind of kernel at the base point."""
 
-    name: str
-    flops: int
-    rate: float
+    work: Work
     item_bytes: tuple[int, ...]  # element size of each tensor
     moved: tuple[int, ...]  # number of reads and writes of each tensor
 
+    @property
+    def name(self) -> str:
+        return self.work.name
+
+    @property
+    def sort(self) -> tuple[str, float, int, bool]:
+        """What tells a product's or attention's seconds beside its sizes."""
+        return self.work.name, self.work.rate, self.work.item_bytes, self.work.causal
+
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
-        factors: list[Factor] = []
+        """Of a kernel without a table: FLOPs grow with the elements of its last tensor, its output."""
         dims = symbols.factors.get(kind)
-        place = _FLOP_DIMS.get(self.name)
-        if dims and place and max(place[0], place[2]) < len(dims):
-            first, own, second, other = place
-            factors = [f for d in own for f in _get(dims[first], d)] + list(_get(dims[second], other))
-        elif dims and self.flops:
-            factors = [f for d in dims[-1] for f in d]
-        return symbols.product(self.flops / (self.rate * share), factors)
+        factors: list[Factor] = [f for d in dims[-1] for f in d] if dims and self.work.flops else []
+        return symbols.product(self.work.flops / (self.work.rate * share), factors)
 
     def move_seconds(self, kind: Kind, symbols: Symbols, bytes_per_s: float) -> Polynomial:
         total: Polynomial = {}
@@ -54,8 +44,12 @@ class Info(NamedTuple):
         return total
 
 
-def _get(dims: Sequence[tuple[Factor, ...]], index: int) -> tuple[Factor, ...]:
-    return dims[index] if index < len(dims) else ()
+class HostCounts(NamedTuple):
+    """Work of the host in one segment."""
+
+    launches: int = 0
+    views: int = 0
+    backward: int = 0  # launches by autograd
 
 
 @dataclass(slots=True)
@@ -64,7 +58,7 @@ class KernelKinds:
 
     counts: dict[Kind, int] = field(default_factory=dict)
     infos: dict[Kind, Info] = field(default_factory=dict)
-    host_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # segment -> launches, views
+    host_counts: dict[str, HostCounts] = field(default_factory=dict)
     repeats: Mapping[str, int] = field(default_factory=dict)  # number of recorded passes of each segment
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
@@ -85,8 +79,9 @@ class KernelKinds:
         return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind), 1))
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
-        launches, views = self.host_counts.get(segment, (0, 0))
-        return (launches * costs.launch_s + views * costs.view_s) / max(1, self.repeats.get(segment, 1))
+        launches, views, backward = self.host_counts.get(segment, HostCounts())
+        seconds = launches * costs.launch_s + views * costs.view_s + backward * costs.backward_launch_s
+        return seconds / max(1, self.repeats.get(segment, 1))
 
 
 class KernelLog:
@@ -108,7 +103,7 @@ class KernelLog:
             self._steps, self._step_hosts = [], []
         self._decoding = True
         self._steps.append({})
-        self._step_hosts.append([0, 0])
+        self._step_hosts.append([0, 0, 0])
 
     def decode_end(self) -> None:
         self._decoding = False
@@ -118,11 +113,11 @@ class KernelLog:
             self._host()[1] += 1
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, flops: int, rate: float, gathers: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
     ) -> None:
         if not self.on:
             return
-        self._host()[0] += 1
+        self._host()[2 if backward else 0] += 1
         shapes: list[Shape] = []
         sizes: list[int] = []
         _add(args, shapes, sizes)
@@ -130,22 +125,21 @@ class KernelLog:
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
         segment = "decode" if self._decoding else self.phase
-        kind = Kind((segment, name, tuple(sizes)), tuple(shapes))
+        kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
         if kind not in self._infos:
             outputs = len(shapes) - inputs
             moved = (0,) * inputs + (2,) * outputs if gathers else (1,) * len(shapes)
-            self._infos[kind] = Info(name, flops, rate, tuple(sizes), moved)
+            self._infos[kind] = Info(work, tuple(sizes), moved)
 
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""
         steps = [s for s in self._steps if s]
-        counts, hosts = dict(self._counts), {k: (v[0], v[1]) for k, v in self._hosts.items()}
+        counts, hosts = dict(self._counts), {k: HostCounts(*v) for k, v in self._hosts.items()}
         if len(steps) >= 2:
             counts |= steps[-1]
-            launches, views = self._step_hosts[self._steps.index(steps[-1])]
-            hosts["decode"] = (launches, views)
+            hosts["decode"] = HostCounts(*self._step_hosts[self._steps.index(steps[-1])])
         return KernelKinds(
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
@@ -155,7 +149,7 @@ class KernelLog:
     def _host(self) -> list[int]:
         if self._decoding:
             return self._step_hosts[-1]
-        return self._hosts.setdefault(self.phase, [0, 0])
+        return self._hosts.setdefault(self.phase, [0, 0, 0])
 
 
 def _add(value: object, shapes: list[Shape], sizes: list[int]) -> None:

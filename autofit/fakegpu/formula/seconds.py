@@ -1,4 +1,4 @@
-"""Seconds of any configuration: polynomials of FLOPs, bytes and count for each kind of kernel."""
+"""Seconds of any configuration: polynomials of sizes, FLOPs, bytes and count for each kind of kernel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit.fakegpu.formula.polynomials import Basis, Exponents, Symbols
+from autofit.fakegpu.formula.tabled import Sort, TabledRows, size_polynomials
+from autofit.fakegpu.rates.kernels import KernelSeconds, family
 
 if TYPE_CHECKING:
     from autofit.fakegpu.formula.kernel_log import KernelKinds
-    from autofit.fakegpu.specs import HostCosts
 
 Floats = npt.NDArray[np.float64]
 DECODE = "decode"  # the segment of one decode step; every other segment has the name of its phase
@@ -26,8 +27,9 @@ _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 1
 class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
-    A segment's time is the maximum of its host launches and its GPU kernels; a kernel is bound by FLOPs, bytes or the
-    minimum kernel time. `sums` holds the summed seconds of kernels whose bound is the same at all sample points.
+    A segment's time is the maximum of its host launches and its GPU kernels. Products and attention (`tabled`) take
+    what the card's tables say of their sizes; another kernel is bound by FLOPs, bytes or the minimum kernel time.
+    `sums` holds the summed seconds of those others whose bound is the same at all sample points.
     """
 
     layers: int
@@ -38,19 +40,30 @@ class KernelRows:
     count_slopes: Floats  # counts for each further layer
     segments: tuple[str, ...]
     host: Mapping[str, tuple[float, float]]  # host seconds of each segment: at `layers`, and per further layer
-    shortest_kernel_s: float
+    kernels: KernelSeconds
+    tabled: TabledRows
     sums: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, low: KernelKinds, high: KernelKinds, symbols: Symbols, *, layers: tuple[int, int],
-        bandwidth_bytes_per_s: float, costs: HostCosts,
+        cls, low: KernelKinds, high: KernelKinds, symbols: Symbols, *, layers: tuple[int, int], kernels: KernelSeconds
     ) -> KernelRows:  # fmt: skip
         """Rows from the kernels at the base point at two depths, `low` and `high`."""
+        costs = kernels.costs
         kinds = list({**low.counts, **high.counts})
         infos = {**high.infos, **low.infos}
-        flops = [infos[k].flop_seconds(k, symbols, costs.flops_frac) for k in kinds]
-        moves = [infos[k].move_seconds(k, symbols, bandwidth_bytes_per_s * costs.bandwidth_frac) for k in kinds]
+        families = [family(infos[k].name, k.shapes) for k in kinds]
+        numbers = [i for i, of in enumerate(families) if of != "others"]
+        flops = [
+            infos[k].flop_seconds(k, symbols, kernels.flops_frac) if of == "others" else {}
+            for k, of in zip(kinds, families, strict=True)
+        ]
+        moves = [
+            infos[k].move_seconds(k, symbols, kernels.bandwidth_bytes_per_s) if of != "attention" else {}
+            for k, of in zip(kinds, families, strict=True)
+        ]
+        told = [size_polynomials(infos[kinds[i]].name, kinds[i], symbols) for i in numbers]
+        sorts = [Sort(families[i], *infos[kinds[i]].sort) for i in numbers]
         step = max(1, layers[1] - layers[0])
         counts, slopes = [], []
         for kind in kinds:
@@ -58,7 +71,7 @@ class KernelRows:
             factors = symbols.counts.get(kind, ())
             counts.append(symbols.product(a, factors))
             slopes.append(symbols.product((b - a) / step, factors))
-        basis = Basis.of([*flops, *moves, *counts, *slopes, symbols.product(1.0, ())])
+        basis = Basis.of([*flops, *moves, *counts, *slopes, symbols.product(1.0, ()), *(p for ps in told for p in ps)])
         segments = [low.segment(k) + REPEATED if k in symbols.repeated else low.segment(k) for k in kinds]
         host = {}
         for name in set(segments):
@@ -70,7 +83,7 @@ class KernelRows:
         return cls(
             layers=layers[0], exponents=basis.exponents, flop_s=basis.rows(flops), move_s=basis.rows(moves),
             counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(segments),
-            host=host, shortest_kernel_s=costs.shortest_kernel_s,
+            host=host, kernels=kernels, tabled=TabledRows.of(numbers, sorts, told, basis),
         )  # fmt: skip
 
     @property
@@ -83,16 +96,20 @@ class KernelRows:
         Only kernels with a constant count are summed, since the sum of their seconds is one polynomial.
         """
         x = Basis(self.exponents).at(sample)
-        flop, move = x @ self.flop_s.T, x @ self.move_s.T
-        top = np.maximum(np.maximum(flop, move), self.shortest_kernel_s) * (1 - 1e-9)
+        flop, cold = x @ self.flop_s.T, x @ self.move_s.T
+        move = self.kernels.warm(cold)
+        shortest_s = self.kernels.shortest_s
+        top = np.maximum(np.maximum(flop, move), shortest_s) * (1 - 1e-9)
         one = self._constant
         fixed = ~np.delete(self.counts, one, axis=1).any(axis=1)
         shortest = np.zeros_like(self.flop_s)
-        shortest[:, one] = self.shortest_kernel_s
+        shortest[:, one] = shortest_s
         names = np.asarray(self.segments)
-        left = np.ones(len(names), bool)
+        tabled = np.isin(np.arange(len(names)), self.tabled.numbers)
+        left = ~tabled
         sums: dict[str, tuple[Floats, Floats]] = {}
-        for seconds, rows in ((flop, self.flop_s), (move, self.move_s), (x @ shortest.T, shortest)):
+        linear = np.where(move >= 0.999 * cold, cold, 0.0)  # what the cache shortens is no polynomial
+        for seconds, rows in ((flop, self.flop_s), (linear, self.move_s), (x @ shortest.T, shortest)):
             mine = left & fixed & (seconds >= top).all(axis=0)
             left &= ~mine
             for segment in np.unique(names[mine]):
@@ -101,9 +118,11 @@ class KernelRows:
                 slope = (self.count_slopes[chosen, one, None] * rows[chosen]).sum(axis=0)
                 before = sums.get(str(segment), (np.zeros_like(now), np.zeros_like(now)))
                 sums[str(segment)] = (before[0] + now, before[1] + slope)
+        left |= tabled
         return replace(
             self, flop_s=self.flop_s[left], move_s=self.move_s[left], counts=self.counts[left],
             count_slopes=self.count_slopes[left], segments=tuple(names[left].tolist()), sums=sums,
+            tabled=self.tabled.renumbered(left),
         )  # fmt: skip
 
     def seconds(self, values: Floats, layers: int, decode_steps: Floats) -> dict[str, Floats]:
@@ -128,10 +147,15 @@ class KernelRows:
         counts = (self.counts + further * self.count_slopes)[mine]
         now, slope = self.sums.get(name, (np.zeros(counts.shape[1]), np.zeros(counts.shape[1])))
         added = now + further * slope
-        used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0))
+        sized = self.tabled.rows.any(axis=(0, 1))
+        used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
         x = Basis(tuple(self.exponents[i] for i in used)).at(table)
-        each = np.maximum(x @ self.flop_s[mine][:, used].T, x @ self.move_s[mine][:, used].T)
-        np.maximum(each, self.shortest_kernel_s, out=each)
+        each = np.maximum(x @ self.flop_s[mine][:, used].T, self.kernels.warm(x @ self.move_s[mine][:, used].T))
+        np.maximum(each, self.kernels.shortest_s, out=each)
+        places = np.cumsum(mine) - 1
+        for number, seconds in self.tabled.seconds(x, used, mine, self.kernels):
+            move = x @ self.move_s[number][used]
+            each[:, places[number]] = np.maximum(seconds, move)
         one = self._constant
         varying = np.flatnonzero(np.delete(counts, one, axis=1).any(axis=1))
         each[:, varying] *= x @ counts[varying][:, used].T

@@ -30,6 +30,7 @@ from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_GRAPH_S = 41e-6  # host seconds of launching a CUDA graph (pytorch/pytorch#150488), which a decode step replays
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
@@ -119,7 +120,7 @@ class FakeEngine:
         return True
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        bandwidth = self._gpu.spec.bandwidth_bytes_per_s * self._gpu.clock.costs.bandwidth_frac
+        bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
             self._pass(_repeats(name, self._stack) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s))
@@ -140,17 +141,17 @@ class FakeEngine:
 
     def _spend(self, prompt_lengths: Sequence[int], tokens: int) -> None:
         """Prefill at the card's rate; each decode step reads all weights and the KV cache of the running sequences."""
-        clock, costs = self._gpu.clock, self._gpu.clock.costs
+        clock, kernels = self._gpu.clock, self._gpu.clock.kernels
         per_token = self._kv_bytes_per_token()
         mean = sum(prompt_lengths) / max(1, len(prompt_lengths))
         fits = max(1, int(self._kv_bytes // (per_token * (mean + tokens))))
         together = min(len(prompt_lengths), self._most_sequences, fits)
         waves = math.ceil(len(prompt_lengths) / max(1, together))
-        rate = self._gpu.spec.half_flops_per_s * costs.flops_frac * self._ranks
-        bandwidth = self._gpu.spec.bandwidth_bytes_per_s * costs.bandwidth_frac
+        rate = self._gpu.spec.half_flops_per_s * kernels.flops_frac * self._ranks
+        bandwidth = kernels.bandwidth_bytes_per_s
         prefill_s = 2 * self._parameters * sum(prompt_lengths) / rate
         read = self._weights_bytes + together * (mean + tokens / 2) * per_token
-        step_s = max(read / bandwidth, 2 * self._parameters * together / rate)
+        step_s = max(read / bandwidth, 2 * self._parameters * together / rate, _GRAPH_S)
         clock.synchronize()
         self._pass(prefill_s + waves * tokens * step_s)
 

@@ -1,0 +1,139 @@
+"""Seconds of any kernel on one card: products and attention by their shapes, all others by FLOPs and bytes.
+
+Needs no torch. Shapes are those of the tensor arguments of torch's operator, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.fakegpu.rates.cards import CardRates, card_rates, rates_name
+from autofit.fakegpu.rates.gemm import Machine
+from autofit.fakegpu.rates.grid import Floats
+from autofit.fakegpu.specs import GpuSpec, HostCosts
+
+Shape = tuple[int, ...]
+Place = tuple[int, int]  # (number of the shape, its dimension)
+Family = Literal["products", "attention", "others"]
+
+# Where batch (None: 1), m, n and k of a product are; a grouped product counts as one, which reads all its matrices.
+_PRODUCTS: dict[str, tuple[Place | None, Place, Place, Place]] = {
+    "mm": (None, (0, 0), (1, -1), (0, 1)), "addmm": (None, (1, 0), (2, -1), (1, 1)),
+    "_scaled_mm": (None, (0, 0), (1, -1), (0, 1)), "_grouped_mm": (None, (0, 0), (1, -1), (0, 1)),
+    "bmm": ((0, 0), (0, 1), (1, -1), (0, 2)), "baddbmm": ((1, 0), (1, 1), (2, -1), (1, 2)),
+}  # fmt: skip
+_ATTENTION = {
+    f"_scaled_dot_product_{name}_attention{back}" for name in ("flash", "efficient", "cudnn") for back in
+    ("", "_backward")
+}  # fmt: skip
+_TOKENS_FIRST = {"_flash_attention_forward", "_flash_attention_backward"}  # flash-attn's: tokens before heads
+
+
+class Work(NamedTuple):
+    """One kernel: its operator, shapes, FLOP/s of its dtype, bytes an element, and what bounds it without a table."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    rate: float
+    item_bytes: int
+    causal: bool
+    flops: int
+    nbytes: int
+
+
+def family(name: str, shapes: Sequence[Shape]) -> Family:
+    """Which rates tell the seconds of an operator."""
+    if name in _PRODUCTS and all(len(shapes) > place[0] for place in _PRODUCTS[name] if place):
+        return "products"
+    if name in _TOKENS_FIRST:
+        return "attention" if len(shapes[1]) == 4 else "others"  # sequences one after the other have no batch
+    return "attention" if name in _ATTENTION else "others"
+
+
+def places(name: str) -> tuple[Place | None, ...]:
+    """Where the sizes are of which a product's or attention's seconds are a function; None is 1.
+
+    Batch, m, n, k of a product; batch, heads, key heads, queries, keys and head size of attention.
+    """
+    if name in _PRODUCTS:
+        return _PRODUCTS[name]
+    q = 1 if name.endswith("_backward") else 0  # the backward's first tensor is a gradient
+    heads, tokens = (2, 1) if name in _TOKENS_FIRST else (1, 2)
+    return (q, 0), (q, heads), (q + 1, heads), (q, tokens), (q + 1, tokens), (q, 3)
+
+
+def sizes(name: str, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """The sizes at `places`."""
+    return tuple(1 if place is None else shapes[place[0]][place[1]] for place in places(name))
+
+
+@dataclass(slots=True)
+class KernelSeconds:
+    """Seconds of kernels on the card `spec`, with the corrections of `costs`."""
+
+    spec: GpuSpec
+    costs: HostCosts
+    rates: CardRates = field(init=False)
+    flops_frac: float = field(init=False)  # of a data sheet's FLOP/s, of kernels without a table
+    bandwidth_bytes_per_s: float = field(init=False)  # achieved
+    _known: dict[Work, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rates = card_rates(rates_name(self.spec))
+        self.flops_frac = self.rates.flops_frac / self.costs.gpu_slowdown
+        self.bandwidth_bytes_per_s = self.spec.bandwidth_bytes_per_s * self.rates.memory_frac / self.costs.gpu_slowdown
+
+    @property
+    def shortest_s(self) -> float:
+        return self.rates.shortest_s * self.costs.gpu_slowdown
+
+    def seconds(self, work: Work) -> tuple[float, Family]:
+        """Seconds of one kernel, and the family that it belongs to."""
+        kind = family(work.name, work.shapes)
+        if kind == "others":
+            return self.others(work.flops, work.nbytes, work.rate), kind
+        if work not in self._known:
+            of = np.asarray(sizes(work.name, work.shapes), float)[:, None]
+            told = self.measured(kind, work.name, of, rate=work.rate, item_bytes=work.item_bytes, causal=work.causal)
+            cold_s = work.nbytes / self.bandwidth_bytes_per_s if kind == "products" else 0.0
+            self._known[work] = max(float(told[0]), cold_s)
+        return self._known[work], kind
+
+    def others(self, flops: float, nbytes: float, rate: float) -> float:
+        """The longest of FLOPs at the card's achieved rate, bytes at its achieved bandwidth, and a short kernel."""
+        cold_s = nbytes / self.bandwidth_bytes_per_s
+        if cold_s > self.shortest_s:
+            cold_s = float(self.warm(np.array(cold_s)))
+        return max(flops / (rate * self.flops_frac), cold_s, self.shortest_s)
+
+    def warm(self, cold_s: Floats) -> Floats:
+        """Seconds of moving bytes that take `cold_s` from memory; few bytes, just written, are still in the cache.
+
+        The factor is that of products whose operands stay in the cache, measured on the same card.
+        """
+        return cold_s / self.rates.gemms.waves.cache_factor(cold_s * self.bandwidth_bytes_per_s)
+
+    def measured(
+        self, kind: Family, name: str, of: Floats, *, rate: float, item_bytes: float, causal: bool
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of products or attention whose sizes are the rows of `of` (one a size of `places`, columns shapes).
+
+        Small operands lay in the cache when they were measured; `seconds` has those of a product come from memory.
+        """
+        machine = Machine(
+            flops_per_s=rate, bandwidth_bytes_per_s=self.spec.bandwidth_bytes_per_s, sm_count=self.spec.sm_count,
+            item_bytes=item_bytes,
+        )  # fmt: skip
+        of = np.maximum(of, 1.0)
+        if kind == "products":
+            told = self.rates.gemms.seconds(machine, of[1], of[2], of[3], of[0])
+        else:
+            told = self.rates.attention.seconds(
+                machine, *of, causal=causal, backward=name.endswith("_backward"), efficient="efficient" in name
+            )
+        return told * self.costs.gpu_slowdown
