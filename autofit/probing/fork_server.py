@@ -1,7 +1,8 @@
 """The fork server: imports torch, transformers, TRL and peft once, then forks a child for each call in milliseconds.
 
-Its forks are safe because the server never computes and opens no database. It ends when the process that started it
-ends; running children then continue to their end.
+Its forks are safe because the server never computes, opens no database and starts no CUDA; if an import starts CUDA
+all the same, the server begins again without imports, and each child imports by itself. It ends when the process that
+started it ends; running children then continue to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
 "cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from autofit.errors import AutofitError, EnvironmentFault
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault
+from autofit.hardware.visible import visible_gpus
 from autofit.plugin import registry
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
 
@@ -33,6 +36,7 @@ _PRELOAD = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
     "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
 )  # fmt: skip
+_COLD = "cold"  # argument of a server that imports nothing
 
 
 class ServerGone(EnvironmentFault):
@@ -96,15 +100,14 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 # -- the server's side ------------------------------------------------------------------------------------------------
 
 
-def serve(socket_path: str) -> None:
+def serve(socket_path: str, *, preloads: bool = True) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
-    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
-    for name in _PRELOAD:
-        importlib.import_module(name)
-    _preload_trainers()
-    gc.enable()
-    gc.freeze()  # keeps the children's collections from copying shared memory pages
+    if preloads:
+        _preload()
+        if sys.modules["torch"].cuda.is_initialized():  # no fork of this process could use the card
+            print("an import started CUDA: each child imports by itself", file=sys.stderr, flush=True)
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "autofit.probing.fork_server", socket_path, _COLD])  # noqa: S606
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_path + ".new")
         listener.listen(64)
@@ -120,6 +123,43 @@ def serve(socket_path: str) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
+
+
+def _preload() -> None:
+    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
+    import torch
+
+    with _capabilities_from_the_driver(torch.cuda):
+        for name in _PRELOAD:
+            importlib.import_module(name)
+        _preload_trainers()
+    gc.enable()
+    gc.freeze()  # keeps the children's collections from copying shared memory pages
+
+
+@contextmanager
+def _capabilities_from_the_driver(cuda: Any) -> Iterator[None]:
+    """Context in which `torch.cuda.get_device_capability` asks NVML, which starts no CUDA.
+
+    bitsandbytes, which peft imports, asks every card for its capability to choose its library.
+    """
+    from_cuda = cuda.get_device_capability
+    try:
+        cards = visible_gpus()
+    except ConfigError:  # told where a card is chosen
+        cards = ()
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        index = device.idx if isinstance(device, cuda.device) else device
+        asked = cards[index or 0 :][:1] if index is None or isinstance(index, int) else ()
+        known = asked[0].compute_capability if asked else None
+        return known or cast(tuple[int, int], from_cuda(device))
+
+    cuda.get_device_capability = capability
+    try:
+        yield
+    finally:
+        cuda.get_device_capability = from_cuda
 
 
 def _preload_trainers() -> None:
@@ -187,4 +227,4 @@ def _redirect(log: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], preloads=_COLD not in sys.argv[2:])
