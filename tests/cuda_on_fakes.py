@@ -121,3 +121,21 @@ def capability(argument: str) -> int:
 def imported(argument: str) -> int:
     """Whether torch was imported before this child began."""
     return answer(json.loads(argument), "torch" in sys.modules)
+
+
+def campaign(argument: str) -> int:
+    """One configuration of the campaign in experiments/gpu: `request.json`, on the `cuda` device."""
+    with on_a_card(argument) as asked:
+        from gpu import probe as one
+
+        return one.run(str(Path(asked["folder"], "request.json")))
+
+
+def prepared(argument: str) -> int:
+    """The campaign's folder with the tiny configurations named."""
+    asked: dict[str, Any] = json.loads(argument)
+    from gpu import configs, folder, prepare
+
+    home = folder.Folder(home=Path(asked["folder"]))
+    prepare.prepare(home, configs.chosen(tiny=True, only=tuple(asked["only"])))
+    return answer(asked, sorted(path.name for path in home.home.iterdir()))
