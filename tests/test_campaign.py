@@ -223,7 +223,7 @@ def test_a_configuration_is_measured_on_the_cuda_device_and_its_least_capacity_f
         return tried[-1]
 
     monkeypatch.setattr(bisect, "CLOSE_BYTES", 4 << 20)
-    found = bisect.least_capacity([], attempt, in_time=lambda: len(tried) < 6)
+    found = bisect.least_capacity([], attempt, in_time=lambda: len(tried) < 4)
     free = tried[0]
     assert free["status"] == "fit", free
     readings: Any = free["readings"]

@@ -5,19 +5,25 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from drivers import Card, Driver, compiled
+from transformers import AutoConfig, LlamaForCausalLM
 
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
+from autofit.probing.memory import CpuMemory
 from autofit.probing.oom import exited_for_oom, is_oom
+from autofit.probing.phases import Recorder
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.steps import StepClock
 from autofit.probing.supervise import Ending
+from autofit.trainers.weights import random_checkpoint
 
 GIB = 1 << 30
 
@@ -108,10 +114,27 @@ def test_a_probe_runs_on_the_cuda_device_and_keeps_the_cards_clock(
     assert result.status is ProbeStatus.FIT, result.reason
     assert {p.name for p in result.phases} >= {"load", "update", "optimizer", "save", "resume"}
     assert result.device_used_bytes == (result.peak_reserved_bytes or 0) + (600 << 20)
-    assert len(result.step_s) == len(result.card_states)
-    assert len(result.step_s) == 16 or sum(result.step_s) >= 1  # two steps are too short for a card's power to be told
+    assert len(result.step_s) == len(result.card_states) == 2
     assert result.card_states[0].sm_clock_mhz == 1980
     assert result.card_states[0].power_w == pytest.approx(412.345)
+
+
+@pytest.mark.parametrize(("round_of", "step_s", "steps"), [(2, 0.3, 4), (1, 0.3, 4), (3, 0.3, 6), (2, 2.0, 2)])
+def test_steps_too_short_for_a_cards_power_are_measured_in_more_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, round_of: int, step_s: float, steps: int
+) -> None:
+    now_s = 0.0
+    memory = CpuMemory(None)
+    monkeypatch.setattr(memory, "now_s", lambda: now_s)
+    monkeypatch.setattr(memory, "least_measured_s", 1.0)
+    run = SimpleNamespace(scoring_share=0.0)
+    clock = StepClock(run, Recorder(memory, tmp_path / "phase"), memory, measure_after=0, round_of=round_of)
+    stops = 0
+    while not stops:
+        clock.step_begins(len(clock.step_s))
+        now_s += step_s
+        stops += clock.step_ends(len(clock.step_s) + 1).stop
+    assert len(clock.step_s) == steps
 
 
 def test_an_oom_in_a_job_is_graded_although_submitit_hides_every_card(tmp_path: Path, libraries: Path) -> None:
@@ -129,6 +152,19 @@ def test_an_oom_in_a_job_is_graded_although_submitit_hides_every_card(tmp_path: 
     env = driver.env(CUDA_VISIBLE_DEVICES="")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_the_weights_of_a_quantised_model_take_no_memory_before_they_are_quantised(tiny_model: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_model)
+    state = random_checkpoint(LlamaForCausalLM, config, device="cpu", dtype=torch.bfloat16)
+    with torch.device("meta"):
+        whole = LlamaForCausalLM(config).state_dict()
+    assert {name: one.get_shape() for name, one in state.items()} == {n: list(t.shape) for n, t in whole.items()}
+    norm, matrix = state["model.norm.weight"], state["model.layers.1.mlp.up_proj.weight"]
+    assert not any(isinstance(value, torch.Tensor) for value in vars(matrix).values())
+    assert matrix.get_dtype() == "BF16"
+    assert norm[...].eq(1).all()
+    assert matrix[...].float().std().item() == pytest.approx(config.initializer_range, rel=0.2)
 
 
 # -- OOMs that only words tell ----------------------------------------------------------------------------------------

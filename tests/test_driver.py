@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 from drivers import Card, Driver, compiled
 
+from autofit.fakegpu.errors import UnknownGpuError
+from autofit.fakegpu.specs import gpu_spec
+from autofit.hardware import driver_names
+from autofit.hardware.driver_names import card_of
+
 ALIKE = [Card(uuid=f"GPU-{i}0000000-1111-2222-3333-444444444444") for i in range(4)]
 SMALL = Card(name="Tesla T4", uuid="GPU-a0000000-1111-2222-3333-444444444444", total_mib=15360, capability=(7, 5))
 FAST = ALIKE[0]
@@ -105,3 +110,36 @@ def test_a_cards_clock_is_told_and_a_slices_is_not(driver: Driver) -> None:
     whole, piece = (driver.told(f"{fields}({asked.format(card.uuid)})") for card in (ALIKE[0], SLICES[0]))
     assert whole == {"sm_clock_mhz": 1980, "power_w": 412.345, "temperature_c": 51, "slowed_by": 4}
     assert piece == {"sm_clock_mhz": None, "power_w": None, "temperature_c": None, "slowed_by": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "said"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", ""),
+        ("Tesla T4", "t4", ""),
+        ("NVIDIA H100 PCIe", "h100-pcie", ""),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb", "memory 5 % slower"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "250 W"),
+        ("Tesla V100-SXM2-16GB-N", "v100-16gb", "not published"),
+        ("NVIDIA H100 NVL", None, "unknown GPU 'NVIDIA H100 NVL'"),
+        ("NVIDIA GeForce RTX 4090 D", None, "did you mean rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, "unknown GPU"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, "a slice of a card"),
+        ("GRID A100-40C", None, "a virtual card"),
+        ("NVIDIA A40-48Q", None, "a virtual card"),
+        ("NVIDIA RTX A6000", "a6000", ""),
+    ],
+)
+def test_a_drivers_name_means_a_card_with_the_same_bytes_or_none_and_this_is_said(
+    name: str, card: str | None, said: str
+) -> None:
+    spec, remark = card_of(name)
+    assert (None if spec is None else spec.name) == card
+    assert said in remark
+    assert bool(remark) == bool(said)
+
+
+def test_every_other_name_is_one_that_the_table_of_cards_does_not_take_itself() -> None:
+    for name in driver_names._SAME_CHIP:
+        with pytest.raises(UnknownGpuError):
+            gpu_spec(name)

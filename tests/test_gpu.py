@@ -44,6 +44,9 @@ def test_a_target_below_what_the_context_holds_is_an_oom(
 
 
 def test_a_search_and_a_promotion_run_on_the_card(tiny_recipe: Path) -> None:
-    for command in (["search", "run.yaml", "--target-vram", "4GB", "--trials", "4", "--no-mlflow"], ["promote", "best"]):
+    for command in (
+        ["search", "run.yaml", "--target-vram", "4GB", "--trials", "4", "--no-mlflow"],
+        ["promote", "best"],
+    ):
         done = subprocess.run([sys.executable, "-m", "autofit", *command], cwd=tiny_recipe.parent, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()

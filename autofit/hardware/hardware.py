@@ -6,6 +6,7 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.hardware.driver_names import card_of
 from autofit.hardware.nvml import Gpu, driver_gpus
 from autofit.hardware.visible import visible_gpus
 from autofit.units import format_bytes
@@ -132,11 +133,20 @@ def simulated_twin(device: Device) -> Device | None:
     """The simulated card that predicts `device`: itself, or the visible card's model; None for an unknown model."""
     if device.startswith("sim:"):
         return device
-    names = {gpu.name for gpu in gpus()} if device == "cuda" else set()
-    try:
-        return f"sim:{gpu_spec(names.pop()).name}" if len(names) == 1 else None
-    except UnknownGpuError:
-        return None
+    spec, _ = _twin(device)
+    return None if spec is None else f"sim:{spec.name}"
+
+
+def about_twin(device: Device) -> str:
+    """How the visible card differs from the one that predicts it, or why none does; "" where nothing is to be said."""
+    return _twin(device)[1] if device == "cuda" else ""
+
+
+def _twin(device: Device) -> tuple[GpuSpec | None, str]:
+    names = sorted({gpu.name for gpu in gpus()}) if device == "cuda" else []
+    if len(names) > 1:
+        return None, f"the visible cards are of several kinds: {', '.join(names)}"
+    return card_of(names[0]) if names else (None, "")
 
 
 def choose_target(asked_bytes: int | None, device: Device) -> int:
