@@ -25,7 +25,7 @@ from autofit.fakegpu.patches.cuda_to_cpu import CudaToCpu
 from autofit.fakegpu.patches.guard import CUDA_GUARD, GuardUnavailableError
 from autofit.fakegpu.patches.libraries import clear_answers_of_caches
 from autofit.fakegpu.patches.registry import Registry
-from autofit.fakegpu.specs import GpuSpec, HostCosts, gpu_spec
+from autofit.fakegpu.specs import GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
 from autofit.fakegpu.undo import Undo
 
 _ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
@@ -42,6 +42,7 @@ def fake_gpu(
     host_costs: HostCosts | None = None,
     record_places: bool = True,
     follow_layers: bool = False,
+    kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
 ) -> Iterator[FakeGpu]:
     """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
@@ -49,8 +50,15 @@ def fake_gpu(
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
     `enforce_capacity=False` no allocation fails, and the peaks show the memory that the run needs. With `follow_layers`
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
+    `kernel_loading` is what the context holds: the kernels that were used ("lazy", the default of CUDA since 12.2), or
+    all of torch's ("eager"); "auto" is lazy unless CUDA_MODULE_LOADING=EAGER is set.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
+    eager = kernel_loading == "eager" or (
+        kernel_loading == "auto" and os.environ.get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+    )
+    if eager:
+        card = with_every_kernel_loaded(card)
     if not 0 <= occupied_bytes < card.allocatable_bytes:
         raise FakeGpuError(
             f"occupied_bytes must be from 0 to below {card.allocatable_bytes}, what the {card.name} has beside its "

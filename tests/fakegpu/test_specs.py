@@ -68,3 +68,14 @@ def test_a_card_of_ones_own_runs() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
     assert gpu.spec.capacity_source == "given by the caller"
+
+
+def test_eager_loading_puts_every_kernel_into_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = gpu_spec("a100-80gb").context_bytes
+    with fake_gpu("a100-80gb", kernel_loading="eager") as gpu:
+        assert gpu.spec.context_bytes == lazy + 1_065_000_000
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    with fake_gpu("b200") as gpu:  # no figure for its kernels: the largest known one counts
+        assert gpu.spec.context_bytes == gpu_spec("b200").context_bytes + 1_407_000_000
+    with fake_gpu("a100-80gb", kernel_loading="lazy") as gpu:
+        assert gpu.spec.context_bytes == lazy
