@@ -1,5 +1,6 @@
 """What runs in children of the fork server: the `cuda` device over the simulated card and a fake driver."""
 
+import ctypes
 import json
 import os
 import sys
@@ -109,14 +110,19 @@ def capability(argument: str) -> int:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     import torch
 
-    from autofit.probing.fork_server import _capabilities_from_the_driver
+    from autofit.probing.fork_server import _cards_from_the_driver, _cuda_started
 
     before = torch.cuda.get_device_capability
-    with _capabilities_from_the_driver(torch.cuda):
+    with _cards_from_the_driver(torch.cuda):
         devices: tuple[Any, ...] = (None, 1, torch.cuda.device(0))
         found = [torch.cuda.get_device_capability(device) for device in devices]
+        count = torch.cuda.device_count()
     assert torch.cuda.get_device_capability is before
-    return answer(asked, {"found": found, "started": torch.cuda.is_initialized()})
+    started = [_cuda_started(torch.cuda)]
+    os.environ["FAKE_CUDA_ORDER"] = "0"
+    ctypes.CDLL("libcuda.so.1").cuInit(0)  # by a library, without torch's knowledge
+    started.append(_cuda_started(torch.cuda))
+    return answer(asked, {"found": found, "count": count, "started": started})
 
 
 def imported(argument: str) -> int:

@@ -47,11 +47,11 @@ def in_child(server: ForkServer, entry: str, folder: Path, libraries: Path) -> A
 # -- the fork server --------------------------------------------------------------------------------------------------
 
 
-def test_imports_learn_a_cards_capability_without_starting_cuda(
+def test_imports_learn_of_cards_without_starting_cuda_and_it_is_seen_where_one_does(
     fork_server: ForkServer, tmp_path: Path, libraries: Path
 ) -> None:
     told = in_child(fork_server, "capability", tmp_path, libraries)
-    assert told == {"found": [[9, 0]] * 3, "started": False}
+    assert told == {"found": [[9, 0]] * 3, "count": 2, "started": [False, True]}
 
 
 def test_a_server_whose_imports_started_cuda_begins_again_without_them_so_that_its_forks_can(tmp_path: Path) -> None:

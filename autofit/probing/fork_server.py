@@ -9,6 +9,7 @@ A call is one JSON line over a Unix socket: {"entry": "module:function", "argume
 If the caller closes the connection before the reply, the child is killed.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -105,7 +106,7 @@ def serve(socket_path: str, *, preloads: bool = True) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
     if preloads:
         _preload()
-        if sys.modules["torch"].cuda.is_initialized():  # no fork of this process could use the card
+        if _cuda_started(sys.modules["torch"].cuda):  # no fork of this process could use the card
             print("an import started CUDA: each child imports by itself", file=sys.stderr, flush=True)
             os.execv(sys.executable, [sys.executable, "-P", "-m", "autofit.probing.fork_server", socket_path, _COLD])  # noqa: S606
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -129,7 +130,7 @@ def _preload() -> None:
     gc.disable()  # repeated collections of the imported modules would take a quarter of the time
     import torch
 
-    with _capabilities_from_the_driver(torch.cuda):
+    with _cards_from_the_driver(torch.cuda):
         for name in _PRELOAD:
             importlib.import_module(name)
         _preload_trainers()
@@ -138,12 +139,13 @@ def _preload() -> None:
 
 
 @contextmanager
-def _capabilities_from_the_driver(cuda: Any) -> Iterator[None]:
-    """Context in which `torch.cuda.get_device_capability` asks NVML, which starts no CUDA.
+def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
+    """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
 
-    bitsandbytes, which peft imports, asks every card for its capability to choose its library.
+    bitsandbytes, which peft imports, asks every card for its capability to choose its library. MIG slices are counted
+    by CUDA even where torch asks NVML for the number of cards (torch.cuda._device_count_nvml).
     """
-    from_cuda = cuda.get_device_capability
+    from_cuda, count = cuda.get_device_capability, cuda.device_count
     try:
         cards = visible_gpus()
     except ConfigError:  # told where a card is chosen
@@ -155,11 +157,22 @@ def _capabilities_from_the_driver(cuda: Any) -> Iterator[None]:
         known = asked[0].compute_capability if asked else None
         return known or cast(tuple[int, int], from_cuda(device))
 
-    cuda.get_device_capability = capability
+    if cards:  # without, an AMD card may be there
+        cuda.get_device_capability, cuda.device_count = capability, lambda: len(cards)
     try:
         yield
     finally:
-        cuda.get_device_capability = from_cuda
+        cuda.get_device_capability, cuda.device_count = from_cuda, count
+
+
+def _cuda_started(cuda: Any) -> bool:
+    """Whether anyone started CUDA in this process: before cuInit the driver answers no question."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return bool(cuda.is_initialized())
+    answers = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # else CUDA_ERROR_NOT_INITIALIZED
+    return bool(answers or cuda.is_initialized())
 
 
 def _preload_trainers() -> None:

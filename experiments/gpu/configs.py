@@ -138,9 +138,10 @@ _OTHER_SIZES = (
     _samples("r3", "reward", _FOUR, 1024, (2, 1), "reward, larger", **LORA),
     _samples("d4", "dpo", _FOUR, 1024, (1, 1), "DPO, larger", **LORA),
     _generating("W000", _EIGHT, 1024, 128, (2, 8, 8), "the winner for seed 000 at 40 GB, as predicted", beta=0.04,
-                use_peft=True, lora_r=16, lora_alpha=32, **_OFF),
+                use_peft=True, lora_r=16, lora_alpha=32, **_OFF, **_EXPANDABLE),
     _generating("b002", "d16", 256, 256, (8, 32, 4), "seed 002 as it recommends", k=32, **_OFF),
-    _generating("W002", "d16", 256, 256, (32, 8, 1), "the winner for seed 002 at 32 GB, as predicted", k=32, **_OFF),
+    _generating("W002", "d16", 256, 256, (32, 8, 1), "the winner for seed 002 at 32 GB, as predicted", k=32, **_OFF,
+                **_EXPANDABLE),
 )  # fmt: skip
 
 

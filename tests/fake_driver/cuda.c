@@ -2,7 +2,8 @@
    by their lines in FAKE_CARDS from 0, is FAKE_CUDA_ORDER ("1,0"); without it no card can be used. */
 #include "cards.h"
 
-enum { OK = 0, NO_DEVICE = 100 };
+enum { OK = 0, NOT_INITIALIZED = 3, NO_DEVICE = 100 };
+static int started = 0;
 
 static int line_of(int ordinal) {
     char text[128], *rest, *part;
@@ -17,10 +18,12 @@ int cuInit(unsigned flags) {
     const char *path = getenv("FAKE_CUDA_LOG");
     FILE *log = path ? fopen(path, "a") : NULL;
     if (log) { fprintf(log, "%d cuInit\n", getpid()); fclose(log); }
-    return line_of(0) < 0 ? NO_DEVICE : OK;
+    started = line_of(0) >= 0;
+    return started ? OK : NO_DEVICE;
 }
 
 int cuDeviceGetCount(int *count) {
+    if (!started) return NOT_INITIALIZED;
     for (*count = 0; line_of(*count) >= 0; (*count)++) {}
     return OK;
 }
