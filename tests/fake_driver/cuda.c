@@ -40,3 +40,23 @@ int cuDeviceGetUuid_v2(unsigned char *bytes, int device) {
     }
     return OK;
 }
+
+/* What the CUDA runtime of torch's own builds asks first; every other function of the driver refuses. */
+int cuDriverGetVersion(int *version) { *version = 13000; return OK; }
+static int refuse(void) { return NO_DEVICE; }
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags, int *status) {
+    static const struct { const char *name; void *function; } known[] = {
+        {"cuInit", cuInit}, {"cuDriverGetVersion", cuDriverGetVersion}, {"cuDeviceGetCount", cuDeviceGetCount},
+        {"cuDeviceGet", cuDeviceGet}, {"cuGetProcAddress", cuGetProcAddress_v2},
+    };
+    *function = refuse;
+    for (int i = 0; i < 5; i++)
+        if (!strcmp(name, known[i].name)) *function = known[i].function;
+    if (status) *status = 0;
+    return OK;
+}
+
+int cuGetProcAddress(const char *name, void **function, int version, unsigned long long flags) {
+    return cuGetProcAddress_v2(name, function, version, flags, NULL);
+}
