@@ -196,6 +196,12 @@ def test_measure_bisect_predict_and_compare_run_one_after_the_other(
         assert row["status"] == "fit", row
         assert len(row["step_s"]) == 2  # type: ignore[arg-type]
         assert {p["name"] for p in row["phases"]} >= {"load", "update", "optimizer"}  # type: ignore[attr-defined]
+    used = int(str(found["s1"]["device_used_bytes"]))
+    over = measure.measured(fork_server, campaign, two[0], device="cpu", limit_bytes=used - 1, deadline_s=100)
+    assert (over["status"], over["uncapped"]["status"]) == ("oom", "fit")  # type: ignore[index]
+    assert over["oom_phase"] in ("update", "optimizer")
+    assert over["device_used_bytes"] >= used - 1  # type: ignore[operator]
+    assert over["uncapped"]["device_used_bytes"] == used  # type: ignore[index]
     assert [row["limit_bytes"] for row in rows(tmp_path / bisect.RESULTS)[1:]] == [None]  # a CPU's peaks are one number
     table = compare.compare(tmp_path / "predicted-t4.jsonl", tmp_path / measure.RESULTS, context_bytes=1)
     assert "allocated: n 1" in table

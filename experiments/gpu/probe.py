@@ -35,7 +35,10 @@ def run(request_path: str) -> int:
         traceback.print_exc()
         row |= {"status": "oom" if is_oom(error) else "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
         if recorders:
-            row["oom_phase"] = recorders[0].phase
+            row["oom_phase"] = phase = recorders[0].phase
+            error.__traceback__ = None  # it holds tensors
+            if row["status"] == "oom":
+                recorders[0].enter(phase)  # for the peaks up to here
     if recorders:
         peaks = merged(peak for peak in recorders[0].peaks if peak.name != "end")
         row |= tops(peaks) | {"phases": [asdict(peak) for peak in peaks]}
