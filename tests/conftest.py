@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Jobs and drivers are processes of their own: they import the tests' helpers too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+# Jobs and drivers are processes of their own: they import the tests' helpers too, and the experiments.
+HELPERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, HELPERS), os.environ.get("PYTHONPATH")]))
 
 
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.

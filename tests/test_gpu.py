@@ -1,11 +1,12 @@
 """The `cuda` device on a real card. Run with `nox -s gpu`; everywhere else it skips and says why."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from autofit.hardware.hardware import gpus
+from autofit.hardware.hardware import gpus, slot_names
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
@@ -18,7 +19,7 @@ def probe(recipe_path: Path, folder: Path, server: ForkServer, limit_bytes: int 
     recipe = prepare(recipe_path, trainer="grpo", device="cuda", folder=folder, server=server)
     request = ProbeRequest(
         folder=folder / "probe", trainer="grpo", values=recipe.values, device="cuda", limit_bytes=limit_bytes,
-        worst_case=worst_case_path(folder), server_socket=server.socket_path, slots=("cuda-0",),
+        worst_case=worst_case_path(folder), server_socket=server.socket_path, slots=slot_names("cuda", 1),
     )  # fmt: skip
     return Launcher().run(request)
 
@@ -43,6 +44,9 @@ def test_a_target_below_what_the_context_holds_is_an_oom(
 
 
 def test_a_search_and_a_promotion_run_on_the_card(tiny_recipe: Path) -> None:
-    for command in (["search", "run.yaml", "--target-vram", "4GB", "--trials", "4"], ["promote", "best"]):
-        done = subprocess.run(["python", "-m", "autofit", *command], cwd=tiny_recipe.parent, capture_output=True)
+    for command in (
+        ["search", "run.yaml", "--target-vram", "4GB", "--trials", "4", "--no-mlflow"],
+        ["promote", "best"],
+    ):
+        done = subprocess.run([sys.executable, "-m", "autofit", *command], cwd=tiny_recipe.parent, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()

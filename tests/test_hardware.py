@@ -5,7 +5,8 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware import hardware
-from autofit.hardware.hardware import Gpu, card_of_size, choose_device_and_target
+from autofit.hardware.hardware import card_of_size, choose_device_and_target
+from autofit.hardware.nvml import Gpu
 from autofit.units import parse_bytes
 
 GB, GIB = 10**9, 2**30

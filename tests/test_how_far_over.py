@@ -7,7 +7,7 @@ import pytest
 
 from autofit.api.tables import trial_line
 from autofit.files import write_json
-from autofit.hardware.hardware import Gpu
+from autofit.hardware.nvml import Gpu
 from autofit.probing import job
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import Ending
@@ -30,7 +30,7 @@ def probed(folder: Path, *, needs_bytes: int, limit_bytes: int, monkeypatch: pyt
         return Ending(exit_code=0)
 
     monkeypatch.setattr(job, "_keep", lawful)
-    monkeypatch.setattr(job, "gpus", lambda: (CARD,))
+    monkeypatch.setattr(job, "gpu_of_slot", lambda name: CARD)
     request = ProbeRequest(folder=folder, trainer="grpo", values={}, device="cuda", limit_bytes=limit_bytes,
                            worst_case=folder, slots=("test-how-far-over",))  # fmt: skip
     write_json(request.request_path, request.to_json())

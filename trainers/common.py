@@ -26,6 +26,7 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import WorstCase
 
 from .trl_config import TrlConfig
+from .weights import random_checkpoint
 
 # Settings turned off in a trainer that only prepares its dataset: each acts outside the process or needs a real model.
 _IDLE: dict[str, object] = {
@@ -251,7 +252,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         with torch.device("cuda" if on_card else "cpu"):
             model = make(config, **options)
     else:
-        state = architecture._from_config(config, **options).state_dict()
+        state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
         model = architecture.from_pretrained(
             None, config=config, state_dict=state, quantization_config=quantization,
             device_map={"": 0} if on_card else None, **options,

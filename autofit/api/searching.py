@@ -22,7 +22,7 @@ from autofit.files import cache_folder
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.hardware import calibration
-from autofit.hardware.hardware import simulated_twin
+from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
 from autofit.recipe.keys import Tier
@@ -192,7 +192,10 @@ class _Run:
     def _forecast(self, planned: Planned) -> Forecast | None:
         """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
         plan, scratch = planned.plan, planned.scratch
-        device = simulated_twin(plan.device)
+        device, remark = simulated_twin(plan.device), about_twin(plan.device)
+        if remark:
+            self._note(remark if device is not None else f"nothing, so no candidate is ruled out: {remark}",
+                       label="predicted")  # fmt: skip
         if device is None:
             return None
         began = time.monotonic()

@@ -1,12 +1,14 @@
 """The devices of this machine, found without torch: GPUs through NVML, host memory through the operating system."""
 
 import os
-from dataclasses import dataclass
 from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.hardware.driver_names import card_of
+from autofit.hardware.nvml import Gpu, driver_gpus
+from autofit.hardware.visible import visible_gpus
 from autofit.units import format_bytes
 
 _SIMULATED_AT_ONCE = 64
@@ -20,62 +22,28 @@ _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 18
 _GIVE = "give --target-vram SIZE (40GB selects the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A card as the driver describes it."""
-
-    name: str
-    uuid: str
-    capacity_bytes: int
-
-
-def visible_gpu_ids() -> tuple[str, ...]:
-    """The cards in CUDA_VISIBLE_DEVICES, as indices or UUIDs; the indices of all cards if it is not set."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(str(i) for i in range(len(_all_gpus())))
-    return tuple(name.strip() for name in visible.split(",") if name.strip())
-
-
 def slot_names(device: Device, count: int) -> tuple[str, ...]:
     """Names of the slots for probes on `device`: one per visible card, `count` on the CPU, 64 for simulated cards.
 
-    A simulated probe occupies no device, so it need not wait for a measurement.
+    A card is named by its UUID, which means the same to NVML, to CUDA and to searches that see other cards. A simulated
+    probe occupies no device, so it need not wait for a measurement.
     """
     if device == "cuda":
-        return tuple(f"cuda-{name}" for name in visible_gpu_ids())
+        return tuple(f"cuda-{gpu.uuid}" for gpu in gpus())
     if device.startswith("sim:"):
         return tuple(f"sim-{i}" for i in range(_SIMULATED_AT_ONCE))
     return tuple(f"cpu-{i}" for i in range(count))
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The visible CUDA cards."""
-    found = _all_gpus()
-    ids = visible_gpu_ids()
-    return tuple(g for i, g in enumerate(found) if str(i) in ids or any(g.uuid.startswith(name) for name in ids))
+    """The visible CUDA cards, MIG slices included."""
+    return visible_gpus()
 
 
-def _all_gpus() -> tuple[Gpu, ...]:
-    """The CUDA cards that the driver lists; empty without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(
-                name=str(pynvml.nvmlDeviceGetName(h)),
-                uuid=str(pynvml.nvmlDeviceGetUUID(h)),
-                capacity_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(h).total),
-            )
-            for h in handles
-        )
-    finally:
-        pynvml.nvmlShutdown()
+def gpu_of_slot(slot_name: str) -> Gpu | None:
+    """The card of a slot such as "cuda-GPU-..." (or "cuda-0"), visible to this process or not: jobs see none."""
+    name = slot_name.removeprefix("cuda-")
+    return next((gpu for gpu in driver_gpus() if name in (gpu.uuid, str(gpu.index))), None)
 
 
 def host_memory_bytes() -> int:
@@ -165,11 +133,20 @@ def simulated_twin(device: Device) -> Device | None:
     """The simulated card that predicts `device`: itself, or the visible card's model; None for an unknown model."""
     if device.startswith("sim:"):
         return device
-    names = {gpu.name for gpu in gpus()} if device == "cuda" else set()
-    try:
-        return f"sim:{gpu_spec(names.pop()).name}" if len(names) == 1 else None
-    except UnknownGpuError:
-        return None
+    spec, _ = _twin(device)
+    return None if spec is None else f"sim:{spec.name}"
+
+
+def about_twin(device: Device) -> str:
+    """How the visible card differs from the one that predicts it, or why none does; "" where nothing is to be said."""
+    return _twin(device)[1] if device == "cuda" else ""
+
+
+def _twin(device: Device) -> tuple[GpuSpec | None, str]:
+    names = sorted({gpu.name for gpu in gpus()}) if device == "cuda" else []
+    if len(names) > 1:
+        return None, f"the visible cards are of several kinds: {', '.join(names)}"
+    return card_of(names[0]) if names else (None, "")
 
 
 def choose_target(asked_bytes: int | None, device: Device) -> int:

@@ -1,13 +1,15 @@
 """The fork server: imports torch, transformers, TRL and peft once, then forks a child for each call in milliseconds.
 
-Its forks are safe because the server never computes and opens no database. It ends when the process that started it
-ends; running children then continue to their end.
+Its forks are safe because the server never computes, opens no database and starts no CUDA; if an import starts CUDA
+all the same, the server begins again without imports, and each child imports by itself. It ends when the process that
+started it ends; running children then continue to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
 "cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
 If the caller closes the connection before the reply, the child is killed.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -21,12 +23,16 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.hardware.visible import visible_gpus
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
+
+_COLD = "cold"  # argument of a server that imports nothing
 
 
 class ServerGone(EnvironmentFault):
@@ -90,15 +96,20 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 # -- the server's side ------------------------------------------------------------------------------------------------
 
 
-def serve(socket_path: str) -> None:
+def serve(socket_path: str, *, preloads: bool = True) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
     from autofit.probing.preload import preload
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
-    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
-    preload()
-    gc.enable()
-    gc.freeze()  # keeps the children's collections from copying shared memory pages
+    if preloads:
+        gc.disable()  # repeated collections of the imported modules would take a quarter of the time
+        with _cards_from_the_driver(importlib.import_module("torch").cuda):
+            preload()
+        gc.enable()
+        gc.freeze()  # keeps the children's collections from copying shared memory pages
+        if _cuda_started(sys.modules["torch"].cuda):  # no fork of this process could use the card
+            print("an import started CUDA: each child imports by itself", file=sys.stderr, flush=True)
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "autofit.probing.fork_server", socket_path, _COLD])  # noqa: S606
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_path + ".new")
         listener.listen(64)
@@ -114,6 +125,43 @@ def serve(socket_path: str) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
+
+
+@contextmanager
+def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
+    """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
+
+    bitsandbytes, which peft imports, asks every card for its capability to choose its library. MIG slices are counted
+    by CUDA even where torch asks NVML for the number of cards (torch.cuda._device_count_nvml).
+    """
+    from_cuda, count = cuda.get_device_capability, cuda.device_count
+    try:
+        cards = visible_gpus()
+    except ConfigError:  # told where a card is chosen
+        cards = ()
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        index = device.idx if isinstance(device, cuda.device) else device
+        asked = cards[index or 0 :][:1] if index is None or isinstance(index, int) else ()
+        known = asked[0].compute_capability if asked else None
+        return known or cast(tuple[int, int], from_cuda(device))
+
+    if cards:  # without, an AMD card may be there
+        cuda.get_device_capability, cuda.device_count = capability, lambda: len(cards)
+    try:
+        yield
+    finally:
+        cuda.get_device_capability, cuda.device_count = from_cuda, count
+
+
+def _cuda_started(cuda: Any) -> bool:
+    """Whether anyone started CUDA in this process: before cuInit the driver answers no question."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return bool(cuda.is_initialized())
+    answers = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # else CUDA_ERROR_NOT_INITIALIZED
+    return bool(answers or cuda.is_initialized())
 
 
 def _keep_call(connection: socket.socket) -> None:
@@ -172,4 +220,4 @@ def _redirect(log: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], preloads=_COLD not in sys.argv[2:])

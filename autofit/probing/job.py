@@ -11,8 +11,9 @@ import psutil
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.hardware.hardware import gpus
+from autofit.hardware.hardware import gpu_of_slot
 from autofit.probing.fork_server import ServerGone, call
+from autofit.probing.oom import exited_for_oom
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slot
 from autofit.probing.supervise import Ending, computing_env, keep
@@ -30,10 +31,10 @@ def run_probe(request_path: str) -> None:
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
     with slot(request.slots, abandoned=lambda: cancelled(request)) as name:
         ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
-        if name is not None and _can_say_how_far_over(request):
+        if read_json(request.answer_path) is None and not ending.abandoned:
+            write_json(request.answer_path, classified(ending, request).to_json())
+        if name is not None and _can_say_how_far_over(request, name):
             _grade(request, name)
-    if read_json(request.answer_path) is None and not ending.abandoned:
-        write_json(request.answer_path, classified(ending, request).to_json())
     content = read_json(request.answer_path)
     if content is not None:
         write_json(request.answer_path, content | {"wall_s": time.perf_counter() - began})
@@ -48,13 +49,17 @@ def cancelled(request: ProbeRequest) -> bool:
     return (request.folder / "cancel").exists()
 
 
-def _can_say_how_far_over(request: ProbeRequest) -> bool:
-    """Whether the probe ran out of memory under an emulated target, on a card with room to measure the excess."""
+def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
+    """Whether the probe ran out of memory under an emulated target, on a card with room to measure the excess.
+
+    The card is the slot's: submitit empties CUDA_VISIBLE_DEVICES in its jobs, so this process sees none.
+    """
     answer = ProbeResult.read(request.answer_path)
     oom = answer is not None and answer.status is ProbeStatus.OOM
     if request.device != "cuda" or request.limit_bytes is None or not oom or cancelled(request):
         return False
-    return any(gpu.capacity_bytes > _LARGER * request.limit_bytes for gpu in gpus())
+    gpu = gpu_of_slot(slot_name)
+    return gpu is not None and gpu.capacity_bytes > _LARGER * request.limit_bytes
 
 
 def _grade(request: ProbeRequest, slot_name: str) -> None:
@@ -123,7 +128,7 @@ def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
     )
 
 
-def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause, str]:
+def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause | None, str]:
     """(status, cause, reason in words)."""
     if ending.deadline_passed:
         return ProbeStatus.LOST, Cause.DEADLINE, f"the deadline of {request.deadline_s:.0f} s passed"
@@ -134,6 +139,8 @@ def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause, 
         return ProbeStatus.LOST, Cause.HOST_OOM, f"{what}: host memory, not the card"
     if ending.exit_code >= 0:
         what = f"the probe exited with code {ending.exit_code} before it answered"
+        if request.device == "cuda" and exited_for_oom(request.log_path):
+            return ProbeStatus.OOM, None, f"{what}, out of memory,"
         return ProbeStatus.FAILED, Cause.EXITED, what
     name = signal.Signals(-ending.exit_code).name
     if -ending.exit_code in _CRASHES:

@@ -5,6 +5,7 @@ On `cpu` every storage is tracked from the operator that made it to its release.
 returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own events come too late to stop at a limit.
 """
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autofit.hardware.nvml import CardState, card_state, handle_of, used_bytes
 from autofit.probing.result import PhasePeak
 from autofit.units import format_bytes
 
@@ -24,6 +26,11 @@ class Memory(Protocol):
     """Records a device's bytes and time."""
 
     device_name: str
+    least_measured_s: float  # measured steps are repeated until they took this long together
+
+    def card_state(self) -> CardState | None:
+        """How the card runs at this moment, where a driver tells it."""
+        ...
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -101,10 +108,15 @@ class _StorageTracker(TorchDispatchMode):
 class CpuMemory:
     """The CPU allocator. Allocated, reserved and device-used bytes are equal, so the three peaks are one number."""
 
+    least_measured_s = 0.0
+
     def __init__(self, limit_bytes: int | None) -> None:
         self.device_name = _cpu_name()
         self._tracker = _StorageTracker("cpu", limit_bytes)
         self._original_rng: Callable[[], torch.Tensor] | None = None
+
+    def card_state(self) -> None:
+        return None
 
     def start(self) -> None:
         self._tracker.__enter__()  # type: ignore[no-untyped-call]
@@ -137,8 +149,11 @@ class CudaMemory:
     """A CUDA card: torch's allocator, and NVML for all other bytes on the card.
 
     The target is emulated on a larger card by a hard cap on the allocator: target minus the bytes outside the allocator
-    (context, library handles, other processes), measured after a first matmul.
+    (context, modules, library handles, other processes). These grow while a probe runs, since CUDA loads kernels at
+    their first use, so the cap is set anew at each change of phase.
     """
+
+    least_measured_s = 1.0  # NVML's power is the mean over a second, so shorter steps would tell none of their own
 
     def __init__(self, limit_bytes: int | None) -> None:
         import pynvml
@@ -146,25 +161,34 @@ class CudaMemory:
         pynvml.nvmlInit()
         properties = torch.cuda.get_device_properties(0)
         self.device_name = properties.name
+        self._total_bytes: int = properties.total_memory
+        self._limit_bytes = limit_bytes
         self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
+        self._handle = handle_of(pynvml, _visible_slice() or str(properties.uuid))
+        self.context_bytes = self._outside_bytes()
         warm = torch.ones(64, 64, device="cuda")
         (warm @ warm).sum().item()
-        if limit_bytes is not None:
-            allowed = limit_bytes - self._outside_bytes()
-            fraction = allowed / properties.total_memory
-            if fraction <= 0:
-                raise torch.OutOfMemoryError(
-                    f"the card already holds {format_bytes(self._outside_bytes())} outside the allocator, "
-                    f"and the limit is {format_bytes(limit_bytes)}"
-                )
-            torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
+        self.cublas_bytes = self._outside_bytes()
+        if limit_bytes is not None and self.cublas_bytes >= limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"the card already holds {format_bytes(self.cublas_bytes)} outside the allocator, "
+                f"and the limit is {format_bytes(limit_bytes)}"
+            )
+        self._cap(self.cublas_bytes)
+
+    def _cap(self, outside_bytes: int) -> None:
+        """Leave the allocator what the limit leaves besides `outside_bytes`; with nothing left, no new segment."""
+        if self._limit_bytes is not None:
+            share = (self._limit_bytes - outside_bytes) / self._total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)))
 
     def _outside_bytes(self) -> int:
         """Bytes on the card that torch's allocator does not hold."""
         torch.cuda.synchronize()
-        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, version=self._nvml.nvmlMemory_v2).used)
-        return max(0, used - torch.cuda.memory_reserved())
+        return max(0, used_bytes(self._nvml, self._handle) - torch.cuda.memory_reserved())
+
+    def card_state(self) -> CardState:
+        return card_state(self._nvml, self._handle)
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -176,19 +200,26 @@ class CudaMemory:
         return {}
 
     def switch(self, left: str, entered: str) -> PhasePeak:
-        reserved = torch.cuda.max_memory_reserved()
+        reserved, outside = torch.cuda.max_memory_reserved(), self._outside_bytes()
         peak = PhasePeak(
             name=left,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(),
             peak_reserved_bytes=reserved,
-            device_used_bytes=reserved + self._outside_bytes(),
+            device_used_bytes=reserved + outside,
         )
         torch.cuda.reset_peak_memory_stats()
+        self._cap(outside)
         return peak
 
     def now_s(self) -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _visible_slice() -> str | None:
+    """The MIG slice that this process sees: torch's properties may name its card instead (cuDeviceGetUuid)."""
+    name = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return name if name.startswith("MIG-") else None
 
 
 @contextmanager
@@ -203,13 +234,6 @@ def memory_of(device: str, limit_bytes: int | None) -> Iterator[Memory]:
         yield CudaMemory(limit_bytes) if device == "cuda" else CpuMemory(limit_bytes)
 
 
-def is_oom(error: BaseException) -> bool:
-    """Whether `error` is a failed allocation, on the CPU or a CUDA card."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
 def merged(peaks: Iterable[PhasePeak]) -> tuple[PhasePeak, ...]:
     """One entry per phase, in order of first appearance, with the maximum of each peak."""
     by_name: dict[str, PhasePeak] = {}
@@ -222,6 +246,12 @@ def merged(peaks: Iterable[PhasePeak]) -> tuple[PhasePeak, ...]:
             device_used_bytes=max(old.device_used_bytes, peak.device_used_bytes),
         )
     return tuple(by_name.values())
+
+
+def tops(peaks: Iterable[PhasePeak]) -> dict[str, Any]:
+    """The maximum of each peak over all phases, in bytes."""
+    names, found = ("device_used_bytes", "peak_reserved_bytes", "peak_allocated_bytes"), tuple(peaks)
+    return {name: max((getattr(p, name) for p in found), default=None) for name in names}
 
 
 def _cpu_name() -> str:

@@ -9,6 +9,7 @@ from typing import cast
 
 from autofit.files import read_json
 from autofit.hardware.hardware import Device, slot_names
+from autofit.hardware.nvml import CardState
 
 _NO_ROLLOUT = 0.1  # share of the longest rollout below which a step did not generate
 
@@ -149,6 +150,7 @@ class ProbeResult:
     fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: source of the clock's host costs
     device_name: str = ""
+    card_states: tuple[CardState, ...] = ()  # cuda: at the end of each measured step
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer
     wall_s: float | None = None  # from the start of the job to its end, measured by the job
@@ -205,6 +207,8 @@ class ProbeResult:
         fields["cause"] = None if fields.get("cause") is None else Cause(str(fields["cause"]))
         fields["fidelity"] = Fidelity(str(fields.get("fidelity", Fidelity.MEASURED)))
         fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
+        states = cast(list[dict[str, int]], fields.get("card_states", []))
+        fields["card_states"] = tuple(CardState(**state) for state in states)
         for name in ("step_s", "rollout_s", "update_s"):
             fields[name] = tuple(cast(list[float], fields.get(name, [])))
         return cls(**fields)  # type: ignore[arg-type]

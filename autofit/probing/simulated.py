@@ -20,6 +20,7 @@ from autofit.fakegpu.depth.stack import shallow_models
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
+from autofit.hardware.nvml import CardState
 from autofit.probing.result import Fidelity, PhasePeak
 
 
@@ -31,6 +32,7 @@ class Simulation:
     step_s: tuple[float, ...]
     rollout_s: tuple[float, ...]
     update_s: tuple[float, ...]
+    card_states: tuple[CardState, ...] = ()
 
 
 class SimMemory:
@@ -39,6 +41,8 @@ class SimMemory:
     The card has no limit while the probe runs, so that a candidate over the target reports its excess; the verdict
     comes from a replay of its allocations under the target.
     """
+
+    least_measured_s = 0.0
 
     def __init__(self, device: str, limit_bytes: int | None) -> None:
         self._spec = gpu_spec(device.removeprefix("sim:"))
@@ -51,6 +55,9 @@ class SimMemory:
         self._run: Run | None = None
         self._replay: Unlimited | None = None
         self.least_of_fits = True
+
+    def card_state(self) -> None:
+        return None
 
     @contextmanager
     def card(self, *, shallow: bool) -> Iterator[None]:

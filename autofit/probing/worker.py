@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from autofit.files import is_full, write_json
-from autofit.plugin.protocol import LOAD, OPTIMIZER, SCORING, UPDATE, Control, Run, Task, Trainer, WorstCase
+from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase
 from autofit.plugin.registry import load
-from autofit.probing.memory import Memory, is_oom, memory_of, merged
-from autofit.probing.phases import BEFORE_UPDATE, Followed, Recorder
-from autofit.probing.result import Cause, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.memory import Memory, memory_of, merged, tops
+from autofit.probing.oom import is_oom
+from autofit.probing.phases import Followed, Recorder
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.steps import StepClock
 from autofit.probing.supervise import die_with_parent
+
+_MOST_ROUNDS = 8  # of the measured steps, where they are too short for a card to be observed
 
 
 def run(request_path: str) -> int:
@@ -61,10 +65,10 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     if recorders:
         error.__traceback__ = None
         recorders[0].enter(phase)
-    top = _tops(merged(peaks))
+    top = tops(merged(peaks))
     return ProbeResult(
         status=ProbeStatus.OOM, device=request.device, reason=text, oom_phase=phase, limit_bytes=request.limit_bytes,
-        phases=merged(peaks), versions=_versions(), **top,
+        phases=merged(peaks), versions=versions(), **top,
     )  # fmt: skip
 
 
@@ -74,8 +78,8 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
     run, steps = train(request, memory, recorder, trainer)
     peaks = merged(p for p in recorder.peaks)
-    tops = {**_tops(peaks), **memory.account()}
-    used = int(tops["device_used_bytes"])
+    most = {**tops(peaks), **memory.account()}
+    used = int(most["device_used_bytes"])
     over = request.limit_bytes is not None and used > request.limit_bytes
     return ProbeResult(
         status=ProbeStatus.OOM if over else ProbeStatus.FIT,
@@ -87,11 +91,12 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
         step_s=tuple(steps.step_s),
         rollout_s=tuple(steps.rollout_s),
         update_s=tuple(steps.update_s),
+        card_states=tuple(steps.card_states),
         completions_per_step=run.samples_per_step,
         tokens_per_step=run.tokens_per_step,
         device_name=memory.device_name,
-        versions=_versions(),
-        **tops,
+        versions=versions(),
+        **most,
     )
 
 
@@ -114,8 +119,9 @@ def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder,
         gc.collect()
         recorder.enter("resume")
         recorder.seconds.clear()
-        run = trainer.build(request.values, _task(request, steps=2 + request.measured_steps))
-        steps = _StepClock(run, recorder, memory, measure_after=2)
+        rounds = _MOST_ROUNDS if memory.least_measured_s > 0 else 1
+        run = trainer.build(request.values, _task(request, steps=2 + rounds * request.measured_steps))
+        steps = StepClock(run, recorder, memory, measure_after=2, round_of=request.measured_steps)
         run.train(steps, resume_from=task.output / "checkpoint-1")
         recorder.enter("end")
     finally:
@@ -162,42 +168,6 @@ class _SaveNow(Followed):
         return Control(save=True)
 
 
-class _StepClock(Followed):
-    """Measures the seconds of each optimizer step after number `measure_after`, where memory tracking stops.
-
-    Seconds of scoring done once before training (DPO's reference) are distributed: each step gets its share.
-    """
-
-    def __init__(self, run: Run, recorder: Recorder, memory: Memory, *, measure_after: int) -> None:
-        super().__init__(recorder)
-        self._run, self._memory, self._measure_after = run, memory, measure_after
-        self.step_s: list[float] = []
-        self.rollout_s: list[float] = []
-        self.update_s: list[float] = []
-        self._began: float | None = None
-        self._share_s = 0.0
-
-    def train_begins(self) -> None:
-        self._share_s = self.recorder.seconds[SCORING] * self._run.scoring_share
-
-    def step_begins(self, step: int) -> None:
-        super().step_begins(step)
-        if step >= self._measure_after:
-            self._memory.stop()
-            self._began = self._memory.now_s()
-            self.recorder.enter(UPDATE)  # anew, so that the step holds every second of its phases
-            self.recorder.seconds.clear()
-
-    def step_ends(self, step: int) -> Control:
-        if self._began is not None:
-            seconds = self.recorder.seconds
-            self.recorder.enter(UPDATE)
-            self.step_s.append(self._memory.now_s() - self._began + self._share_s)
-            self.rollout_s.append(sum(seconds[phase] for phase in BEFORE_UPDATE) + self._share_s)
-            self.update_s.append(seconds[UPDATE] + seconds[OPTIMIZER])
-        return Control()
-
-
 class _StepMarks(Followed):
     """Marks on the simulated card the begin and end of each optimizer step after number `measure_after`."""
 
@@ -217,13 +187,7 @@ class _StepMarks(Followed):
         return Control()
 
 
-def _tops(peaks: tuple[PhasePeak, ...]) -> dict[str, Any]:
-    """The maximum of each peak over all phases, in bytes."""
-    names = ("device_used_bytes", "peak_reserved_bytes", "peak_allocated_bytes")
-    return {name: max((getattr(p, name) for p in peaks), default=None) for name in names}
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from importlib.metadata import version
 
     packages = ("torch", "transformers", "trl", "peft", "accelerate")

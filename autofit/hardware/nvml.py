@@ -1,0 +1,129 @@
+"""The CUDA cards that the driver lists, through NVML, which starts no CUDA. Imports no torch.
+
+A card in MIG mode is listed as its slices: CUDA programs see these, and not the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A card, or a slice of one, as the driver describes it."""
+
+    name: str
+    uuid: str
+    capacity_bytes: int
+    index: int = 0  # of the card in NVML's order, which is that of the PCI bus
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardState:
+    """How a card runs at one moment. None where its driver does not tell."""
+
+    sm_clock_mhz: int | None
+    power_w: float | None  # the mean over the last second on Ampere and later (nvmlDeviceGetPowerUsage)
+    temperature_c: int | None
+    slowed_by: int | None  # bits of nvmlClocksEventReasons: 1 idle, 4 power cap, 8 hardware slowdown, 32 heat, ...
+
+
+def driver_gpus() -> tuple[Gpu, ...]:
+    """Every card of this machine in the order of the PCI bus; empty without a driver."""
+    with _started() as nvml:
+        if nvml is None:
+            return ()
+        return tuple(_described(nvml, handle, index) for index, handle in _handles(nvml))
+
+
+def handle_of(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of the card or slice that CUDA calls `uuid`, given with or without "GPU-" or "MIG-"."""
+    names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+    for name in names[:-1]:
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(name.encode())
+        except nvml.NVMLError_NotFound:
+            continue
+    return nvml.nvmlDeviceGetHandleByUUID(names[-1].encode())
+
+
+def used_bytes(nvml: Any, handle: Any) -> int:
+    """Bytes in use on a card, without the driver's own reserve where the driver tells them apart (from R510)."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+    except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)  # counts the reserve: too much, never too little
+
+
+def card_state(nvml: Any, handle: Any) -> CardState:
+    """Clock, power, temperature and slowdowns of a card now. A MIG slice tells none of them."""
+
+    def told(name: str, *arguments: object) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    milliwatts = told("nvmlDeviceGetPowerUsage")
+    return CardState(
+        sm_clock_mhz=told("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        power_w=None if milliwatts is None else milliwatts / 1000,
+        temperature_c=told("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        slowed_by=told("nvmlDeviceGetCurrentClocksThrottleReasons"),  # the older name, which every driver has
+    )
+
+
+@contextmanager
+def _started() -> Iterator[Any]:
+    """pynvml with NVML started, or None without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
+    """(the card's index, handle) of every card, and of every slice in place of a card in MIG mode."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        card = nvml.nvmlDeviceGetHandleByIndex(index)
+        if not _in_mig_mode(nvml, card):
+            yield index, card
+            continue
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+            try:
+                yield index, nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+            except nvml.NVMLError_NotFound:  # numbers have gaps
+                continue
+
+
+def _in_mig_mode(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError:  # not supported by the card, or not known to its driver
+        return False
+
+
+def _described(nvml: Any, handle: Any, index: int) -> Gpu:
+    try:
+        capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    except nvml.NVMLError:
+        capability = None
+    return Gpu(
+        name=_text(nvml.nvmlDeviceGetName(handle)), uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        capacity_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total), index=index, compute_capability=capability,
+    )  # fmt: skip
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,91 @@
+"""measure: each configuration on the card, in order of value; what is measured already is not measured again."""
+
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from autofit.probing.fork_server import ForkServer
+from gpu.children import answered, scratch, server
+from gpu.configs import Config
+from gpu.folder import Folder, Row, append, by_name
+
+RESULTS = "measured.jsonl"
+_ENTRY = "gpu.probe:run"
+_FINAL = ("fit", "oom")  # a failed or lost one is tried again by the next command
+
+
+def measure(
+    folder: Folder, configs: Sequence[Config], out: Path, *, device: str, until_s: float, each_s: float,
+    limit_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """A line for each configuration in measured.jsonl, until `until_s` seconds have passed."""
+    path, began = out / RESULTS, time.monotonic()
+    done = {name for name, row in by_name(path).items() if row.get("status") in _FINAL}
+    append(path, facts(device))
+    with server(out) as fork_server:
+        for config in configs:
+            left_s = until_s - (time.monotonic() - began)
+            if config.name in done:
+                continue
+            if left_s <= 0:
+                print("out of time before", config.name, flush=True)
+                break
+            at = time.monotonic()
+            row = measured(fork_server, folder, config, device=device, limit_bytes=limit_bytes, deadline_s=each_s)
+            row = {"name": config.name, "s": round(time.monotonic() - at, 2), **row}
+            append(path, row)
+            print(_line(row), flush=True)
+
+
+def measured(
+    fork_server: ForkServer, folder: Folder, config: Config, *, device: str, limit_bytes: int | None, deadline_s: float
+) -> Row:
+    """One configuration. After an OOM under a limit it runs again without, which tells by how much it is over."""
+    with scratch() as place:
+        request = folder.request(config, place, device, limit_bytes=limit_bytes, deadline_s=deadline_s)
+        row = answered(fork_server, _ENTRY, request)
+    if row["status"] != "oom" or limit_bytes is None:
+        return row
+    with scratch() as place:
+        free = answered(fork_server, _ENTRY, folder.request(config, place, device, deadline_s=deadline_s))
+    return row | {"uncapped": free}
+
+
+def facts(device: str) -> Row:
+    """The machine, as a line of its own."""
+    packages = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "autofit")
+    row: Row = {"name": "facts", "device": device, "kernel": os.uname().release, "time": time.time()}
+    for name in packages:
+        try:
+            row[name] = version(name)
+        except ModuleNotFoundError:
+            row[name] = None
+    if device == "cuda":
+        row |= _of_driver()
+    return row
+
+
+def _of_driver() -> Row:
+    import pynvml
+
+    from autofit.hardware.hardware import gpus
+
+    pynvml.nvmlInit()
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        driver = None
+    finally:
+        pynvml.nvmlShutdown()
+    found = [{"name": g.name, "uuid": g.uuid, "capacity_bytes": g.capacity_bytes} for g in gpus()]
+    return {"driver": driver if driver is None else str(driver), "cards": found}
+
+
+def _line(row: Row) -> str:
+    used = row.get("device_used_bytes")
+    size = f"{used / 1e9:.2f} GB" if isinstance(used, int) else "-"
+    steps = row.get("step_s") or ()
+    times = " ".join(f"{s:.3f}" for s in steps) if isinstance(steps, list) else ""
+    return f"{row['name']:>14} {row['status']:>6} {size:>10} {times} {str(row.get('reason', ''))[:100]} ({row['s']} s)"

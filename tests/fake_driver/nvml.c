@@ -1,0 +1,96 @@
+/* libnvidia-ml.so.1 without a driver: what autofit asks of it, and no more. Results are NVML's: 0 is success. */
+#include "cards.h"
+
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9 };
+typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
+
+static Card *card_of(void *handle) { read_cards(); return &cards[(long)handle - 1]; }
+static int is_slice(int i) { return !strcmp(cards[i].kind, "slice"); }
+
+int nvmlInitWithFlags(unsigned flags) { return read_cards() < 0 ? NO_DRIVER : OK; }
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { return OK; }
+const char *nvmlErrorString(int result) { return "from the fake driver"; }
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    int n = read_cards();
+    *count = 0;
+    for (int i = 0; i < n; i++) *count += !is_slice(i);
+    return OK;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    int n = read_cards();
+    for (int i = 0; i < n; i++)
+        if (!is_slice(i) && index-- == 0) { *handle = (void *)(long)(i + 1); return OK; }
+    return INVALID;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    int n = read_cards();
+    for (int i = 0; i < n; i++)
+        if (!strcmp(uuid, cards[i].uuid)) { *handle = (void *)(long)(i + 1); return OK; }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetName(void *handle, char *text, unsigned n) { snprintf(text, n, "%s", card_of(handle)->name); return OK; }
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned n) { snprintf(text, n, "%s", card_of(handle)->uuid); return OK; }
+
+int nvmlDeviceGetMemoryInfo(void *handle, Memory *found) {
+    Card *card = card_of(handle);
+    found->total = card->total << 20;
+    found->used = (card->used + card->reserved) << 20;
+    found->free = found->total - found->used;
+    return OK;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *found) {
+    Card *card = card_of(handle);
+    if (getenv("FAKE_OLD_DRIVER")) return NOT_SUPPORTED;
+    found->total = card->total << 20;
+    found->reserved = card->reserved << 20;
+    found->used = card->used << 20;
+    found->free = found->total - found->used - found->reserved;
+    return OK;
+}
+
+int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *pending) {
+    *now = *pending = !strcmp(card_of(handle)->kind, "sliced");
+    return *now ? OK : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count) { *count = 7; return OK; }
+
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **slice) {
+    int n = read_cards();
+    for (long i = (long)handle; i < n && is_slice(i); i++)
+        if (index-- == 0) { *slice = (void *)(i + 1); return OK; }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    *major = card_of(handle)->major;
+    *minor = card_of(handle)->minor;
+    return OK;
+}
+
+int nvmlDeviceGetClockInfo(void *handle, int kind, unsigned *mhz) {
+    if (!strcmp(card_of(handle)->kind, "slice")) return NOT_SUPPORTED;
+    *mhz = kind == 1 ? 1980 : 1;
+    return OK;
+}
+
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) {
+    if (!strcmp(card_of(handle)->kind, "slice")) return NOT_SUPPORTED;
+    *milliwatts = 412345;
+    return OK;
+}
+
+int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *celsius) {
+    if (!strcmp(card_of(handle)->kind, "slice")) return NOT_SUPPORTED;
+    *celsius = 51;
+    return OK;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *bits) { *bits = 4; return OK; }
