@@ -98,15 +98,9 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 
 def serve(socket_path: str, *, preloads: bool = True) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
-    from autofit.probing.preload import preload
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
     if preloads:
-        gc.disable()  # repeated collections of the imported modules would take a quarter of the time
-        with _cards_from_the_driver(importlib.import_module("torch").cuda):
-            preload()
-        gc.enable()
-        gc.freeze()  # keeps the children's collections from copying shared memory pages
+        _preload()
         if _cuda_started(sys.modules["torch"].cuda):  # no fork of this process could use the card
             print("an import started CUDA: each child imports by itself", file=sys.stderr, flush=True)
             os.execv(sys.executable, [sys.executable, "-P", "-m", "autofit.probing.fork_server", socket_path, _COLD])  # noqa: S606
@@ -125,6 +119,18 @@ def serve(socket_path: str, *, preloads: bool = True) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
+
+
+def _preload() -> None:
+    import torch
+
+    from autofit.probing.preload import preload
+
+    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
+    with _cards_from_the_driver(torch.cuda):
+        preload()
+    gc.enable()
+    gc.freeze()  # keeps the children's collections from copying shared memory pages
 
 
 @contextmanager
