@@ -79,3 +79,14 @@ def test_eager_loading_puts_every_kernel_into_the_context(monkeypatch: pytest.Mo
         assert gpu.spec.context_bytes == gpu_spec("b200").context_bytes + 1_407_000_000
     with fake_gpu("a100-80gb", kernel_loading="lazy") as gpu:
         assert gpu.spec.context_bytes == lazy
+
+
+@pytest.mark.parametrize(("version", "noted"), [("4.45.2", True), ("4.46.0", False), ("5.23.0", False)])
+def test_libraries_older_than_lazy_loading_count_the_worst_case(
+    monkeypatch: pytest.MonkeyPatch, version: str, noted: bool
+) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    with fake_gpu("a100-80gb") as gpu:
+        assert (gpu.spec.context_bytes > gpu_spec("a100-80gb").context_bytes) is noted
+        assert any(f"transformers {version} is of the time of CUDA 12.1" in note for note in gpu.notes) is noted
