@@ -70,6 +70,7 @@ class WorstCase:
     """The folder in which a trainer's `inspect` left its longest sample, and what it noted of that sample."""
 
     path: Path
+    padded: bool | None = None  # whether its batches have padding; None: as its facts say (autofit.plugin.padding)
 
     @property
     def folder(self) -> Path:
