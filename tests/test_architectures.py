@@ -30,11 +30,11 @@ CASES = [
 
 
 def structure_of(
-    trainer: str, kind: PlainTrainer | None, values: dict[str, Any], worst_case: Path, **more: Any
+    trainer: str, kind: PlainTrainer | None, values: dict[str, Any], worst_case: Path, padded: bool = False, **more: Any
 ) -> Structure:
     return Structure(
         trainer=trainer, keys=kind.keys if kind else ROLLOUTS, tile_tokens=None if kind else TILE_TOKENS,
-        values=values, device="sim:l4", worst_case=str(worst_case), large=False, reused=False,
+        values=values, device="sim:l4", worst_case=str(worst_case), large=False, reused=False, padded=padded,
         ranges={"B": (1, 64), "G": (1, 256), "C": (8, 300), "r": (2, 32)}, **more,
     )  # fmt: skip
 

@@ -173,7 +173,9 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     found = []
     for largest in (1000, 5):
         monkeypatch.setattr("autofit.trainers.common._LARGEST", largest)
-        rows, facts = plug_in.worst_case(parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length}))
+        rows, facts, _ = plug_in.worst_case(
+            parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length})
+        )
         found.append((facts, plug_in.tokens_per_step(parse(trainer, values, overrides={"use_cpu": True}),
                                                      {**facts, "rows": rows})))  # fmt: skip
     assert found[0] == found[1]

@@ -36,7 +36,7 @@ _IDLE: dict[str, object] = {
 }  # fmt: skip
 _ROWS = 1000  # rows per batch when lengths are read
 _LARGEST = 64  # rows that are tokenised before the whole dataset
-Lengths = np.ndarray[Any, np.dtype[np.int64]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 # -- the dataset ------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
 
 
 def prepared_longest(
-    kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Lengths] | None
+    kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Counts] | None
 ) -> Dataset:
     """`prepared` rows, including the longest: only the largest texts if one of them fills `max_length` by `widths`.
 
@@ -146,7 +146,7 @@ def _largest(rows: Dataset) -> list[int]:
     return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:_LARGEST]
 
 
-def lengths(rows: Dataset, column: str) -> Lengths:
+def lengths(rows: Dataset, column: str) -> Counts:
     """Tokens of each row in `column`, a column of lists (rows,)."""
     parts = [
         batch[column].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
@@ -167,7 +167,11 @@ def limit_of(config: TrlConfig, worst_case: Mapping[str, Any]) -> int | None:
 
 def read_worst_case(worst_case: WorstCase) -> dict[str, Any]:
     """Facts of the longest sample (for GRPO, of the longest prompt), plus `rows`, a dataset with only that row."""
-    return {**worst_case.facts, "rows": load_from_disk(str(worst_case.folder / "worst_row"))}
+    return {
+        **worst_case.facts,
+        "padded": worst_case.padded,
+        "rows": load_from_disk(str(worst_case.folder / "worst_row")),
+    }
 
 
 def fitted(tokens: list[int], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
-from .common import Lengths, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+from autofit.plugin.padding import Lengths
+
+from .common import Counts, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED, dpo_tiers
+from .padding import Collator, padded, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -29,13 +33,15 @@ class _Prepared(DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        self._batch = self.data_collator([dataset[0]] * batch_size)
+        self._scored = [dataset[0]] * batch_size
         zeros = [0.0] * len(dataset)
         return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
 
     def score_reference(self) -> None:
         """Score one micro-batch, as in TRL's pass over the dataset before training."""
-        scores = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(self._batch))
+        scores = self.compute_ref_log_probs(
+            self.ref_model or self.model, self._prepare_inputs(self.data_collator(self._scored))
+        )
         torch.cat(scores).cpu()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,10 +50,11 @@ class _Prepared(DPOTrainer):  # type: ignore[misc]
         return super().train(*args, **kwargs)
 
 
-def _widths(rows: Dataset) -> Lengths:
-    """Tokens of each pair's prompt plus its longer answer (rows,)."""
+def _widths(rows: Dataset, of_answers: np.ufunc = np.maximum) -> Counts:
+    """Tokens of each pair's prompt plus its longer (or by `np.minimum` its shorter) answer (rows,)."""
     prompt, *answers = (lengths(rows, name) for name in ("prompt_ids", *_SIDES))
-    return prompt + np.maximum(*answers)
+    found: Counts = prompt + of_answers(*answers)
+    return found
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +108,9 @@ class DpoTrainer(SamplesTrainer):
         with _weights_unhashed():
             trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
         trainer.scoring_share = _scoring_share(config, worst_case)
+        if padded(config, worst_case):
+            shorter = partial(shorter_pair, limit=config.training.max_length)
+            trainer.data_collator = Collator(trainer.data_collator, shorter)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
@@ -109,8 +119,11 @@ class DpoTrainer(SamplesTrainer):
         widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
         return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """(the worst-case pair, its facts): largest after truncation, then before it, then the longest answers."""
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+        """(the worst-case pair, its facts, the lengths of all pairs).
+
+        The worst pair is the largest after truncation, then before it, then the one with the longest answers.
+        """
         raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
         training = config.training
         steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
@@ -125,7 +138,9 @@ class DpoTrainer(SamplesTrainer):
             "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
             "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
         }  # fmt: skip
-        return rows.select([index]), facts
+        others = len(rows) < len(raw)
+        return rows.select([index]), facts, Lengths.of(_widths(rows, np.minimum).tolist(), most=longest, others=others,
+                                                       sequences=2)  # fmt: skip
 
 
 TRAINER = DpoTrainer()

@@ -17,12 +17,14 @@ from trl import GRPOTrainer
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning_accuracy_reward, think_format_reward
 
 from autofit.errors import ConfigError, nearest
+from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
 from .offline import or_stated
+from .padding import padded, shorter_prompts, unmasked_is_larger
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
 
@@ -147,15 +149,21 @@ class RolloutTrainer(TrlTrainer):
             rows = _repeat(worst_case["rows"], training)
             trainer = made(self.trl_class, config, reward_funcs=reward_functions(config), train_dataset=rows)
         trainer.eos_token_ids = [_NEVER]
+        if padded(config, worst_case):
+            trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)
         return trainer
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
         rewards = reward_functions(config)  # first: a wrong path is reported before a large dataset is read
         with or_stated(inspection):
             rows = prompts(config)
-        index, tokens = longest_prompt(rows, config)
-        keep(rows.select([index]), {"prompt_tokens": tokens}, inspection.worst_case)
+        index, tokens, least = longest_prompt(rows, config)
         made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
+        lengths = Lengths.of(
+            [tokens, 0 if made_up else least], most=tokens, generates=True,
+            unmasked_is_larger=unmasked_is_larger(config, inspection.device),
+        )  # fmt: skip
+        keep(rows.select([index]), {"prompt_tokens": tokens, "lengths": lengths.to_json()}, inspection.worst_case)
         return {
             "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
             "content_hash": data_hash(rewards, None if made_up else rows),

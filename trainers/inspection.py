@@ -134,8 +134,8 @@ def _counts_padding(model: Any) -> bool:
     return any(type(m) is torch.nn.Embedding and m.num_embeddings == places for m in model.modules())
 
 
-def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:
-    """(index of its row, tokens) of the longest prompt as TRL tokenizes it, chat template included.
+def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int, int]:
+    """(index of its row, tokens) of the longest prompt as TRL tokenizes it, chat template included; the least tokens.
 
     Tokenizes in order of decreasing text size, and stops when no shorter text can win: a token has at least one byte.
     """
@@ -152,15 +152,18 @@ def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int]:
         raise ConfigError("the train split of the dataset is empty; GRPO needs at least one prompt")
     texts = [_rendered(prompt, tokenizer, config) for prompt in rows["prompt"]]
     sizes = [len(text.encode()) for text, _ in texts]
+
+    def count(index: int) -> int:
+        text, special = texts[index]
+        return len(tokenizer(text, add_special_tokens=special)["input_ids"])
+
     best, best_tokens = 0, -1
     for index in sorted(range(len(texts)), key=sizes.__getitem__, reverse=True):
         if sizes[index] + 8 < best_tokens:  # 8: special tokens that a tokenizer adds around a text
             break
-        text, special = texts[index]
-        tokens = len(tokenizer(text, add_special_tokens=special)["input_ids"])
-        if tokens > best_tokens:
+        if (tokens := count(index)) > best_tokens:
             best, best_tokens = index, tokens
-    return best, best_tokens
+    return best, best_tokens, count(sizes.index(min(sizes)))
 
 
 def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, bool]:

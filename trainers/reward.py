@@ -9,8 +9,11 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
+from autofit.plugin.padding import Lengths
+
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED
+from .padding import Collator, padded, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -50,15 +53,21 @@ class RewardModelTrainer(SamplesTrainer):
         return real(RewardTrainer, config)
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> RewardTrainer:
-        return probed(_Prepared, trl_reward, config, _row(config, worst_case))
+        trainer = probed(_Prepared, trl_reward, config, _row(config, worst_case))
+        if padded(config, worst_case):
+            trainer.data_collator = Collator(trainer.data_collator, shorter_pair)
+        return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         """Tokens of one optimizer step: both answers of each pair."""
         row = _row(config, worst_case)
         return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """(the pair with the longest answer, its facts), of those that TRL keeps: it drops pairs over `max_length`."""
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+        """(the pair with the longest answer, its facts, the lengths of all pairs), of those that TRL keeps.
+
+        It drops pairs over `max_length`.
+        """
         kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
         raw = train_rows(config, "Reward", kinds)
         limit = config.training.max_length
@@ -68,7 +77,8 @@ class RewardModelTrainer(SamplesTrainer):
         index = int(np.lexsort((chosen + rejected, longer))[-1])
         longest, dropped = int(longer[index]), len(raw) - len(rows)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
-        return rows.select([index]), facts
+        shorter = np.minimum(chosen, rejected).tolist()
+        return rows.select([index]), facts, Lengths.of(shorter, most=longest, sequences=2)
 
 
 TRAINER = RewardModelTrainer()

@@ -8,8 +8,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
+from autofit.plugin.padding import Lengths
+
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED
+from .padding import Collator, padded, shorter_sample
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -64,13 +67,16 @@ class SftTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> SFTTrainer:
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
-        return probed(_Prepared, trl_sft, config, _row(config, worst_case))
+        trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
+        if padded(config, worst_case) and not trainer.padding_free:
+            trainer.data_collator = Collator(trainer.data_collator, shorter_sample)
+        return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any]]:
-        """(the longest row after TRL's tokenisation, truncation and packing; its facts)."""
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+        """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         text = config.training.dataset_text_field
         kinds = {
             "text": (text,), "conversations": ("messages",), "conversations, older form": ("conversations",),
@@ -82,7 +88,8 @@ class SftTrainer(SamplesTrainer):
         counts = lengths(rows, "input_ids")
         longest = int(counts.max())
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
-        return rows.select([int(counts.argmax())]), facts
+        others = len(rows) < len(raw) and not config.training.packing
+        return rows.select([int(counts.argmax())]), facts, Lengths.of(counts.tolist(), most=longest, others=others)
 
 
 TRAINER = SftTrainer()

@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.recipe.keys import BatchKeys, Tier
@@ -22,6 +23,7 @@ from .inspection import architecture_hash, keep, model_facts, with_local_file, w
 from .keys import SAMPLES, TILE_TOKENS, sample_tiers
 from .model_kwargs import at_top_level
 from .names import installed, one_name_each, overridden
+from .padding import unmasked_is_larger
 from .trl_config import TrlConfig, parse, plain
 
 # Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
@@ -173,13 +175,19 @@ class SamplesTrainer(TrlTrainer):
     tile_tokens = TILE_TOKENS
     tiers = staticmethod(sample_tiers)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any]]:
-        """(the longest row after TRL's tokenisation, truncation and packing; its facts)."""
+    def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any], Lengths]:
+        """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         raise NotImplementedError
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
         with offline.or_stated(inspection):
-            row, facts = self.worst_case(config)
+            row, facts, lengths = self.worst_case(config)
+        made_up = inspection.prompt_tokens is not None  # a text dataset's samples, which it stands for, would vary
+        lengths = replace(
+            lengths, least=0 if made_up else lengths.least,
+            unmasked_is_larger=unmasked_is_larger(config, inspection.device),
+        )  # fmt: skip
+        facts["lengths"] = lengths.to_json()
         keep(row, facts, inspection.worst_case)
         digest = hashlib.sha256(repr((facts, row[0])).encode())
         return {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}

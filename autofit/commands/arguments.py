@@ -132,7 +132,8 @@ def _recipe(parser: _Parser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
-                        help="simulated card: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
+                        help="simulated card: a synthetic prompt of N tokens instead of the dataset "
+                             "(the longest of samples that differ in length)")  # fmt: skip
 
 
 def _add_trainer(parser: _Parser) -> None:

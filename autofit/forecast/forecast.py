@@ -1,20 +1,20 @@
 """Predictions for every candidate before the first probe: trace each structure once, then evaluate all candidates.
 
 The candidates of a space fall into structures (the values of the knobs that change which code runs) and, within one,
-into micro-batches below and above a tile of TRL's loss. Each has a mass model, built by the fork server and stored on
-disk under a hash of all its inputs.
+into micro-batches below and above a tile of TRL's loss, and with and without padding. Each has a mass model, built by
+the fork server and stored on disk under a hash of all its inputs.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.forecast.predictions import Predictions
 from autofit.hardware import calibration
+from autofit.plugin.padding import is_padded
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe, merge
@@ -90,7 +91,8 @@ class Forecaster:
         candidates = tuple(space.allowed())
         if not space.recipe.forecasts:
             return self._unknown(space, candidates)
-        shapes, structures = _sorted_out(space, candidates)
+        facts = read_json(self.worst_case) or {}
+        shapes, structures = _sorted_out(space, candidates, facts)
         groups: dict[str, list[int]] = {}
         for place, name in enumerate(structures):
             groups.setdefault(name, []).append(place)
@@ -122,7 +124,12 @@ class Forecaster:
             rollout_s=rollout if space.recipe.generates else None,
         )  # fmt: skip
         return Forecast(
-            space=space, context_bytes=spec.context_bytes, predictions=predictions, models=models, problems=problems
+            space=space,
+            context_bytes=spec.context_bytes,
+            predictions=predictions,
+            models=models,
+            problems=problems,
+            facts=facts,
         )
 
     def _unknown(self, space: Space, candidates: tuple[Candidate, ...]) -> "Forecast":
@@ -145,7 +152,7 @@ class Forecaster:
 
     def _request(self, name: str, space: Space, members: list[tuple[Candidate, _Shape]]) -> dict[str, object]:
         recipe = space.recipe
-        _, large = json.loads(name)
+        _, large, padded = json.loads(name)
         values = merge(recipe.values, space.yaml_changes(members[0][0]))
         shapes = [shape for _, shape in members]
         hold_out = shapes[len(shapes) // 2]
@@ -159,7 +166,8 @@ class Forecaster:
             "trainer": recipe.trainer, "keys": recipe.keys.to_json(), "tile_tokens": recipe.tile_tokens,
             "architecture": recipe.architecture_hash, "values": values, "device": self.device,
             "worst_case": str(self.worst_case),
-            "large": large, "reused": recipe.generates and recipe.generation_batch_size > recipe.effective_batch_size,
+            "large": large, "padded": padded,
+            "reused": recipe.generates and recipe.generation_batch_size > recipe.effective_batch_size,
             "varies_rank": recipe.uses_lora,
             "ranges": {
                 "B": span([s.micro for s in shapes]), "G": span([s.generated for s in shapes]),
@@ -203,6 +211,7 @@ class Forecast:
     predictions: Predictions
     models: Mapping[str, Made]
     problems: Mapping[str, int]  # why nothing is ruled out: the reason, and the number of candidates
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the worst case
 
     def of(
         self, space: Space, candidate: Candidate, *, completion_tokens: int | None = None
@@ -219,7 +228,7 @@ class Forecast:
         if completion_tokens is not None:
             shape = replace(shape, completion=completion_tokens)
         known = {k: v for k, v in params.items() if k in ours}
-        found = self.models.get(_structure(space.recipe, known, shape))
+        found = self.models.get(_structure(space.recipe, known, shape, self.facts))
         if found is None or found.model is None:
             return None
         live, seconds, _ = _evaluate(found.model, found.layers, [shape])
@@ -238,20 +247,24 @@ def _variables(keys: BatchKeys) -> tuple[str, ...]:
     return tuple(key for key in named if key is not None)
 
 
-def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape) -> str:
-    """The identity of a mass model as text: the values of the structural knobs, and `_is_large`."""
+def _structure(recipe: Recipe, params: Mapping[str, Value], shape: _Shape, facts: Mapping[str, Any]) -> str:
+    """The identity of a mass model as text: the values of the structural knobs, `_is_large` and `is_padded`."""
     fixed = {k: v for k, v in params.items() if _is_structural(k, recipe.keys)}
-    return json.dumps([fixed, _is_large(recipe, shape)], sort_keys=True, default=str)
+    limit = params.get(recipe.keys.length or "", recipe.resolved.get(recipe.keys.length or ""))
+    padded = is_padded(facts, shape.micro, limit if isinstance(limit, int) else None)
+    return json.dumps([fixed, _is_large(recipe, shape), padded], sort_keys=True, default=str)
 
 
-def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Shape], list[str]]:
+def _sorted_out(
+    space: Space, candidates: Sequence[Candidate], facts: Mapping[str, Any]
+) -> tuple[list[_Shape], list[str]]:
     """(shape, structure) of each candidate, as two lists. Cached: 10^5 candidates share few shapes and structures."""
     knobs = [knob.name for knob in space.knobs]
     keys = space.recipe.keys
     varying = [i for i, n in enumerate(knobs) if n in _variables(keys)]
     fixed = [i for i, n in enumerate(knobs) if _is_structural(n, keys)]
     shapes: dict[tuple[Value, ...], _Shape] = {}
-    structures: dict[tuple[tuple[Value, ...], bool], str] = {}
+    structures: dict[tuple[tuple[Value, ...], bool, int], str] = {}
     shape_of_each: list[_Shape] = []
     structure_of_each: list[str] = []
     for candidate in candidates:
@@ -259,9 +272,9 @@ def _sorted_out(space: Space, candidates: Sequence[Candidate]) -> tuple[list[_Sh
         variables = tuple([values[i] for i in varying])
         if (shape := shapes.get(variables)) is None:
             shape = shapes[variables] = _shape(space, candidate)
-        key = tuple([values[i] for i in fixed]), _is_large(space.recipe, shape)
+        key = tuple([values[i] for i in fixed]), _is_large(space.recipe, shape), shape.micro
         if (structure := structures.get(key)) is None:
-            structure = structures[key] = _structure(space.recipe, space.params(candidate), shape)
+            structure = structures[key] = _structure(space.recipe, space.params(candidate), shape, facts)
         shape_of_each.append(shape)
         structure_of_each.append(structure)
     return shape_of_each, structure_of_each

@@ -71,7 +71,7 @@ class Recording:
     keys: BatchKeys
     values: Mapping[str, object]
     device: str
-    worst_case: Path
+    worst_case: WorstCase
 
     def trace(self, point: Point, stack: Stack | None = None) -> Trace:
         """Two optimizer steps at `point`, with all layers or with those that `stack` keeps."""
@@ -115,7 +115,7 @@ class Recording:
             changed["lora_r"] = point.rank
         marks = _Marks(gpu, accumulation=point.accumulation)
         with tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder:
-            task = Task(device=self.device, output=Path(folder), worst_case=WorstCase(path=self.worst_case), steps=2)
+            task = Task(device=self.device, output=Path(folder), worst_case=self.worst_case, steps=2)
             self.trainer.build(changed, task).train(marks)
         marks.enter("end")
         return marks
@@ -222,6 +222,7 @@ class Structure:
     device: str
     worst_case: str
     large: bool  # True: micro-batches have more tokens than a tile
+    padded: bool = False  # whether the worst micro-batches have padding
     reused: bool  # True: a rollout serves several optimizer steps
     varies_rank: bool
     ranges: Mapping[str, tuple[float, float]]
@@ -231,7 +232,7 @@ class Structure:
     def recording(self) -> Recording:
         return Recording(
             trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
-            device=self.device, worst_case=Path(self.worst_case),
+            device=self.device, worst_case=WorstCase(path=Path(self.worst_case), padded=self.padded),
         )  # fmt: skip
 
     @cached_property

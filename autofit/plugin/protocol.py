@@ -70,6 +70,7 @@ class WorstCase:
     """The folder in which a trainer's `inspect` left its longest sample, and what it noted of that sample."""
 
     path: Path
+    padded: bool | None = None  # whether its batches have padding; None: as its facts say (autofit.plugin.padding)
 
     @property
     def folder(self) -> Path:
@@ -87,8 +88,9 @@ class WorstCase:
 class Inspection:
     """What `Trainer.inspect` is asked: leave the longest sample in `worst_case`.
 
-    On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data. `changed`
-    has the keys that the user gave besides the recipe: they win over other names of the same setting.
+    On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data: the
+    longest of samples that differ in length, as those of text do, so batches of it have padding. `changed` has the keys
+    that the user gave besides the recipe: they win over other names of the same setting.
     """
 
     device: str  # "cpu", "cuda" or "sim:NAME"

@@ -1,0 +1,109 @@
+"""Which padding the worst batch of a dataset has, and that probes, forecasts and real runs agree on its kernel."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipes import inspect
+from tiny import write_model, write_recipe
+
+from autofit.fakegpu import FakeGpu, fake_gpu
+from autofit.plugin.padding import KEPT, Lengths, is_padded
+from autofit.plugin.protocol import Report, Task, WorstCase
+from autofit.plugin.registry import load
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_samples_of_one_length_are_never_padded_and_a_sample_alone_is_not() -> None:
+    assert not Lengths.of([9, 9, 9], most=9).padded(2, None)
+    assert Lengths.of([9, 9, 8], most=9).padded(2, None)
+    assert not Lengths.of([9, 9, 8], most=9).padded(1, None)
+    assert not Lengths.of([9, 9, 8], most=9).padded(2, 8)  # all are cut to one length
+    assert Lengths.of([9, 8], most=9, sequences=2).padded(1, None)  # a pair is two rows
+    assert Lengths.of([9, 8], most=9, generates=True).padded(1, None)  # padded with the rest of its rollout
+
+
+def test_where_no_mask_takes_more_memory_it_counts_if_enough_samples_are_of_the_longest_length() -> None:
+    lengths = Lengths.of([9, 9, 9, 8, 3], most=9, unmasked_is_larger=True)
+    assert [lengths.padded(rows, None) for rows in (1, 2, 3, 4, 8)] == [False, False, False, True, True]
+    assert not lengths.padded(4, 8)
+    many = Lengths.of([9] * KEPT, most=9, others=True, unmasked_is_larger=True)
+    assert not many.padded(KEPT + 9, None)  # more may have that length than were kept
+    rollout = Lengths.of([9, 8], most=9, generates=True, unmasked_is_larger=True)
+    assert [rollout.padded(rows, None) for rows in (1, 2)] == [False, True]
+
+
+def _prompts(folder: Path, lengths: list[int], column: str) -> None:
+    (folder / "data").mkdir(exist_ok=True)
+    rows = [{column: " ".join(f"t{i % 9}" for i in range(n)), "answer": "t1"} for n in lengths]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _probe(
+    trainer: str, folder: Path, lengths: list[int], prompt_tokens: int | None = None, **changes: Any
+) -> tuple[FakeGpu, dict[str, Any]]:
+    model = folder / "model" if (folder / "model").exists() else write_model(folder / "model")
+    recipe = yaml.safe_load(write_recipe(folder, model, **changes).read_text())
+    if trainer == "sft":
+        for key in ("reward_funcs", "num_generations", "max_completion_length"):
+            recipe.pop(key, None)
+    _prompts(folder, lengths, "prompt" if trainer == "grpo" else "text")
+    worst_case = folder / "worst_case.json"
+    values: Any = inspect(trainer, recipe, "sim:a100-40gb", worst_case, prompt_tokens)["values"]
+    with fake_gpu("a100-40gb") as gpu:
+        gpu.only_last_decode_steps = True
+        task = Task(device="sim:a100-40gb", output=folder / "out", worst_case=WorstCase(path=worst_case), steps=1)
+        load(trainer).build(values, task).train(Report())
+    return gpu, json.loads(worst_case.read_text())
+
+
+def test_grouped_queries_in_float32_run_the_efficient_kernel_where_prompts_differ_in_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = {"use_peft": False, "max_completion_length": 9, "per_device_train_batch_size": 8,
+             "gradient_accumulation_steps": 1, "gradient_checkpointing": False}  # fmt: skip
+    varied, facts = _probe("grpo", tmp_path, [200, 17, 5, 133], **whole)
+    equal, _ = _probe("grpo", tmp_path, [200, 200, 200, 200], **whole)
+    assert facts["prompt_tokens"] == 200
+    assert set(varied.attention_kernels) == {"efficient"}
+    assert "math" in equal.attention_kernels
+    scores = 4 * 8 * 4 * (200 + 9) ** 2  # of one layer: micro-batch x heads x tokens x tokens in float32
+    assert varied.peak_allocated_bytes < equal.peak_allocated_bytes - scores
+
+
+def test_samples_of_a_stated_length_count_as_padded_since_those_of_a_text_dataset_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = yaml.safe_load(write_recipe(tmp_path, write_model(tmp_path / "model")).read_text())
+    facts = {}
+    for tokens in (None, 40):
+        _prompts(tmp_path, [40, 40], "prompt")
+        inspect("grpo", recipe, "sim:a100-40gb", tmp_path / "worst_case.json", tokens)
+        facts[tokens] = json.loads((tmp_path / "worst_case.json").read_text())
+    assert not is_padded(facts[None], 4, None)
+    assert is_padded(facts[40], 4, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "changes", "kernels"),
+    [
+        ([64, 64, 9, 5], 2, {}, {"math"}),  # two can have no padding, and that takes more
+        ([64, 63, 9, 5], 2, {}, {"efficient"}),
+        pytest.param([64, 63, 9, 5], 1, {}, {"math"}, marks=pytest.mark.slow),
+        pytest.param([64, 64, 9, 5], 2, {"bf16": True}, {"efficient"}, marks=pytest.mark.slow),
+        pytest.param([64, 64, 64, 64], 2, {"bf16": True}, {"flash"}, marks=pytest.mark.slow),
+        pytest.param([64, 63, 9, 5], 1, {"bf16": True}, {"flash"}, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_run_the_kernel_of_the_worst_batch_that_the_dataset_can_make(
+    lengths: list[int], batch: int, changes: dict[str, Any], kernels: set[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    gpu, _ = _probe("sft", tmp_path, lengths, per_device_train_batch_size=batch, use_peft=False, **changes)
+    assert set(gpu.attention_kernels) == kernels

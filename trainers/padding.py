@@ -1,0 +1,77 @@
+"""Padding in the batches of a probe: one sample of full length, the others a token shorter."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import AutoConfig
+
+from autofit.fakegpu.specs import gpu_spec
+from autofit.plugin.padding import is_padded
+
+from .common import dtype_of
+from .trl_config import TrlConfig
+
+Row = dict[str, Any]
+
+
+def unmasked_is_larger(config: TrlConfig, device: str) -> bool:
+    """Whether attention without a mask runs torch's math kernel: grouped queries on no kernel that takes them.
+
+    transformers repeats the keys only where there is a mask, and only the flash kernel takes grouped queries: half
+    precision, compute capability 8.0 and up (`use_gqa_in_sdpa`; can_use_flash_attention in sdp_utils.cpp, torch 2.13).
+    """
+    name, training = config.model.model_name_or_path, config.training
+    model = AutoConfig.from_pretrained(
+        name, revision=config.model.model_revision, trust_remote_code=bool(training.trust_remote_code)
+    )
+    text = model.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if getattr(text, "num_key_value_heads", heads) == heads:
+        return False
+    if device.startswith("sim:") and gpu_spec(device.removeprefix("sim:")).compute_capability < (8, 0):
+        return True
+    half = training.bf16 or training.fp16 or dtype_of(config.model.dtype, model).itemsize == 2
+    return not half
+
+
+def padded(config: TrlConfig, worst_case: Mapping[str, Any]) -> bool:
+    """Whether the micro-batches of a probe have padding. A forecast says so itself."""
+    stated = worst_case.get("padded")
+    if stated is not None:
+        return bool(stated)
+    limit = getattr(config.training, "max_length", None)
+    return is_padded(worst_case, int(config.training.per_device_train_batch_size), limit)
+
+
+class Collator:
+    """The trainer's own collator, on rows of which `shorter(row, place)` cuts all but the first."""
+
+    def __init__(self, collate: Callable[[list[Row]], Any], shorter: Callable[[Row, int], Row]) -> None:
+        self._collate = collate
+        self._shorter = shorter
+
+    def __call__(self, rows: list[Row]) -> Any:
+        return self._collate([self._shorter(row, place) for place, row in enumerate(rows)])
+
+
+def shorter_sample(row: Row, place: int) -> Row:
+    """A sample of SFT without its last token, unless it is the first of its batch."""
+    return row if place == 0 else {k: v[:-1] if isinstance(v, list) and len(v) > 1 else v for k, v in row.items()}
+
+
+def shorter_pair(row: Row, place: int, limit: int | None = None) -> Row:
+    """A pair of answers, each a token below its length within `limit`; of the first pair only the rejected one."""
+    room = None if limit is None else max(1, limit - len(row.get("prompt_ids", ())))
+    sides = ("chosen_ids", "rejected_ids") if place else ("rejected_ids",)
+    return row | {side: row[side][: max(1, min(len(row[side]), room or len(row[side])) - 1)] for side in sides}
+
+
+def shorter_prompts(tokenize: Callable[..., Any]) -> Callable[..., Any]:
+    """`_tokenize_prompts` of a rollout, with all prompts but the first a token shorter."""
+
+    def tokenized(*args: Any, **kwargs: Any) -> Any:
+        found = list(tokenize(*args, **kwargs))
+        found[0] = [ids if place == 0 or len(ids) < 2 else ids[1:] for place, ids in enumerate(found[0])]
+        return tuple(found)
+
+    return tokenized
