@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("known_values", "replay"),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
+    ("fusion",),
     ("depth.expand", "tracer"),
     ("card",),
     ("formula.polynomials",),
