@@ -65,11 +65,12 @@ def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
 
         @functools.wraps(function)
         def run(*inputs: object, **options: object) -> object:
-            if active_gpu() is not None:
-                tracer = gpu.tracer
+            card = active_gpu()  # not the one of this block: the function may outlive it
+            if card is not None:
+                tracer = card.tracer
                 if tracer.fusion is None:
                     tracer.fusion = Fusion(tracer.memory, tracer.clock)
-                    gpu.note(_FUSED_NOTE)
+                    card.note(_FUSED_NOTE)
                 return run_compiled(tracer.fusion, function, inputs, options)
             if not compiled:
                 compiled.append(cast("Callable[..., object]", original(function, *args, **kwargs)))
