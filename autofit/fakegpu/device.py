@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -123,6 +124,8 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
     undo.add(clear_answers_of_caches)
     clear_answers_of_caches()
     undo.enter(current_gpu(gpu))
+    if "torch._dynamo" in sys.modules:  # functions compiled before the block would try to compile for the card
+        undo.enter(torch.compiler.set_stance("force_eager"))
     registry = Registry(gpu, undo)
     registry.apply()
     _register_hooks(gpu, undo)

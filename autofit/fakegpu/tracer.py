@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
+from autofit.fakegpu.fusion import Fusion
 from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory, device_type
@@ -51,6 +52,7 @@ class Tracer(TorchDispatchMode):
         for name in ("dtype", "dtype_out"):
             if hasattr(aten.addmm, name):
                 self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
+        self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
         self.layers: LayerRecorder | None = None
@@ -81,8 +83,12 @@ class Tracer(TorchDispatchMode):
         if (whole := self._in_parts(func, args, kwargs)) is not NotImplemented:
             return whole
         self.operation_count += 1
+        fused = self.fusion is not None and self.fusion.before(func, args, kwargs)
         out = self._run(func, args, kwargs)
         self.shadows.follow(func, args, kwargs, out)
+        if fused and self.fusion is not None and self.fusion.inside:
+            self.fusion.after(func, args, out)
+            return out
         name = func._schema.name[6:]
         self._track(out, name)
         if self.layers is not None and not self.layers.code():

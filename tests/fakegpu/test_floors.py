@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rates.kernels",),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
+    ("fusion",),
     ("depth.expand", "tracer"),
     ("card",),
     ("formula.polynomials",),

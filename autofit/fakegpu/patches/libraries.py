@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.fusion import Fusion, run_compiled
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.redirect import untouched
@@ -41,25 +42,36 @@ def cpu_generator(device: object = None) -> torch.Generator:
     return _Generator()
 
 
+_FUSED_NOTE = (
+    "functions under torch.compile were run with elementwise chains fused and recomputed in backward; which kernels "
+    "inductor makes of them is an approximation"
+)
+
+
 def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
-    """`torch.compile` that adds a note to `gpu.notes` and leaves a model as it is.
+    """`torch.compile` that leaves a model as it is and fuses elementwise chains of a function; notes say so.
 
     A function is compiled at its first call after the block, as it may belong to a module that outlives the block.
     """
     original = untouched(cast("Callable[..., object]", torch.compile))
 
     def compile_(model: object = None, *args: object, **kwargs: object) -> object:
-        gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
         if model is None:
             return lambda function: compile_(function, *args, **kwargs)
         if isinstance(model, torch.nn.Module) or not callable(model):
+            gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
             return model
         function, compiled = model, cast("list[Callable[..., object]]", [])
 
         @functools.wraps(function)
         def run(*inputs: object, **options: object) -> object:
-            if active_gpu() is not None:
-                return function(*inputs, **options)
+            card = active_gpu()  # not the one of this block: the function may outlive it
+            if card is not None:
+                tracer = card.tracer
+                if tracer.fusion is None:
+                    tracer.fusion = Fusion(tracer.memory, tracer.clock)
+                    card.note(_FUSED_NOTE)
+                return run_compiled(tracer.fusion, function, inputs, options)
             if not compiled:
                 compiled.append(cast("Callable[..., object]", original(function, *args, **kwargs)))
             return compiled[0](*inputs, **options)
