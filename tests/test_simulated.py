@@ -143,9 +143,10 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
-        "host_costs",
+        "host_costs", "step_s_90",
     }  # fmt: skip
     assert found["fits"]
+    assert found["step_s_90"][0] < found["step_s"] < found["step_s_90"][1] < 10 * found["step_s"]
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
     assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
     command = [sys.executable, "-m", "autofit", "estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
+from autofit.fakegpu.rates.error import HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
@@ -55,11 +56,21 @@ class Clock:
         self.kernel_count = 0
         self.kernels = KernelSeconds(spec, costs)
         self.busy_s: dict[Family, float] = dict.fromkeys(("products", "attention", "others"), 0.0)
+        self.skipped_s = 0.0
         self.log: OperationLog | None = None
 
     @property
     def now_s(self) -> float:
         return max(self.host_s, self.gpu_s)
+
+    @property
+    def traced_s(self) -> dict[str, float]:
+        """Seconds of each family of kernels so far, and of the host while the GPU has none; without skipped steps."""
+        busy_s = sum(self.busy_s.values())
+        return {
+            **{str(family): s for family, s in self.busy_s.items()},
+            HOST: max(0.0, self.now_s - self.skipped_s - busy_s),
+        }
 
     def synchronize(self) -> None:
         """Let the host wait for the GPU."""
@@ -67,6 +78,7 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         """Add time without a traced kernel (the skipped part of a rollout)."""
+        self.skipped_s += seconds
         self.host_s += seconds
         self.gpu_s += seconds
 

@@ -267,7 +267,7 @@ class HostCosts:
 
     `launch_s` is a kernel that Python code launches, with its share of the modules' Python. Source: PyTorch's blog
     "Accelerating Generative AI with PyTorch II: GPT, Fast" (November 2023, A100 80GB) measured 25.5 tokens/s for the
-    eager Llama-2-7B, whose step launches 1973 kernels and makes 2090 views on the simulated card (experiments/rates).
+    eager Llama-2-7B, whose step launches 1972 kernels and makes 2089 views on the simulated card (experiments/rates).
     Transformers' own `generate` agrees: 35.71 ms a token for 40 layers of Llama-13B (github
     foundation-model-stack/foundation-model-stack#69) are 18 us for each of the 49 kernels of a layer.
     `backward_launch_s` is one that autograd launches from C++: no more than a single operator called from Python,

@@ -90,6 +90,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "rollout_s": result.rollout_s[0] if result.rollout_s else None,
         "update_s": result.update_s[0] if result.update_s else None,
         "step_s": result.median_step_s,
+        "step_s_90": result.step_s_interval,
         "fidelity": result.fidelity,
         "host_costs": result.host_costs,
         "computed_in_s": result.process_s,
@@ -150,6 +151,9 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
         before = ROLLOUT if any(p.name == ROLLOUT for p in result.phases) else SCORING
         rollout = f" ({before} {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
         times = f"; a step takes {format_seconds(step_s)}{rollout}"
+        if result.step_s_interval is not None:
+            low_s, high_s = result.step_s_interval
+            times += f", in 9 of 10 cases {format_seconds(low_s)} to {format_seconds(high_s)}"
     share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
     return f"it {verdict}{times}; the peak is in {top.name}, and its largest part is {largest} ({share})."
 

@@ -382,6 +382,6 @@ def _code() -> str:
         Path(str(resources.files("autofit.trainers"))),
     )
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.npz"))):
             digest.update(file.read_bytes())
     return digest.hexdigest()

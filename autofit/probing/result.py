@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from math import exp
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -149,6 +150,7 @@ class ProbeResult:
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: source of the clock's host costs
+    log_error: float | None = None  # simulated: half the width of the 90 % interval of the seconds, in logarithms
     device_name: str = ""
     card_states: tuple[CardState, ...] = ()  # cuda: at the end of each measured step
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +161,14 @@ class ProbeResult:
     def median_step_s(self) -> float | None:
         """Seconds per optimizer step: the median over the measured steps."""
         return median(self.step_s) if self.step_s else None
+
+    @property
+    def step_s_interval(self) -> tuple[float, float] | None:
+        """Where the seconds per optimizer step are expected in 9 of 10 cases; None if they were measured."""
+        step_s = self.median_step_s
+        if step_s is None or self.log_error is None:
+            return None
+        return step_s * exp(-self.log_error), step_s * exp(self.log_error)
 
     @property
     def fastest_step_s(self) -> float | None:

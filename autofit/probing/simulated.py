@@ -7,7 +7,7 @@ again at full depth.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +17,7 @@ from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import shallow_models
+from autofit.fakegpu.rates.error import log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
@@ -52,6 +53,9 @@ class SimMemory:
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
+        self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
+        self._began: Mapping[str, float] = {}
+        self._log_error: float | None = None
         self._run: Run | None = None
         self._replay: Unlimited | None = None
         self.least_of_fits = True
@@ -63,6 +67,7 @@ class SimMemory:
     def card(self, *, shallow: bool) -> Iterator[None]:
         """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern."""
         self._marks, self._steps = [], []
+        self._traced_s, self._began = {}, {}
         with fake_gpu(
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
         ) as gpu:
@@ -83,6 +88,10 @@ class SimMemory:
             clock = self._gpu.clock
             assert isinstance(clock, LayerClock)
             self._marks.append(Mark(name=entered, event=len(self._gpu.memory.log), stretch=clock.cut()))
+            now, phase = clock.traced_s, self._traced_s.setdefault(left, {})
+            for part, seconds in now.items():
+                phase[part] = phase.get(part, 0.0) + max(0.0, seconds - self._began.get(part, 0.0))
+            self._began = now
         return PhasePeak(name=left, peak_allocated_bytes=0, peak_reserved_bytes=0, device_used_bytes=0)
 
     def mark_step(self) -> None:
@@ -113,12 +122,23 @@ class SimMemory:
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
+        self._log_error = log_error(self._spec, self._shares(steps))
         return Simulation(
             peaks=tuple(found),
             step_s=tuple(sum(s.values()) + before for s in steps),
             rollout_s=tuple(s["wake-up"] + s["rollout"] + s["scoring"] + before for s in steps),
             update_s=tuple(s["update"] + s["optimizer"] for s in steps),
         )
+
+    def _shares(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Shares of the steps' seconds by part: in each phase, those of its traced kernels, of however few layers."""
+        spent: defaultdict[str, float] = defaultdict(float)
+        for step in steps:
+            for phase, seconds in step.items():
+                traced = self._traced_s.get(phase, {})
+                for part, of_part in traced.items():
+                    spent[part] += seconds * of_part / max(sum(traced.values()), 1e-12)
+        return {part: seconds / max(sum(spent.values()), 1e-12) for part, seconds in spent.items()}
 
     def _seconds(self, times: list[float], first: int, last: int) -> Mapping[str, float]:
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -155,6 +175,7 @@ class SimMemory:
             "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases},
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
+            "log_error": self._log_error,
         }
 
 

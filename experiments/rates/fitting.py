@@ -14,6 +14,7 @@ Flags = npt.NDArray[np.bool_]
 START = np.array([2e-6, 0.8, 1e-6, 0.5e-6, 1.0, 8e6, 4.0, 0.75, 0.7, 0.55, 0.4, 0.25, 0.15])
 SHAPES = 5000  # to which the waves are fitted
 GEMM_WIDTHS = (0.1, 0.1, 0.1)  # of `smoothed`, in logarithms of m, n and k
+OWN = 0.7  # weight of a shape's own measurement beside its neighbours'; a step of a wave lies between two of them
 LENGTHS = 2.0 ** np.arange(4, 18)
 HEADS = 2.0 ** np.arange(0, 15)
 GROUPS = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -50,6 +51,7 @@ def gemm_table(measured: Measured, card: Card, known: Flags | None = None) -> Ge
     waves = fit_waves(measured, known, card)
     ratios = np.log(measured.seconds / waves.seconds(machine(card), *measured.mesh))
     corrections = smoothed(np.where(known, ratios, np.nan), measured.axes, GEMM_WIDTHS)
+    corrections = np.where(known, OWN * ratios + (1 - OWN) * corrections, corrections)
     rows = known.any(axis=(1, 2))  # an m without any measurement is left out, so that it is interpolated
     axes = (measured.axes[0][rows], *measured.axes[1:])
     return GemmTable(waves=waves, corrections=Grid(axes, corrections[rows]))

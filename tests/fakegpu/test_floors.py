@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rates.gemm",),
     ("rates.attention",),
     ("rates.cards",),
-    ("rates.kernels",),
+    ("rates.error", "rates.kernels"),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
     ("fusion",),

@@ -1,0 +1,144 @@
+"""Measured kernel times: what the tables say, how they are asked, and that the clock asks them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autofit.fakegpu import GPU_SPECS, HostCosts, fake_gpu, gpu_spec
+from autofit.fakegpu.rates.cards import MEASURED, card_rates, rates_name, stand_in
+from autofit.fakegpu.rates.error import log_error
+from autofit.fakegpu.rates.grid import Grid, smoothed
+from autofit.fakegpu.rates.kernels import KernelSeconds, Work
+
+# Seconds of single shapes in the tables of aiconfigurator-core 0.12.0 (bfloat16; framework as in the card's file).
+SHAPES = [
+    ("l40s", (4096, 4096, 4096), 624.9e-6), ("l40s", (2048, 8192, 3072), 413.0e-6), ("l40s", (1, 4096, 4096), 50.3e-6),
+    ("a100-80gb", (4096, 4096, 4096), 548.9e-6), ("a100-80gb", (512, 4096, 4096), 97.5e-6),
+    ("a100-80gb", (1, 8192, 3072), 40.2e-6),
+]  # fmt: skip
+
+
+def product(card: str, m: int, n: int, k: int, *, costs: HostCosts | None = None) -> float:
+    spec = gpu_spec(card)
+    work = Work("mm", ((m, k), (k, n)), spec.half_flops_per_s, 2, False, 2 * m * n * k, 2 * (m * k + k * n + m * n))
+    return KernelSeconds(spec, costs or HostCosts()).seconds(work)[0]
+
+
+@pytest.mark.parametrize(("card", "shape", "measured_s"), SHAPES)
+def test_a_measured_product_takes_the_time_that_was_measured(
+    card: str, shape: tuple[int, int, int], measured_s: float
+) -> None:
+    assert product(card, *shape) == pytest.approx(
+        measured_s, rel=0.15
+    )  # its neighbours' noise is averaged with its own
+
+
+def test_a_further_wave_of_tiles_makes_a_step_and_not_a_slope() -> None:
+    before, after, later = (product("l40s", m, 4096, 4096) for m in (1024, 1025, 1152))
+    assert after > 1.25 * before  # measured: 132.6 and 231.2 us
+    assert later < 1.1 * after
+
+
+@pytest.mark.parametrize("card", GPU_SPECS)
+def test_every_card_has_rates_and_says_when_they_are_another_cards(card: str) -> None:
+    spec = GPU_SPECS[card]
+    assert 1e-6 < product(card, 1, 64, 64) < 1e-5
+    large = 2 * 4096**3 / product(card, 4096, 4096, 4096) / spec.half_flops_per_s
+    assert 0.3 < large < 1.0
+    assert (stand_in(spec) is None) == (card in MEASURED)
+
+
+def test_a_run_on_a_card_that_was_not_measured_says_so() -> None:
+    for card, said in (("l40s", False), ("rtx4090", True)):
+        with fake_gpu(card) as gpu:
+            assert any("were not measured" in note for note in gpu.notes) == said
+
+
+def test_the_data_sheet_of_a_table_is_that_of_its_card_so_that_its_own_times_come_back() -> None:
+    for card in ("a100-80gb", "l40s", "h100", "h200", "b200"):
+        spec, machine = gpu_spec(card), card_rates(rates_name(gpu_spec(card))).machine
+        assert (spec.half_flops_per_s, spec.bandwidth_bytes_per_s, spec.sm_count) == pytest.approx(
+            (machine.flops_per_s, machine.bandwidth_bytes_per_s, machine.sm_count)
+        )
+
+
+def test_products_of_another_dtype_take_the_ratio_of_their_rates() -> None:
+    spec = gpu_spec("a100-80gb")
+    half, single = (
+        KernelSeconds(spec, HostCosts()).seconds(Work("mm", ((4096, 4096), (4096, 4096)), rate, size, False, 1, 1))[0]
+        for rate, size in ((spec.half_flops_per_s, 2), (spec.fp32_flops_per_s, 4))
+    )
+    assert single / half == pytest.approx(312 / 19.5, rel=0.1)
+
+
+def test_a_backward_of_attention_takes_its_published_multiple_and_causal_half() -> None:
+    spec = gpu_spec("l40s")
+    shapes = (4, 32, 2048, 128), (4, 32, 2048, 128), (4, 8, 2048, 128), (4, 8, 2048, 128)
+    rate = spec.half_flops_per_s
+
+    def seconds(name: str, *, causal: bool = True) -> float:
+        which = shapes if name.endswith("backward") else shapes[1:]
+        work = Work(f"_scaled_dot_product_{name}", which, rate, 2, causal, 1, 1)
+        return KernelSeconds(spec, HostCosts()).seconds(work)[0]
+
+    forward = seconds("flash_attention")
+    assert forward == pytest.approx(2 * 4 * 32 * 2048**2 * 128 / 0.45 / rate, rel=0.2)  # 45 % of the peak, as measured
+    assert seconds("flash_attention_backward") == pytest.approx(2.5 * 0.73 / 0.63 * forward)
+    assert seconds("efficient_attention") == pytest.approx(2 * forward)
+    assert seconds("flash_attention", causal=False) == pytest.approx(2 * forward, rel=0.05)
+
+
+def test_operands_of_a_product_come_from_memory_and_of_other_kernels_in_part_from_the_cache() -> None:
+    spec, kernels = gpu_spec("l40s"), KernelSeconds(gpu_spec("l40s"), HostCosts())
+    cold = 8e6 / kernels.bandwidth_bytes_per_s
+    assert product("l40s", 1, 2048, 2048) >= 8e6 / kernels.bandwidth_bytes_per_s
+    assert cold / 2.8 < kernels.others(0, 8_000_000, spec.fp32_flops_per_s) < cold
+    assert kernels.others(0, 10**10, 1e12) == pytest.approx(1e10 / kernels.bandwidth_bytes_per_s, rel=1e-3)
+
+
+def test_a_slower_card_is_slower_in_every_kernel() -> None:
+    assert product("h100", 100, 512, 512, costs=replace(HostCosts(), gpu_slowdown=1.5)) == pytest.approx(
+        1.5 * product("h100", 100, 512, 512)
+    )
+
+
+def test_autograd_launches_faster_than_python_but_a_recomputed_layer_is_python() -> None:
+    costs = HostCosts(launch_s=1e-3, backward_launch_s=1e-5, view_s=1e-9)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.sin(x))
+
+    def host_s(*, recompute: bool) -> float:
+        with fake_gpu("a100-40gb", host_costs=costs) as gpu:
+            x = torch.zeros(8, device="cuda", requires_grad=True)
+            out = (checkpoint(twice, x, use_reentrant=False) if recompute else twice(x)).sum()
+            before = gpu.clock.host_s
+            out.backward()
+            return gpu.clock.host_s - before
+
+    assert host_s(recompute=False) < 1.5e-3 < 1.9e-3 < host_s(recompute=True)  # the first gradient is Python's
+
+
+def test_an_interval_is_as_wide_as_the_parts_that_a_step_has() -> None:
+    spec = gpu_spec("l40s")
+    assert log_error(spec, {"products": 1.0}) == pytest.approx(0.1)
+    assert log_error(spec, {"products": 0.5, "host": 0.5}) == pytest.approx(math.hypot(0.05, 0.35))
+    assert log_error(gpu_spec("rtx4090"), {"products": 1.0}) > log_error(spec, {"products": 1.0})
+
+
+def test_a_grid_gives_its_own_values_back_and_stays_at_its_edges() -> None:
+    axes = np.log([1.0, 2.0, 4.0]), np.log([1.0, 10.0])
+    grid = Grid(axes, np.arange(6.0).reshape(3, 2))
+    assert grid.at(np.array([2.0, 100.0]), np.array([10.0, 0.1])).tolist() == [3.0, 4.0]
+    assert grid.at(np.array([2**0.5]), np.array([1.0])) == pytest.approx([1.0])
+
+
+def test_a_value_that_was_not_measured_is_its_neighbours_mean() -> None:
+    values = smoothed(np.array([1.0, np.nan, 3.0]), [np.array([0.0, 1.0, 2.0])], [0.1])
+    assert values == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
