@@ -20,6 +20,12 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
 
 
 def test_the_driver_of_a_search_loads_no_torch() -> None:
-    modules = "autofit.tuning.search, autofit.promotion.promotion, autofit.api"
+    modules = "autofit.tuning.search, autofit.promotion.promotion, autofit.api.searching"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_estimate_waits_for_none_of_the_libraries_of_a_search() -> None:
+    heavy = "{'optuna', 'scipy', 'sqlalchemy', 'torch'}"
+    code = f"import sys, autofit; autofit.estimate; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

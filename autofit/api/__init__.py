@@ -1,13 +1,33 @@
 """The Python API: typed arguments in, frozen results out. It prints nothing; the command line is a skin over it."""
 
-from autofit.api.estimating import Estimate, estimate
-from autofit.api.events import Event, Progress
-from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
-from autofit.api.results import SearchResult
-from autofit.api.searching import report, search
-from autofit.api.trials import TrialResult
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autofit.api.estimating import Estimate, estimate
+    from autofit.api.events import Event, Progress
+    from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
+    from autofit.api.results import SearchResult
+    from autofit.api.searching import report, search
+    from autofit.api.trials import TrialResult
 
 __all__ = [
     "Estimate", "Event", "Progress", "PromotionResult", "ProofResult", "SearchResult", "TrialResult", "estimate",
     "promote", "report", "search", "verify",
 ]  # fmt: skip
+
+_FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
+    "Estimate": "estimating", "Event": "events", "Progress": "events", "PromotionResult": "promoting",
+    "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials", "estimate": "estimating",
+    "promote": "promoting", "report": "searching", "search": "searching", "verify": "promoting",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FOUND_IN[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autofit.api.arguments import at_least_one, named_as_arguments, seconds, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.planning import Given, describe_device, fork_server, read_recipe, source_of
+from autofit.api.reading import Given, describe_device, fork_server, read_recipe, source_of
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
 from autofit.forecast.estimate import Estimator, advice_lines, estimate_json, estimate_table, phases_figure

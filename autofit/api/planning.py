@@ -1,26 +1,21 @@
 """From the arguments of a search to its plan: the device and target, the recipe, the space of candidates."""
 
-import contextlib
 import os
 import re
-import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.errors import AutofitError, ConfigError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.api.reading import Given, check_prompt_tokens, describe_device, read_recipe, source_of
+from autofit.errors import ConfigError
 from autofit.hardware.hardware import choose_device_and_target, gpus
-from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import prepare
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
-from autofit.recipe.source import Source, Stated, read_source
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
 from autofit.tuning.frontier import GOALS, Goal
@@ -29,7 +24,6 @@ from autofit.tuning.search import Plan
 from autofit.units import format_bytes
 
 DeviceKind = Literal["auto", "cpu", "cuda", "sim"]
-Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
 _DEVICES: tuple[DeviceKind, ...] = ("auto", "cpu", "cuda", "sim")
 _TRIALS = 12  # of a search that no time or plateau ends
 
@@ -120,62 +114,6 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         measured_steps=asked.measured_steps, deadline_s=deadline_s, seed=asked.seed,
     )  # fmt: skip
     return Planned(plan=plan, knobs=knobs, scratch=scratch)
-
-
-def fork_server(folder: Path) -> ForkServer:
-    """A fork server whose log is in `folder`, which is made."""
-    try:
-        return ForkServer(folder)
-    except FileExistsError as error:
-        raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
-
-
-def source_of(given: Given | None, name: str | None = None) -> Source:
-    """The recipe as it was given; a function is asked for it."""
-    stated = given() if callable(given) and not isinstance(given, type) else given
-    return read_source(cast("Stated | None", stated), name=name)
-
-
-def read_recipe(
-    source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
-    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, world_size: int = 1,
-) -> Recipe:  # fmt: skip
-    """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
-
-    Raises ConfigError for what TRL would not take.
-    """
-    named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        return prepare(
-            source, trainer=named, device=device, folder=scratch, server=server, world_size=world_size,
-            changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
-        )  # fmt: skip
-    except AutofitError:
-        drop(scratch)
-        raise
-
-
-def drop(scratch: Path) -> None:
-    """Remove `scratch`, and the folder that it is in when that is empty."""
-    shutil.rmtree(scratch, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        scratch.parent.rmdir()
-
-
-def describe_device(device: str, target_bytes: int) -> str:
-    """Where probes run and how much of it they may use, in words."""
-    target = format_bytes(target_bytes)
-    if not device.startswith("sim:"):
-        return f"{device}, {target}: measured"
-    spec = gpu_spec(device.removeprefix("sim:"))
-    return f"{spec.name} ({spec.full_name}, {format_bytes(spec.capacity_bytes)}) simulated, {target} of it: predicted"
-
-
-def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
-    """Refuse synthetic prompts on a device that trains on real ones."""
-    if prompt_tokens is not None and not device.startswith("sim:"):
-        raise ConfigError(f"--prompt-tokens is for simulated cards only, and the device is {device}")
 
 
 def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:

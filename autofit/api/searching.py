@@ -12,15 +12,8 @@ import optuna
 
 from autofit.api.arguments import FOLDER, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
-from autofit.api.planning import (
-    DeviceKind,
-    Given,
-    Planned,
-    Request,
-    drop,
-    fork_server,
-    make_plan,
-)
+from autofit.api.planning import DeviceKind, Planned, Request, make_plan
+from autofit.api.reading import Given, drop, fork_server
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult

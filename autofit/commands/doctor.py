@@ -15,7 +15,7 @@ def doctor(options: argparse.Namespace) -> int:
             raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
         return DONE
     from autofit.api.arguments import at_least_one
-    from autofit.api.planning import read_recipe
+    from autofit.api.reading import read_recipe
     from autofit.hardware.hardware import choose_device
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.source import read_source

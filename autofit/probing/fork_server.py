@@ -25,14 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import AutofitError, EnvironmentFault
-from autofit.plugin import registry
+from autofit.errors import EnvironmentFault
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
-
-_PRELOAD = (
-    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
-)  # fmt: skip
 
 
 class ServerGone(EnvironmentFault):
@@ -98,11 +92,11 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 
 def serve(socket_path: str) -> None:
     """Preload, then fork a keeper for each connection until standard input closes."""
+    from autofit.probing.preload import preload
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
     gc.disable()  # repeated collections of the imported modules would take a quarter of the time
-    for name in _PRELOAD:
-        importlib.import_module(name)
-    _preload_trainers()
+    preload()
     gc.enable()
     gc.freeze()  # keeps the children's collections from copying shared memory pages
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -120,15 +114,6 @@ def serve(socket_path: str) -> None:
                 listener.close()
                 _keep_call(connection)
             connection.close()
-
-
-def _preload_trainers() -> None:
-    """Import the installed trainers. A failed import is logged here and raised only when that trainer is requested."""
-    for name in registry.names():
-        try:
-            registry.load(name)
-        except AutofitError as error:
-            print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
 
 
 def _keep_call(connection: socket.socket) -> None:
