@@ -15,8 +15,12 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+aten = torch.ops.aten
 _META = torch.device("meta")
 _MISS = object()
+_FACTORIES = {  # make a tensor of a given shape, from no tensor
+    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default,
+}  # fmt: skip
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -52,6 +56,7 @@ class Shortcut:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        mode.cache_enabled = False  # its own cache would take longer to fill for operations that are cached here
         self._attributes: dict[torch.device, dict[str, object]] = {}
         self._known: dict[object, tuple[type | None, tuple[Output, ...]] | None] = {}
 
@@ -134,10 +139,8 @@ def _remember(func: OpOverload, args: Sequence[object], out: object) -> tuple[ty
     """Description of the outputs for later calls; None if the operation cannot be cached."""
     if torch.Tag.inplace_view in func.tags:
         return None  # in-place views such as transpose_ return their input with another shape
-    if not isinstance(args[0] if args else None, (FakeTensor, list, tuple)):
-        return None
     used = {t.untyped_storage()._cdata for t in _tensors(args)}
-    if not used:
+    if func not in _FACTORIES and not (used and isinstance(args[0], (FakeTensor, list, tuple))):
         return None
     kind = type(out) if isinstance(out, (list, tuple)) else None
     if kind not in (None, list, tuple):
@@ -154,12 +157,12 @@ def _remember(func: OpOverload, args: Sequence[object], out: object) -> tuple[ty
 def _output(func: OpOverload, args: Sequence[object], value: object, used: set[int]) -> Output | None:
     if not isinstance(value, torch.Tensor):
         return _Constant(value) if isinstance(value, _PLAIN) else None
-    if value is args[0]:
+    first = args[0] if args else None
+    if value is first:
         return _Same()
     if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex:
         return None
     storage = value.untyped_storage()
-    first = args[0]
     viewed = isinstance(first, FakeTensor) and storage._cdata == first.untyped_storage()._cdata
     if viewed and (func._schema.is_mutable or value.dtype is not cast("FakeTensor", first).dtype):
         return None

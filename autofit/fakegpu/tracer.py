@@ -15,7 +15,7 @@ from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import SimulatedMemory, device_type
 from autofit.fakegpu.op_cache import Shortcut
 
 aten = torch.ops.aten
@@ -248,11 +248,12 @@ def _device_of(args: Sequence[object], out: object) -> str:
     """The device of an operation: that of its first tensor argument, else of its output."""
     for value in (*args, out):
         if isinstance(value, torch.Tensor):
-            if value.dim() == 0 and value.device.type == "cpu":
+            kind = device_type(value)
+            if kind == "cpu" and value.dim() == 0:
                 continue
-            return value.device.type
+            return kind
         if isinstance(value, (list, tuple)):
             for item in value:
                 if isinstance(item, torch.Tensor):
-                    return item.device.type
+                    return device_type(item)
     return "cpu"

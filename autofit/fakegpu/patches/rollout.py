@@ -114,7 +114,7 @@ class RolloutSynthesis:
         small = {position for position in local if last.sizes[position] <= SMALL_BYTES}
         large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
         templates = [memory.allocations[index] for index in last.ids]
-        shapes = [memory.allocations[index].shape for index in before.ids]
+        steps_of = [_step_of(memory.allocations[a].shape, t.shape) for a, t in zip(before.ids, templates, strict=True)]
         ids: dict[int, dict[int, int]] = {
             done - 2: dict(enumerate(before.ids)),
             done - 1: dict(enumerate(last.ids)),
@@ -136,7 +136,7 @@ class RolloutSynthesis:
                 if event.is_allocation:
                     template = templates[event.position]
                     nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
-                    shape = _grown(shapes[event.position], template.shape, step - done + 1)
+                    shape = _grown(template.shape, steps_of[event.position], step - done + 1)
                     mine[event.position] = memory.allocate_like(template, max(nbytes, 1), shape)
                 else:
                     memory.release(ids[step - event.steps_ago][event.position])
@@ -161,9 +161,14 @@ class RolloutSynthesis:
         self.gpu.memory.replace(stand_ins)
 
 
-def _grown(before: tuple[int, ...], last: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """The shape `steps` decode steps after `last`, extrapolated from `before` (one step earlier)."""
-    return tuple(b + (b - a) * steps for a, b in zip(before, last, strict=True))
+def _step_of(before: tuple[int, ...], last: tuple[int, ...]) -> tuple[int, ...]:
+    """By how much a shape grows in a decode step; () if it does not."""
+    return () if before == last else tuple(b - a for a, b in zip(before, last, strict=True))
+
+
+def _grown(shape: tuple[int, ...], step: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """The shape `steps` decode steps later."""
+    return tuple(size + by * steps for size, by in zip(shape, step, strict=True)) if step else shape
 
 
 def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
