@@ -76,9 +76,14 @@ class Clock:
         """Let the host wait for the GPU."""
         self.host_s = self.now_s
 
-    def advance(self, seconds: float) -> None:
-        """Add time without a traced kernel (the skipped part of a rollout)."""
-        self.skipped_s += seconds
+    def advance(self, seconds: float, *, like: Mapping[str, float] | None = None) -> None:
+        """Add time without a traced kernel (the skipped part of a rollout), whose parts are `like` those of a step."""
+        if like is None:
+            self.skipped_s += seconds
+        else:
+            whole = max(sum(like.values()), 1e-12)
+            for family in self.busy_s:
+                self.busy_s[family] += seconds * like[family] / whole
         self.host_s += seconds
         self.gpu_s += seconds
 

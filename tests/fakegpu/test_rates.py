@@ -142,3 +142,10 @@ def test_a_grid_gives_its_own_values_back_and_stays_at_its_edges() -> None:
 def test_a_value_that_was_not_measured_is_its_neighbours_mean() -> None:
     values = smoothed(np.array([1.0, np.nan, 3.0]), [np.array([0.0, 1.0, 2.0])], [0.1])
     assert values == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
+
+
+def test_skipped_decode_steps_have_the_parts_of_the_last_traced_one() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        gpu.clock.advance(8.0, like={"products": 1.0, "attention": 0.0, "others": 1.0, "host": 2.0})
+        parts = gpu.clock.traced_s
+    assert (parts["products"], parts["others"], parts["host"]) == pytest.approx((2.0, 2.0, 4.0))

@@ -56,12 +56,14 @@ class RolloutSynthesis:
         self.total_steps = total_steps
         self.skipped_steps = 0
         self._marks: list[tuple[int, float, int]] = []
+        self._traced_s: tuple[dict[str, float], ...] = ()  # parts of the time at the last two boundaries
 
     def at_boundary(self) -> bool:
         """Called before each decode step; true if the remaining steps were just played and the loop can end."""
         memory, clock = self.gpu.memory, self.gpu.clock
         stretch = clock.cut() if isinstance(clock, LayerClock) else 0
         self._marks.append((len(memory.log), clock.now_s, stretch))
+        self._traced_s = (*self._traced_s[-1:], clock.traced_s)
         done = len(self._marks) - 1
         if clock.log is not None:
             clock.log.decode_step(done)
@@ -121,12 +123,14 @@ class RolloutSynthesis:
         }
         seconds, slope = last.seconds, last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock
+        start_s, end_s = self._traced_s
+        like = {part: max(0.0, seconds - start_s[part]) for part, seconds in end_s.items()}
         first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
         if first > done:  # the first played step frees allocations of the last traced steps
             ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
             skipped = first - done
             seconds += slope * skipped
-            clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)))
+            clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)), like=like)
         for step in range(first, self.total_steps):
             mine = ids[step] = {}
             whole = step >= self.total_steps - 2
@@ -142,7 +146,7 @@ class RolloutSynthesis:
                     memory.release(ids[step - event.steps_ago][event.position])
             ids.pop(step - 3, None)
             seconds += slope
-            clock.advance(max(seconds, 0.0))
+            clock.advance(max(seconds, 0.0), like=like)
             if isinstance(clock, LayerClock) and len(before.stretches) == len(last.stretches):
                 pairs = zip(before.stretches, last.stretches, strict=True)
                 clock.play([(tag, b.grown(a, step - done + 1)) for (_, a), (tag, b) in pairs])
