@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from autofit.fakegpu.patches.cuda_to_cpu import CudaToCpu
 from autofit.fakegpu.patches.guard import CUDA_GUARD, GuardUnavailableError
 from autofit.fakegpu.patches.libraries import clear_answers_of_caches
 from autofit.fakegpu.patches.registry import Registry
-from autofit.fakegpu.specs import GpuSpec, HostCosts, gpu_spec
+from autofit.fakegpu.specs import GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
 from autofit.fakegpu.undo import Undo
 
 _ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
@@ -42,6 +44,7 @@ def fake_gpu(
     host_costs: HostCosts | None = None,
     record_places: bool = True,
     follow_layers: bool = False,
+    kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
 ) -> Iterator[FakeGpu]:
     """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
@@ -49,8 +52,16 @@ def fake_gpu(
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
     `enforce_capacity=False` no allocation fails, and the peaks show the memory that the run needs. With `follow_layers`
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
+    `kernel_loading` is what the context holds: the kernels that were used ("lazy", the default of CUDA since 12.2), or
+    all of torch's ("eager"); "auto" follows CUDA_MODULE_LOADING, else it is eager, and noted, beside a transformers
+    of the time before CUDA 12.2.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
+    kernels_note = ""
+    if kernel_loading == "auto":
+        kernel_loading, kernels_note = _kernel_loading()
+    if kernel_loading == "eager":
+        card = with_every_kernel_loaded(card)
     if not 0 <= occupied_bytes < card.allocatable_bytes:
         raise FakeGpuError(
             f"occupied_bytes must be from 0 to below {card.allocatable_bytes}, what the {card.name} has beside its "
@@ -72,7 +83,7 @@ def fake_gpu(
             record_places=record_places,
             follow_layers=follow_layers,
         )
-        for note in (reason, *_DRIFT) if chosen == "cuda" else (reason,):
+        for note in (reason, kernels_note, *_DRIFT) if chosen == "cuda" else (reason, kernels_note):
             if note:
                 gpu.note(note)
         with _running(gpu):
@@ -116,6 +127,27 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
     undo.enter(gpu.tracer)
     if gpu.mode == "cpu":
         undo.enter(CudaToCpu())
+
+
+def _kernel_loading() -> tuple[Literal["lazy", "eager"], str]:
+    """How CUDA loads kernels, and a note where that is assumed.
+
+    transformers 4.46 came out with torch 2.5, whose wheels have CUDA 12.4. Programs beside an older one were mostly run
+    with CUDA 12.1, which loads eagerly if a program asks for cards before torch starts CUDA: the worst case counts.
+    """
+    told = os.environ.get("CUDA_MODULE_LOADING", "").upper()
+    if told in ("EAGER", "LAZY"):
+        return ("eager" if told == "EAGER" else "lazy"), ""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return "lazy", ""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (4, 46):
+        return "lazy", ""
+    return "eager", (
+        f"transformers {version} is of the time of CUDA 12.1, which may load every kernel: they count in the context; "
+        f'kernel_loading="lazy" leaves them out'
+    )
 
 
 _KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "bitsandbytes", "fsdp"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
 
@@ -20,14 +20,17 @@ MIB = 1 << 20
 
 _WHITEPAPER = "vendor data sheet (dense rates, boost clock)"
 _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1 %"
-_CONTEXT_MEASURED = "CUDA context measured on this card (notes/trl.md)"
-_CONTEXT_SCALED = "estimate: A100's measured 501 MiB scaled by SM count; not measured, may be off by 150 MiB"
-_CONTEXT_SCALED_T4 = "estimate: T4's measured 135 MiB scaled by SM count; not measured, may be off by 150 MiB"
-_CONTEXT_SCALED_L4 = "estimate: L4's measured 226 MiB scaled by SM count; not measured, may be off by 150 MiB"
-# A bare context is smaller, since kernels are loaded at first use; observed: 426 MiB on an RTX 6000 Ada (torch
-# 2.10, CUDA 13.0; github unslothai/unsloth-zoo#1053) and 256 MiB on an RTX 3090 (torch 2.7, CUDA 12.8; InvokeAI#9413).
-_CONTEXT_ADA = f"{_CONTEXT_SCALED_L4}; bare on an RTX 6000 Ada (142 SMs): 426 MiB, unslothai/unsloth-zoo#1053"
-_CONTEXT_3090 = f"{_CONTEXT_SCALED}; a bare one was 256 MiB, invoke-ai/InvokeAI#9413"
+# The context and the kernels that a program of torch's own operators has loaded, outside torch's allocator. Public
+# out-of-memory messages of torch tell it: bytes in use by the process, less allocated, less reserved but unallocated
+# (0.01 GiB steps). The largest figure of one process without NCCL is used. Programs with kernels of their own can hold
+# more: 0.84 and 1.00 GiB were seen on an A100.
+_SCALED = "estimate, may be off by 150 MiB: {} MiB of an {} scaled by SM count"
+_CONTEXT_SCALED = _SCALED.format(543, "A100")
+
+
+def _seen(figures: str, note: str = "") -> str:
+    """The source of a context: figures of torch's out-of-memory messages, in GiB."""
+    return f"torch's out-of-memory messages in public logs, GiB: {figures}{note}"
 
 
 def _printed(seen: str, where: str) -> str:
@@ -120,83 +123,94 @@ def _spec(
 
 
 _ALL = (
-    _spec("t4", "Tesla T4", capacity_mib=14912, context_mib=135, gb_per_s=320, tflops=(65, 8.1, 8.1),
-          capability=(7, 5), sm_count=40, context_source=_CONTEXT_MEASURED, host_gb_per_s=10,
+    _spec("t4", "Tesla T4", capacity_mib=14912, context_mib=164, gb_per_s=320, tflops=(65, 8.1, 8.1),
+          context_source=_seen("0.11, 0.16"),
+          capability=(7, 5), sm_count=40, host_gb_per_s=10,
           capacity_source=_printed("14912 to 15110 MiB",
                                    "lowest with torch 2.2 in a public Ultralytics log")),
-    _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16130, context_mib=270, gb_per_s=900,
-          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80, context_source=_CONTEXT_SCALED_T4,
+    _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16130, context_mib=512, gb_per_s=900,
+          context_source=_seen("0.38, 0.50", " (32 GB)"),
+          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
           host_gb_per_s=10,
           capacity_source=_printed("16130 to 16160 MiB",
                                    "public Ultralytics and torch logs, torch 1.7")),
-    _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32494, context_mib=270, gb_per_s=900,
-          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80, context_source=_CONTEXT_SCALED_T4,
+    _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32494, context_mib=512, gb_per_s=900,
+          context_source=_seen("0.38, 0.50"),
+          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
           host_gb_per_s=10,
           capacity_source=_printed("32494 MiB (torch 2.6, Ultralytics log); 31.74 GiB",
                                    "haotian-liu/LLaVA#812")),
-    _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=501, gb_per_s=1555,
+    _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=543, gb_per_s=1555,
+          context_source=_seen("0.48, 0.49, 0.53"),
           tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
-          context_source=_CONTEXT_MEASURED,
           capacity_source=_printed("39.38 GiB (nine public logs), 40339 MiB, 39.50 GiB",
                                    "bottlerocket-os/bottlerocket#3873, TianheWu/CoSeR#10")),
-    _spec("a100-80gb", "NVIDIA A100-SXM4-80GB", capacity_mib=81037, context_mib=501, gb_per_s=2039,
+    _spec("a100-80gb", "NVIDIA A100-SXM4-80GB", capacity_mib=81037, context_mib=543, gb_per_s=2039,
+          context_source=_seen("0.49 twice, 0.50, 0.51 twice"),
           tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
-          context_source=_CONTEXT_MEASURED,
           capacity_source=_printed("79.14 GiB, 81051 MiB",
                                    "lianqi1008/Control-GIC#6, ultralytics/ultralytics#22877")),
-    _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24124, context_mib=380, gb_per_s=936,
-          tflops=(71, 35.6, 35.6), capability=(8, 6), sm_count=82, context_source=_CONTEXT_3090,
+    _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24124, context_mib=482, gb_per_s=936,
+          context_source=_seen("0.25 to 0.33, 0.47 with cuDNN"),
+          tflops=(71, 35.6, 35.6), capability=(8, 6), sm_count=82,
           capacity_source=_printed("24124 (torch 2.13, CUDA 13.0) to 24268 MiB",
                                    "public Ultralytics logs")),
-    _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48538, context_mib=390, gb_per_s=768,
+    _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48538, context_mib=423, gb_per_s=768,
           tflops=(154.8, 77.4, 38.7), capability=(8, 6), sm_count=84,
           capacity_source=_printed("47.40 GiB (a public report), 48670 MiB; with ECC on 44.55 GiB",
                                    "ultralytics/ultralytics#19084")),
-    _spec("a5000", "NVIDIA RTX A5000", capacity_mib=24114, context_mib=297, gb_per_s=768,
+    _spec("a5000", "NVIDIA RTX A5000", capacity_mib=24114, context_mib=322, gb_per_s=768,
           tflops=(111.1, 55.6, 27.8), capability=(8, 6), sm_count=64,
           capacity_source=_printed("24114 to 24248 MiB; with ECC on 22721",
                                    "public torch and Ultralytics logs")),
-    _spec("a40", "NVIDIA A40", capacity_mib=45416, context_mib=390, gb_per_s=696,
+    _spec("a40", "NVIDIA A40", capacity_mib=45416, context_mib=423, gb_per_s=696,
           tflops=(149.7, 74.8, 37.4), capability=(8, 6), sm_count=84,
           capacity_source=_printed("45416 MiB, 44.42 GiB; with ECC off 48688",
                                    "public torch logs")),
-    _spec("a10", "NVIDIA A10", capacity_mib=22502, context_mib=334, gb_per_s=600,
+    _spec("a10", "NVIDIA A10", capacity_mib=22502, context_mib=362, gb_per_s=600,
           tflops=(125, 62.5, 31.2), capability=(8, 6), sm_count=72),
-    _spec("a10g", "NVIDIA A10G", capacity_mib=22587, context_mib=371, gb_per_s=600,
+    _spec("a10g", "NVIDIA A10G", capacity_mib=22587, context_mib=403, gb_per_s=600,
           tflops=(70, 35, 31.5), capability=(8, 6), sm_count=80,
           capacity_source=_printed("22587 and 22723 MiB",
                                    "public torch logs")),
-    _spec("rtx4090", "NVIDIA GeForce RTX 4090", capacity_mib=24081, context_mib=499, gb_per_s=1008,
+    _spec("rtx4090", "NVIDIA GeForce RTX 4090", capacity_mib=24081, context_mib=579, gb_per_s=1008,
+          context_source=_seen("0.47, 0.48, 0.51, 0.565"),
           tflops=(165.2, 82.6, 82.6), capability=(8, 9), sm_count=128,
-          context_source=_CONTEXT_ADA,
           capacity_source=_printed("23.52 GiB, 24081 to 24217 MiB on Linux",
                                    "Soul-AILab/SoulX-FlashTalk#5 and Ultralytics logs")),
-    _spec("l4", "NVIDIA L4", capacity_mib=22563, context_mib=226, gb_per_s=300, tflops=(121, 60, 30.3),
-          capability=(8, 9), sm_count=58, context_source=_CONTEXT_MEASURED,
+    _spec("l4", "NVIDIA L4", capacity_mib=22563, context_mib=323, gb_per_s=300, tflops=(121, 60, 30.3),
+          context_source=_seen("0.21, 0.315"),
+          capability=(8, 9), sm_count=58,
           capacity_source=_printed("22563 (torch 2.11) and 22693 MiB",
                                    "public Ultralytics logs")),
-    _spec("l40s", "NVIDIA L40S", capacity_mib=45481, context_mib=553, gb_per_s=864,
-          tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142, context_source=_CONTEXT_ADA,
+    _spec("l40s", "NVIDIA L40S", capacity_mib=45481, context_mib=530, gb_per_s=864,
+          context_source=_seen("0.51 three times"),
+          tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142,
           capacity_source=_printed("44.42 GiB, 45495 and 45589 MiB",
                                    "stepfun-ai/Step-Video-T2V#8")),
-    _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=612, gb_per_s=3350,
+    _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=666, gb_per_s=3350,
+          context_source=_seen("0.65"),
           tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
           capacity_source=_printed("79.11 GiB, 81082 to 81090 MiB",
                                    "vllm-project/vllm#27508")),
-    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=529, gb_per_s=2000,
+    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=575, gb_per_s=2000,
+          context_source=_SCALED.format(666, "H100"),
           tflops=(756, 378, 51), capability=(9, 0), sm_count=114, host_gb_per_s=45,
           capacity_source=_printed("81008 MiB",
                                    "a public torch log")),
-    _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=612, gb_per_s=4800,
+    _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=666, gb_per_s=4800,
+          context_source=_seen("0.65", " (H100, the same chip)"),
           tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
           capacity_source=_printed("143156 MiB",
                                    "public Ultralytics logs, torch 2.11")),
-    _spec("b200", "NVIDIA B200", capacity_mib=182630, context_mib=687, gb_per_s=8000,
+    _spec("b200", "NVIDIA B200", capacity_mib=182630, context_mib=712, gb_per_s=8000,
+          context_source=_seen("0.695"),
           tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, host_gb_per_s=45,
           capacity_source=_printed("178.35 GiB, 182631 and 182642 MiB",
                                    "public torch logs")),
-    _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32102, context_mib=663, gb_per_s=1792,
-          tflops=(209.5, 104.8, 104.8), capability=(12, 0), sm_count=170, context_source=_CONTEXT_SCALED_L4,
+    _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32102, context_mib=620, gb_per_s=1792,
+          context_source=_seen("0.30, 0.49, 0.60"),
+          tflops=(209.5, 104.8, 104.8), capability=(12, 0), sm_count=170,
           host_gb_per_s=45,
           capacity_source=_printed("32102 (torch 2.12, CUDA 13.0) and 32120 MiB on Linux",
                                    "public Ultralytics logs")),
@@ -207,6 +221,23 @@ _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
     "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
 }  # fmt: skip
+
+
+# Bytes of all kernels of libtorch_cuda, cuBLAS and cuBLASLt (torch 2.4.1, CUDA 12.1), by compute capability:
+# experiments/context/kernel_bytes.py. Other libraries (flash-attn, cuDNN) have more.
+_ALL_KERNELS_BYTES = {
+    (7, 0): 693_000_000, (7, 5): 768_000_000, (8, 0): 1_065_000_000, (8, 6): 1_066_000_000, (8, 9): 1_091_000_000,
+    (9, 0): 1_407_000_000,
+}  # fmt: skip
+
+
+def with_every_kernel_loaded(spec: GpuSpec) -> GpuSpec:
+    """The card under a driver that loads kernels eagerly: before CUDA 12.2, and with CUDA_MODULE_LOADING=EAGER.
+
+    Its context holds every kernel of torch's libraries; of a capability without a figure, the largest figure counts.
+    """
+    extra = _ALL_KERNELS_BYTES.get(spec.compute_capability, max(_ALL_KERNELS_BYTES.values()))
+    return replace(spec, context_bytes=spec.context_bytes + extra)
 
 
 def _plain(name: str) -> str:

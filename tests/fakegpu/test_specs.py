@@ -68,3 +68,25 @@ def test_a_card_of_ones_own_runs() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
     assert gpu.spec.capacity_source == "given by the caller"
+
+
+def test_eager_loading_puts_every_kernel_into_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = gpu_spec("a100-80gb").context_bytes
+    with fake_gpu("a100-80gb", kernel_loading="eager") as gpu:
+        assert gpu.spec.context_bytes == lazy + 1_065_000_000
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    with fake_gpu("b200") as gpu:  # no figure for its kernels: the largest known one counts
+        assert gpu.spec.context_bytes == gpu_spec("b200").context_bytes + 1_407_000_000
+    with fake_gpu("a100-80gb", kernel_loading="lazy") as gpu:
+        assert gpu.spec.context_bytes == lazy
+
+
+@pytest.mark.parametrize(("version", "noted"), [("4.45.2", True), ("4.46.0", False), ("5.23.0", False)])
+def test_libraries_older_than_lazy_loading_count_the_worst_case(
+    monkeypatch: pytest.MonkeyPatch, version: str, noted: bool
+) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    with fake_gpu("a100-80gb") as gpu:
+        assert (gpu.spec.context_bytes > gpu_spec("a100-80gb").context_bytes) is noted
+        assert any(f"transformers {version} is of the time of CUDA 12.1" in note for note in gpu.notes) is noted
