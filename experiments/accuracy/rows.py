@@ -63,7 +63,7 @@ SETS = {
             name="preflight_t4",
             card="t4",
             repository="highwaterlabs/torch-preflight",
-            requirements=(),
+            requirements=("torchvision==0.28.0",),
             compared=("peak_allocated_bytes", "reserved_max_bytes"),
         ),
     )
