@@ -149,7 +149,7 @@ def test_values_computed_from_known_data_are_known() -> None:
 
 
 def test_an_unknown_mask_counts_as_present_and_as_full_and_the_notes_say_so() -> None:
-    with fake_gpu("l4") as gpu:
+    with fake_gpu("l40s") as gpu:
         values = torch.randn(4, 3000, device="cuda")
         mask = values > 0
         assert not gpu.notes
@@ -166,7 +166,7 @@ def test_an_unknown_mask_counts_as_present_and_as_full_and_the_notes_say_so() ->
 
 
 def test_a_float_mask_of_a_batch_is_known_as_prompt_learning_makes_it() -> None:
-    with fake_gpu("l4") as gpu:
+    with fake_gpu("l40s") as gpu:
         tokens = torch.tensor([[1] * 2000, [0] * 7 + [1] * 1993]).cuda()
         mask = torch.cat([torch.ones(2, 20, device="cuda"), tokens], 1)
         assert mask.dtype is torch.float32
