@@ -131,12 +131,11 @@ def test_an_imbalance_grows_what_the_most_loaded_expert_holds() -> None:
 
 
 def test_a_choice_of_tokens_to_sample_from_is_no_router() -> None:
-    with fake_gpu("l4") as gpu:
+    with fake_gpu("l40s") as gpu:
         table = torch.nn.Embedding(300, 16).cuda()
         scores = table(torch.zeros(4, dtype=torch.long, device="cuda")) @ table.weight.T
         chosen = scores.topk(5).indices
-        assert (chosen == 2).sum().item() == 1  # the answer for values that are not known
-    assert gpu.notes == []
+        assert gpu.tracer.shadows.of(chosen) is None
 
 
 def test_counting_and_sorting_see_the_same_choice() -> None:
