@@ -127,8 +127,8 @@ def test_autograd_launches_faster_than_python_but_a_recomputed_layer_is_python()
 
 def test_an_interval_is_as_wide_as_the_parts_that_a_step_has() -> None:
     spec = gpu_spec("l40s")
-    assert log_error(spec, {"products": 1.0}) == pytest.approx(0.1)
-    assert log_error(spec, {"products": 0.5, "host": 0.5}) == pytest.approx(math.hypot(0.05, 0.35))
+    assert log_error(spec, {"products": 1.0}) == pytest.approx(math.hypot(0.15, 0.1))
+    assert log_error(spec, {"products": 0.5, "host": 0.5}) == pytest.approx(math.hypot(0.15, 0.05, 0.35))
     assert log_error(gpu_spec("rtx4090"), {"products": 1.0}) > log_error(spec, {"products": 1.0})
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from autofit.fakegpu import FakeGpu, fake_gpu
+from autofit.fakegpu.rates.error import log_error
 from autofit.recipe import catalogue
 from experiments.accuracy.workers import stand_ins
 
@@ -84,6 +85,7 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of each part of the run after a step
 
     def __iter__(self) -> Iterator[int]:
         import torch
@@ -94,6 +96,13 @@ class Steps:
             self.seconds.append(self.gpu.elapsed_s - start)
             self.allocated.append(torch.cuda.memory_allocated())
             self.reserved.append(torch.cuda.max_memory_reserved())
+            self.parts.append(self.gpu.clock.traced_s)
+
+    @property
+    def log_error(self) -> float:
+        """Half the width of the 90 % interval of the usual steps' seconds, in logarithms."""
+        spent = {part: s - self.parts[0][part] for part, s in self.parts[-1].items()}
+        return log_error(self.gpu.spec, {part: s / sum(spent.values()) for part, s in spent.items()})
 
     def set_postfix(self, *_: object) -> None: ...
 
@@ -161,6 +170,7 @@ def main(experiment: str, checkout: Path, folder: Path, out: Path) -> None:
         "peak_allocated_bytes": gpu.peak_allocated_bytes,
         "allocated_mean_bytes": mean(steps.allocated[steps.usual]),
         "step_s": mean(steps.seconds[steps.usual]),
+        "log_error": round(steps.log_error, 3),
         "attention": gpu.attention_kernels,
         "notes": gpu.notes,
         "wall_s": round(time.perf_counter() - started, 1),
