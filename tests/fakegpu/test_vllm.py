@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,19 @@ GIB = 1 << 30
 
 
 def _train(
-    folder: Path, *, share: float, sleep: bool, gpu: str = "l4", tokens: int = 32, mode: str = "colocate"
+    folder: Path,
+    *,
+    share: float,
+    sleep: bool,
+    gpu: str = "l4",
+    tokens: int = 32,
+    mode: str = "colocate",
+    shape: Mapping[str, object] = {},
 ) -> tuple[FakeGpu, float]:
     """One step of GRPO on the card; the card, and the mean completion length that the trainer logged."""
     with fake_gpu(gpu) as card:
         trainer = GRPOTrainer(
-            model=build_model(Case(kind="grpo")),
+            model=build_model(Case(kind="grpo"), **shape),
             reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
             args=GRPOConfig(
                 output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_steps=2, report_to=[],
@@ -82,9 +90,10 @@ def test_a_share_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_roll_out_is_bound_by_the_cards_bandwidth(tmp_path: Path) -> None:
-    slow, _ = _train(tmp_path, share=0.3, sleep=False, gpu="l4", tokens=512)
-    fast, _ = _train(tmp_path, share=0.3, sleep=False, gpu="h200", tokens=512)
-    assert slow.elapsed_s > fast.elapsed_s
+    wide = {"hidden_size": 2048, "intermediate_size": 8192}  # reading it takes longer than launching a graph
+    slow, _ = _train(tmp_path, share=0.3, sleep=False, gpu="l4", tokens=512, shape=wide)
+    fast, _ = _train(tmp_path, share=0.3, sleep=False, gpu="h200", tokens=512, shape=wide)
+    assert slow.elapsed_s > 2 * fast.elapsed_s
 
 
 def test_a_server_takes_nothing_of_this_card_and_its_seconds_count(tmp_path: Path) -> None:
