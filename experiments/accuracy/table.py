@@ -84,12 +84,16 @@ def seconds() -> list[str]:
     real = [row.measured("step_s") or 0.0 for row in rows]
     ratios = sorted(a / b for a, b in zip(simulated, real, strict=True))
     spearman = statistics.correlation(ranks(simulated), ranks(real))
-    widths = [float(str(found[row.name].get("log_error", "nan"))) for row in rows]
-    inside = sum(abs(math.log(a / b)) <= width for a, b, width in zip(simulated, real, widths, strict=True))
+    widths = [found[row.name].get("log_error") for row in rows]  # rows of an earlier date have none
+    inside = [
+        abs(math.log(a / b)) <= width
+        for a, b, width in zip(simulated, real, widths, strict=True)
+        if isinstance(width, float)
+    ]
     return [
         f"Step seconds of {measured.name}: Spearman {spearman:.2f}; simulated / measured from {ratios[0]:.2f} to "
         f"{ratios[-1]:.2f}, median {statistics.median(ratios):.2f}, {len(ratios)} rows. "
-        f"Inside the stated 90 % interval: {inside} of {len(rows)}."
+        f"Inside the stated 90 % interval: {sum(inside)} of {len(inside)}."
     ]
 
 

@@ -118,6 +118,8 @@ def mean(values: list[float] | list[int]) -> float:
 
 def main(experiment: str, checkout: Path, folder: Path, out: Path) -> None:
     suite = checkout / "method_comparison" / "MetaMathQA"
+    if not (suite / "experiments" / experiment).is_dir():
+        raise SystemExit(f"this commit of PEFT has no experiment {experiment}")  # their program would train all weights
     sys.path[:0] = [str(checkout / "src"), str(suite)]
     os.chdir(suite)
     import datasets
