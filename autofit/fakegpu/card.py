@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
+from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.kernels import blas_workspace_bytes
@@ -20,7 +21,7 @@ from autofit.fakegpu.rates.cards import stand_in
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
-from autofit.fakegpu.tracer import Tracer, in_backward
+from autofit.fakegpu.tracer import Tracer
 
 Mode = Literal["cuda", "cpu"]
 

@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from autofit.fakegpu.autograd import launched_by_autograd
 from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
 from autofit.fakegpu.rates.error import HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
@@ -101,20 +102,19 @@ class Clock:
             return
         flops = _flops(func, args, kwargs, out)
         dtype = _dtype(out)
-        tabled = family(name, _shapes(args))
+        shapes = _shapes(args)
+        causal = family(name, shapes) == "attention" and _is_causal(func, args, kwargs)
         rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s)
-        work = Work(
-            name, _shapes(args) if tabled != "others" else (), rate or self._rate(dtype, by_tensor_cores=bool(flops)),
-            dtype.itemsize, tabled == "attention" and _is_causal(func, args, kwargs), flops, _bytes(name, args, out),
-        )  # fmt: skip
-        backward = _by_autograd()
+        rate = rate or self._rate(dtype, by_tensor_cores=bool(flops))
+        work = Work(name, shapes, rate, dtype.itemsize, causal, flops, _bytes(name, args, out))
+        backward = launched_by_autograd()
         if self.log is not None:
             self.log.kernel(func, args, out, work=work, gathers=name in _GATHERS, backward=backward)
         self._run(work, backward=backward)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
         """Charge a kernel without an operator of torch."""
-        self._run(Work("", (), rate, 0, False, flops, nbytes), backward=_by_autograd())
+        self._run(Work("", (), rate, 0, False, flops, nbytes), backward=launched_by_autograd())
 
     def _run(self, work: Work, *, backward: bool) -> None:
         seconds, kind = self.kernels.seconds(work)
@@ -136,11 +136,6 @@ class Clock:
             return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
         tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
         return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
-
-
-def _by_autograd() -> bool:
-    """Whether autograd's engine launches, not Python: in backward, except where a layer's forward runs once more."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:

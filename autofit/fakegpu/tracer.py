@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
@@ -221,11 +222,6 @@ class Tracer(TorchDispatchMode):
         for index in self._workspaces.values():
             self.memory.release(index)
         self._workspaces.clear()
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running the current operation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

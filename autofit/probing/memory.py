@@ -164,7 +164,7 @@ class CudaMemory:
         self._total_bytes: int = properties.total_memory
         self._limit_bytes = limit_bytes
         self._nvml = pynvml
-        self._handle = handle_of(pynvml, _visible_slice() or str(properties.uuid))
+        self._handle = own_handle(pynvml)
         self.context_bytes = self._outside_bytes()
         warm = torch.ones(64, 64, device="cuda")
         (warm @ warm).sum().item()
@@ -220,6 +220,11 @@ def _visible_slice() -> str | None:
     """The MIG slice that this process sees: torch's properties may name its card instead (cuDeviceGetUuid)."""
     name = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     return name if name.startswith("MIG-") else None
+
+
+def own_handle(nvml: Any) -> Any:
+    """NVML's handle of the card, or of the slice of one, that this process computes on."""
+    return handle_of(nvml, _visible_slice() or str(torch.cuda.get_device_properties(0).uuid))
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+
+from scipy.stats import spearmanr
 
 from experiments.accuracy.rows import HERE, SETS, MeasuredSet, Row
 
@@ -43,11 +45,6 @@ def causes() -> dict[str, str]:
     return dict(json.loads((HERE / "causes.json").read_text(encoding="utf-8")))
 
 
-def ranks(values: Iterable[float]) -> list[float]:
-    listed = list(values)
-    return [float(sorted(listed).index(value)) for value in listed]
-
-
 def write() -> None:
     """Print the table, and write it beside a plot."""
     lines = [
@@ -83,7 +80,7 @@ def seconds() -> list[str]:
     simulated = [float(str(found[row.name]["step_s"])) for row in rows]
     real = [row.measured("step_s") or 0.0 for row in rows]
     ratios = sorted(a / b for a, b in zip(simulated, real, strict=True))
-    spearman = statistics.correlation(ranks(simulated), ranks(real))
+    spearman = float(spearmanr(simulated, real).statistic)
     widths = [found[row.name].get("log_error") for row in rows]  # rows of an earlier date have none
     inside = [
         abs(math.log(a / b)) <= width

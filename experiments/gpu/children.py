@@ -1,7 +1,6 @@
 """Calls in forks of autofit's fork server: each configuration has a process and a CUDA context of its own."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +27,8 @@ def server(log_folder: Path) -> Iterator[ForkServer]:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder for one probe."""
-    path = Path(tempfile.mkdtemp(prefix="campaign-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="campaign-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
 def answered(fork_server: ForkServer, entry: str, request: ProbeRequest) -> Row:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from scipy.stats import spearmanr
+
 from gpu.folder import Row, by_name
 
 GB = 1e9
@@ -32,21 +34,10 @@ def errors(pairs: Sequence[Pair]) -> list[float]:
 
 def rank_correlation(pairs: Sequence[Pair]) -> float | None:
     """Spearman's, with mean ranks for ties; None with fewer than three or without any spread."""
-    if len(pairs) < 3:
+    sides = list(zip(*pairs, strict=True))
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in sides):
         return None
-    first, second = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
-    centre = (len(pairs) + 1) / 2
-    spread = [sum((rank - centre) ** 2 for rank in ranks) for ranks in (first, second)]
-    if not all(spread):
-        return None
-    return float(
-        sum((a - centre) * (b - centre) for a, b in zip(first, second, strict=True)) / (spread[0] * spread[1]) ** 0.5
-    )
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [(ordered.index(v) + 1 + len(ordered) - ordered[::-1].index(v)) / 2 for v in values]
+    return float(spearmanr(*sides).statistic)
 
 
 def _pair(told: Row, found: Row, key: str) -> Pair | None:

@@ -10,12 +10,12 @@ def reading(device: str) -> Row | None:
     import pynvml
     import torch
 
-    from autofit.hardware.nvml import handle_of
+    from autofit.probing.memory import own_handle
 
     torch.cuda.synchronize()
     pynvml.nvmlInit()
     try:
-        handle = handle_of(pynvml, str(torch.cuda.get_device_properties(0).uuid))
+        handle = own_handle(pynvml)
         older, newer = pynvml.nvmlDeviceGetMemoryInfo(handle), _version_2(pynvml, handle)
     finally:
         pynvml.nvmlShutdown()

@@ -17,7 +17,7 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "errors", "formula", "patches", "rates"),  # of the four folders only their empty __init__
-    ("allocator", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
+    ("allocator", "autograd", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
     ("known_values", "rates.grid", "replay"),
     ("rates.gemm",),
     ("rates.attention",),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 
+from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
 from autofit.fakegpu.memory import SimulatedMemory
@@ -57,7 +58,7 @@ class LayerRecorder:
     # ------------------------------------------------------------------ when
     def code(self) -> int:
         """The code of the current layer, 0 outside all layers."""
-        if self._backward and not _in_backward():
+        if self._backward and not in_backward():
             self.set(0)
         return self._code
 
@@ -100,7 +101,7 @@ class LayerRecorder:
             self.give(tensor, code)
 
     def _enters(self, stack: int, layer: int, module: torch.nn.Module, args: object) -> None:
-        backward = _in_backward()
+        backward = in_backward()
         self.set(Tag(BACKWARD if backward else FORWARD, stack, layer).encode(), backward=backward)
 
     def _leaves(
@@ -110,7 +111,7 @@ class LayerRecorder:
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled():
             code = Tag(BACKWARD, stack, layer).encode()
             hidden.register_hook(lambda grad: self.set(code, backward=True))
-        if is_last and not _in_backward():
+        if is_last and not in_backward():
             self.set(0)
 
     # ------------------------------------------------------------------ whose
@@ -188,10 +189,6 @@ class LayerRecorder:
         tag = Tag.decode(code)
         stack = self.stacks[tag.stack]
         return 1.0 if stack.unit(tag.layer) is None else stack.growth
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ---------------------------------------------------------------------- time

@@ -16,7 +16,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autofit.fakegpu.tracer import Handler, Tracer, in_backward
+from autofit.fakegpu.autograd import launched_by_autograd
+from autofit.fakegpu.tracer import Handler, Tracer
 
 aten = torch.ops.aten
 # Reference counts of a tensor and of its storage when the engine is the only owner and calls this code (torch 2.13; a
@@ -66,7 +67,7 @@ def _into_zeros(tracer: Tracer, function: OpOverload) -> Handler:
 
 def _by_engine() -> bool:
     """Whether the caller is the C++ engine itself; a backward written in Python has its own frame."""
-    if not in_backward() or torch.is_grad_enabled():
+    if not launched_by_autograd():
         return False
     return sys._getframe(4).f_code.co_name == "_engine_run_backward"  # here, the handler, _run, __torch_dispatch__
 

@@ -71,10 +71,13 @@ class Attention:
         if kernel == "efficient":
             if mask is not None:
                 mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
-            return _efficient(query, key, value, mask, dropout_p, is_causal, scale, needs_sums)
-        out = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, needs_sums, dropout_p, is_causal, False, scale=scale
-        )
+            out = aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, needs_sums, dropout_p, is_causal, scale=scale
+            )
+        else:
+            out = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, needs_sums, dropout_p, is_causal, False, scale=scale
+            )
         return cast("torch.Tensor", out[0])
 
     def select(
@@ -164,22 +167,6 @@ def _flash(
     return cast("torch.Tensor", out[..., :dim] if dim % 8 else out)
 
 
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    needs_sums: bool,
-) -> torch.Tensor:
-    out = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needs_sums, dropout_p, is_causal, scale=scale
-    )
-    return cast("torch.Tensor", out[0])
-
-
 def _math(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -191,8 +178,7 @@ def _math(
     gqa: bool,
 ) -> torch.Tensor:
     """_scaled_dot_product_attention_math. torch's own code adds the mask out of place when the tensors are fake."""
-    dtype = query.dtype
-    precise, key, value = query, key, value
+    dtype, precise = query.dtype, query
     if dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
         precise, key, value = query.float(), key.float(), value.float()
     factor = abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5

@@ -50,10 +50,8 @@ def family(name: str, shapes: Sequence[Shape]) -> Family:
     """Which rates tell the seconds of an operator."""
     if name in _PRODUCTS and all(len(shapes) > place[0] for place in _PRODUCTS[name] if place):
         return "products"
-    if name in _TOKENS_FIRST:
-        return (
-            "attention" if len(shapes) > 1 and len(shapes[1]) == 4 else "others"
-        )  # sequences one after the other have no batch
+    if name in _TOKENS_FIRST:  # sequences one after the other have no batch
+        return "attention" if len(shapes[1]) == 4 else "others"
     return "attention" if name in _ATTENTION else "others"
 
 

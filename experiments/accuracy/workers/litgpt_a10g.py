@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from autofit.fakegpu import fake_gpu
+from experiments.accuracy.workers.figures import write_figures
 
 LONGEST = 512  # the configs' max_seq_length; Alpaca2k has longer samples, which are cut
 
@@ -138,12 +138,9 @@ def main(config: str, checkout: Path, folder: Path, out: Path) -> None:
     figures = {
         "peak_allocated_bytes": peaks[0],
         "reserved_max_bytes": gpu.peak_reserved_bytes,
-        "attention": gpu.attention_kernels,
-        "notes": gpu.notes,
-        "wall_s": round(time.perf_counter() - started, 1),
     }
-    out.write_text(json.dumps(figures), encoding="utf-8")
+    write_figures(out, figures, gpu, started)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]))

@@ -9,13 +9,13 @@ longest batches. LoRA's then reserve nothing more; prefix tuning's do (2.3 GB wh
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.rates.error import log_error
 from autofit.recipe import catalogue
 from experiments.accuracy.workers import stand_ins
+from experiments.accuracy.workers.figures import write_figures
 
 MODEL = "meta-llama/Llama-3.2-3B"
 VOCABULARY, EOS = 128256, 128001
@@ -112,10 +113,6 @@ class Steps:
         return slice(1, None)
 
 
-def mean(values: list[float] | list[int]) -> float:
-    return sum(values) / len(values)
-
-
 def main(experiment: str, checkout: Path, folder: Path, out: Path) -> None:
     suite = checkout / "method_comparison" / "MetaMathQA"
     if not (suite / "experiments" / experiment).is_dir():
@@ -170,15 +167,12 @@ def main(experiment: str, checkout: Path, folder: Path, out: Path) -> None:
     figures = {
         "reserved_max_bytes": gpu.peak_reserved_bytes,
         "peak_allocated_bytes": gpu.peak_allocated_bytes,
-        "allocated_mean_bytes": mean(steps.allocated[steps.usual]),
-        "step_s": mean(steps.seconds[steps.usual]),
+        "allocated_mean_bytes": fmean(steps.allocated[steps.usual]),
+        "step_s": fmean(steps.seconds[steps.usual]),
         "log_error": round(steps.log_error, 3),
-        "attention": gpu.attention_kernels,
-        "notes": gpu.notes,
-        "wall_s": round(time.perf_counter() - started, 1),
     }
-    out.write_text(json.dumps(figures), encoding="utf-8")
+    write_figures(out, figures, gpu, started)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]))

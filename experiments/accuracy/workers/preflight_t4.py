@@ -5,7 +5,6 @@ Usage: python -m experiments.accuracy.workers.preflight_t4 MODEL/BATCH/LENGTH CH
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from importlib import import_module
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from autofit.fakegpu import fake_gpu
+from experiments.accuracy.workers.figures import write_figures
 
 KINDS = {"gpt2": "causal-lm", "resnet50": "vision"}
 
@@ -53,12 +53,9 @@ def main(case: str, checkout: Path, folder: Path, out: Path) -> None:
         "peak_allocated_bytes": peaks["max_allocated"],
         "reserved_max_bytes": peaks["max_reserved"],
         "dtype": str(dtype),
-        "attention": gpu.attention_kernels,
-        "notes": gpu.notes,
-        "wall_s": round(time.perf_counter() - started, 1),
     }
-    out.write_text(json.dumps(figures), encoding="utf-8")
+    write_figures(out, figures, gpu, started)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]))
