@@ -45,7 +45,7 @@ def grpo_tiers(
         or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
         or counts_padding
     )
-    return _tiers(split, rollout)
+    return {**_tiers(split, rollout), **weights_tiers(resolved)}
 
 
 def rloo_tiers(
@@ -53,7 +53,7 @@ def rloo_tiers(
 ) -> dict[str, Tier]:
     """The tiers of RLOO: its loss is a mean over completions, and advantages may be normalised over a rollout."""
     rollout = balances_experts or bool(resolved.get("normalize_advantages")) or counts_padding
-    return _tiers(balances_experts, rollout)
+    return {**_tiers(balances_experts, rollout), **weights_tiers(resolved)}
 
 
 def dpo_tiers(
@@ -62,14 +62,30 @@ def dpo_tiers(
     """The tier of DPO's split."""
     given = resolved.get("loss_type")
     losses = given if isinstance(given, list) else [given]
-    return _tiers(balances_experts or any(name in _SPLIT_CHANGES_DPO for name in losses), False)
+    split = balances_experts or any(name in _SPLIT_CHANGES_DPO for name in losses)
+    return {**_tiers(split, False), **weights_tiers(resolved)}
 
 
 def sample_tiers(
     resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
 ) -> dict[str, Tier]:
     """The tier of the split if the loss is a mean over a whole optimizer step, as for SFT and reward models."""
-    return _tiers(balances_experts, False)
+    return {**_tiers(balances_experts, False), **weights_tiers(resolved)}
+
+
+def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
+    """The tiers of what changes the precision of the weights: `recipe` where these are the trained ones.
+
+    Without LoRA `dtype` is that of the trained weights. Continuous batching casts the whole model to the 16-bit type of
+    its autocast and not back (TRL 1.16): also float32 adapters, though not those of a quantised model, which TRL keeps
+    in bfloat16 anyway.
+    """
+    lora = bool(resolved.get("use_peft"))
+    quantised = bool(resolved.get("load_in_4bit") or resolved.get("load_in_8bit"))
+    trained_half = quantised if lora else resolved.get("dtype") in ("bfloat16", "float16")
+    casts = bool(resolved.get("bf16") or resolved.get("fp16")) and not trained_half
+    changed = {"dtype": not lora, "use_transformers_continuous_batching": casts}
+    return {key: "recipe" for key, more in changed.items() if more}
 
 
 def _tiers(split: bool, rollout: bool) -> dict[str, Tier]:

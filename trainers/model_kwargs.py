@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 
 from .names import installed
 from .trl_config import TrlConfig, parse, plain
@@ -24,7 +25,7 @@ def at_top_level(
     kept = {key: value for key, value in values.items() if key != _KEY}
     if not inner:
         return kept, ()
-    if not _used_by_script(trainer):
+    if not used_by_script(trainer):
         return kept, (f"{_KEY} is left out: `trl {trainer}` of {installed()} does not use it",)
     moved = {top: plain(inner.pop(name)) for name, top in _TOP_LEVEL.items() if name in inner}
     if _OLDER in inner:
@@ -36,7 +37,8 @@ def at_top_level(
     return {**kept, **moved, **({_KEY: plain(inner)} if inner else {})}, notes
 
 
-def _used_by_script(trainer: str) -> bool:
+@cache
+def used_by_script(trainer: str) -> bool:
     """Whether TRL's own script passes a recipe's `model_init_kwargs` on; it does so before it asks for a dataset."""
     script = importlib.import_module(f"trl.scripts.{trainer}")
     config = parse(trainer, {"use_cpu": True, "bf16": False, _KEY: {"revision": "asked"}}, overrides={})

@@ -50,6 +50,11 @@ class Named:
     other_names: Mapping[str, str]  # {a name that the recipe does not use: the name that it does}
     notes: tuple[str, ...]  # what was changed in the recipe for this, a sentence each
 
+    def name_of(self, key: str) -> str:
+        """The recipe's name of the setting `key`, which may lie inside another ("outer.inner")."""
+        outer, dot, inner = key.partition(".")
+        return f"{self.other_names.get(outer, outer)}{dot}{inner}"
+
 
 def installed() -> str:
     """`TRL 1.16.0 with transformers 5.23.0`."""

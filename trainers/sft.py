@@ -31,7 +31,8 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     row = dict(worst_case["rows"][0])
     limit = limit_of(config, worst_case)
     count = len(row["input_ids"])
-    if limit is not None and (count > limit or worst_case["cut"]):
+    full = worst_case["cut"] or config.training.packing  # packed rows are filled up
+    if limit is not None and (count > limit or full):
         count = limit
     end = config.training.truncation_mode == "keep_end" and count < len(row["input_ids"])
     row.setdefault("labels", row["input_ids"])

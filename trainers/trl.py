@@ -21,6 +21,7 @@ from . import offline
 from .common import read_worst_case, samples_per_step
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
 from .keys import SAMPLES, TILE_TOKENS, sample_tiers
+from .knobs import left_out
 from .model_kwargs import at_top_level
 from .names import installed, one_name_each, overridden
 from .padding import unmasked_is_larger
@@ -101,6 +102,7 @@ class TrlTrainer:
             config = with_stand_ins(self.name, given, config, inspection)
         model = model_facts(config, self.auto_class)
         longest = self.longest(config, inspection)
+        reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
             space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
@@ -111,6 +113,7 @@ class TrlTrainer:
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
             tile_tokens=self.tile_tokens, forecasts=True,
             other_names=named.other_names, notes=(*moved, *named.notes), version=installed(),
+            left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,
             **longest,  # type: ignore[arg-type]

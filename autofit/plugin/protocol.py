@@ -51,6 +51,7 @@ class Facts:
     forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     notes: tuple[str, ...] = ()  # what the user should know of how the recipe was read, a sentence each
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     version: str = ""  # of the library whose keys these are
     content_hash: str = ""  # of the data and the code that the recipe only names
     architecture_hash: str = ""  # of the model's shape, where the recipe only names it

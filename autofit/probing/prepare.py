@@ -35,7 +35,7 @@ def prepare(
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
-        "trainer": trainer, "values": values, "changed": list(changes or {}), "device": device,
+        "trainer": trainer, "values": values, "changed": [key.partition(".")[0] for key in changes or {}], "device": device,
         "prompt_tokens": prompt_tokens,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
@@ -75,7 +75,7 @@ def prepare(
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash, other_names=facts.other_names, notes=facts.notes,
-        version=facts.version,
+        version=facts.version, left_out=facts.left_out,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """A recipe: the YAML that `trl grpo --config` takes, and the quantities derived from it. No torch here."""
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +95,7 @@ class Recipe:
     forecasts: bool = True
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     version: str = ""  # of the library whose keys these are
     content_hash: str = ""
     architecture_hash: str = ""
@@ -227,9 +230,18 @@ def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, c
 
 
 def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """`values` with `changes` applied; None removes a key, and `env` is merged key by key."""
+    """`values` with `changes` applied; None removes a key, and `env` is merged key by key.
+
+    A change of `activation_checkpointing_kwargs.offload` changes that key inside the mapping, and no other.
+    """
     tuned = dict(values)
     for key, value in changes.items():
+        outer, dot, inner = key.partition(".")
+        if dot and key not in tuned:
+            tuned[outer] = merge(_inside(tuned.get(outer), key), {inner: value})
+            if value is None and not tuned[outer]:
+                del tuned[outer]
+            continue
         old = tuned.get(key)
         if key == "env" and isinstance(value, Mapping) and isinstance(old, Mapping):
             value = {**old, **value}
@@ -238,3 +250,21 @@ def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
         else:
             tuned[key] = value
     return tuned
+
+
+def inner_value(values: Mapping[str, object], key: str) -> object:
+    """The value of `outer.inner` inside the mapping `outer`; None if it is not given."""
+    outer, _, inner = key.partition(".")
+    return _inside(values.get(outer), key).get(inner)
+
+
+def _inside(value: object, key: str) -> dict[str, object]:
+    """The mapping that `key` ("outer.inner") lies in; TRL takes it as JSON text too. Raises ConfigError."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key.partition('.')[0]} must be a mapping, or {key} cannot be set; got {value!r}")
+    return dict(value)

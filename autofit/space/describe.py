@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from autofit.recipe.recipe import inner_value
+
 
 def samples_word(original: Mapping[str, object]) -> str:
     """The name of the samples that the trainer of the recipe `original` counts: "completions" (GRPO) or "samples"."""
@@ -12,8 +14,19 @@ def describe_changes(changes: Mapping[str, object], original: Mapping[str, objec
     """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`."""
     parts = []
     for key, value in changes.items():
+        own = inner_value(original, key) if "." in key else original.get(key)
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{name}={setting}" for name, setting in value.items()]
+        elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
+            parts.append(f"{key} {value}")
         else:
-            parts.append(f"{key} {original.get(key)} -> {value}")
+            parts.append(f"{key} {own} -> {value}")
     return ", ".join(parts) or "the recipe as it is"
+
+
+def describe_left_out(left_out: Mapping[str, str]) -> str:
+    """`use_vllm: vllm is not installed (pip install vllm); dtype, optim: it needs a GPU`, one part for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for knob, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(knob)
+    return "; ".join(f"{', '.join(knobs)}: {reason}" for reason, knobs in by_reason.items())

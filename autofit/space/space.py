@@ -7,33 +7,18 @@ effective batch, so a candidate that cannot hold it does not exist.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from typing import cast
 
-from autofit.errors import ConfigError, nearest
+from autofit.errors import ConfigError
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
+from autofit.space.knob import ENV, QUANTIZATION, Knob, Value, choices_of, listed_values, own_value, scaled_value
+from autofit.space.narrow import checked, narrowed, packages_of
 
-Value = bool | int | float | str | None
-QUANTIZATION = "quantization"
-_ENV = "env."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
-    """One key of the recipe that may vary. `values` are those of the space file, empty for a solved knob."""
-
-    name: str
-    tier: Tier
-    values: tuple[Value, ...] = ()
-    cpu_values: tuple[Value, ...] = ()  # further values if probes run on the CPU
-    solved: bool = False
-    memory_ascending: bool = False
-    needs: tuple[str, ...] = ()
-    scales: tuple[str, ...] = ()
+__all__ = ["QUANTIZATION", "Candidate", "Knob", "Space", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +40,18 @@ class Space:
     knobs: tuple[Knob, ...]
     choices: tuple[tuple[Value, ...], ...]
     allow: Tier
+    declared: tuple[Knob, ...] = ()  # every knob of the space file, of any tier
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that may not vary here: why}
+    idle: Mapping[str, str] = field(default_factory=dict)  # {knob without effect in any candidate: why}
 
     @classmethod
     def of(cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu") -> "Space":
         """The space of `recipe`, with the knobs permitted by `allow` (the lowest tier to change) and `device`."""
         recipe.check()
-        knobs = tuple(_called(k, recipe) for k in knobs)
-        unknown = [k.name for k in knobs if not _known(k.name, recipe)]
-        if unknown:
-            of = f" ({recipe.version})" if recipe.version else ""
-            raise ConfigError(
-                f"every knob of a search space must be a key of the trainer {recipe.trainer}{of}; unknown: "
-                f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
-            )
-        names = [k.name for k in knobs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"a search space must have one knob for {twice}, by any of its names; it has several")
-        batch = [key for key in (recipe.keys.micro_batch, recipe.keys.rollout) if key is not None]
-        unsolved = [k.name for k in knobs if k.solved and k.name not in batch]
-        if unsolved:
-            raise ConfigError(
-                f"only {' and '.join(batch)} can be solved; list the values of the knob {', '.join(unsolved)}"
-            )
-        free = tuple(k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow) and _usable(k, recipe, device))
-        if device == "cpu":
-            free = tuple(replace(k, values=k.values + k.cpu_values) for k in free)
-        space = cls(recipe, free, tuple(_choices(k, recipe) for k in free), allow)
+        declared = checked(knobs, recipe)
+        free, left_out, idle = narrowed(declared, recipe, allow=allow, device=device)
+        choices = tuple(choices_of(k, recipe) for k in free)
+        space = cls(recipe, free, choices, allow, declared, left_out, idle)
         if not space._solved:
             raise ConfigError(space.why_empty())
         return space
@@ -94,7 +64,7 @@ class Space:
 
     @cached_property
     def baseline(self) -> Candidate:
-        return Candidate(tuple(_own_value(k.name, self.recipe) for k in self.knobs))
+        return Candidate(tuple(own_value(k.name, self.recipe, k.unset) for k in self.knobs))
 
     def params(self, candidate: Candidate) -> dict[str, Value]:
         """{knob: value} of `candidate`."""
@@ -104,11 +74,60 @@ class Space:
         """The candidate with these {knob: value}."""
         return Candidate(tuple(params[knob.name] for knob in self.knobs))
 
+    def settled(self, params: Mapping[str, Value]) -> Candidate:
+        """The candidate with these {knob: value}, as far as they have an effect.
+
+        A knob whose condition is not met has the recipe's value, and one that only now has an effect a listed value.
+        """
+        values: list[Value] = []
+        for place, knob in enumerate(self.knobs):
+            possible = self._possible(place, values)
+            values.append(params[knob.name] if params[knob.name] in possible else possible[0])
+        return Candidate(tuple(values))
+
     def _get(self, candidate: Candidate, name: str) -> Value:
         for knob, value in zip(self.knobs, candidate.values, strict=True):
             if knob.name == name:
                 return value
-        return _own_value(name, self.recipe)
+        return own_value(name, self.recipe)
+
+    # -- conditions -----------------------------------------------------------------------------------------------
+
+    def _possible(self, place: int, before: Sequence[Value]) -> tuple[Value, ...]:
+        """The values of knob `place` that are worth a candidate, where the knobs above it have the values `before`.
+
+        Where its conditions are not met, only the recipe's own value: any other is the same training. Where they are
+        met but not in the recipe, only the listed ones: the recipe's own was never chosen.
+        """
+        gates = self._gates[place]
+        if all(before[at] in wanted for at, wanted in gates):
+            return self._opened[place]
+        return (self.baseline.values[place],)
+
+    @cached_property
+    def _gates(self) -> tuple[tuple[tuple[int, tuple[Value, ...]], ...], ...]:
+        """For every knob: (place of the knob that a condition names, its values that meet it)."""
+        places = {knob.name: place for place, knob in enumerate(self.knobs)}
+        return tuple(tuple((places[key], wanted) for key, wanted in knob.when) for knob in self.knobs)
+
+    @cached_property
+    def _opened(self) -> tuple[tuple[Value, ...], ...]:
+        """For every knob, the values that it may have where its conditions are met."""
+        own = self.baseline.values
+        found = []
+        for place, knob in enumerate(self.knobs):
+            met = all(own[at] in wanted for at, wanted in self._gates[place])
+            found.append(self.choices[place] if met else tuple(dict.fromkeys(listed_values(knob, self.recipe))))
+        return tuple(found)
+
+    def _gained(self, candidate: Candidate) -> list[str]:
+        """The knobs that have an effect in `candidate` and none in the recipe."""
+        own, new = self.baseline.values, candidate.values
+        return [
+            knob.name
+            for knob, gates in zip(self.knobs, self._gates, strict=True)
+            if all(new[at] in wanted for at, wanted in gates) and not all(own[at] in wanted for at, wanted in gates)
+        ]
 
     def split(self, candidate: Candidate) -> tuple[int, int, int, int]:
         """(micro-batch, accumulation, micro-batches of a rollout, completions of a group); accumulation is exact."""
@@ -162,16 +181,28 @@ class Space:
             row[place] = value
         return Candidate(tuple(row))
 
-    def _other_values(self, places: list[int]) -> Iterator[tuple[tuple[Value, ...], int]]:
+    def _other_values(self, places: list[int]) -> list[tuple[tuple[Value, ...], int]]:
         """(values, index of their tier) of every combination of the unconstrained knobs at `places`."""
-        own = self.baseline.values
-        tiers = {i: TIERS.index(self._tier_of(self.knobs[i].name)) for i in places}
-        pairs = [[(v, tiers[i] if v != own[i] else 0) for v in self.choices[i]] for i in places]
-        for row in itertools.product(*pairs):
-            yield tuple([value for value, _ in row]), max((tier for _, tier in row), default=0)
+        own, where = self.baseline.values, {place: at for at, place in enumerate(places)}
+        rows: list[tuple[tuple[Value, ...], int]] = [((), 0)]
+        for place in places:
+            tier = TIERS.index(self._tier_of(self.knobs[place].name))
+            pairs = [(v, tier if v != own[place] else 0) for v in self._opened[place]]
+            closed = [(own[place], 0)]
+            gates = [(where[at], wanted) for at, wanted in self._gates[place]]
+            rows = [
+                ((*row, value), max(least, rank))
+                for row, least in rows
+                for value, rank in (pairs if all(row[at] in wanted for at, wanted in gates) else closed)
+            ]
+        return rows
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
+        for place, knob in enumerate(self.knobs):
+            if knob.when and candidate.values[place] not in self._possible(place, candidate.values):
+                met = " and ".join(f"{key} is {' or '.join(map(str, wanted))}" for key, wanted in knob.when)
+                return f"{knob.name} differs from the recipe's only where it has an effect (where {met})"
         micro, _, chunk, groups = self.split(candidate)
         recipe, ranks, keys = self.recipe, self.recipe.world_size, self.keys
         if recipe.effective_batch_size % (micro * ranks):
@@ -219,26 +250,18 @@ class Space:
         A value of None means the key is removed from the YAML.
         """
         recipe, keys = self.recipe, self.keys
-        params = self.params(candidate)
         wanted: dict[str, object] = {}
-        if recipe.generates or keys.micro_batch in params:
+        if recipe.generates or any(knob.name == keys.micro_batch for knob in self.knobs):
             micro, accumulation, chunk, _ = self.split(candidate)
-            wanted |= {keys.micro_batch: micro, keys.accumulation: accumulation}
-            if keys.rollout is not None:
-                wanted[keys.rollout] = chunk
-        for knob in self.knobs:
-            value = params[knob.name]
-            if knob.name in (keys.micro_batch, keys.rollout) or value == _own_value(knob.name, recipe):
+            split = {keys.micro_batch: micro, keys.accumulation: accumulation, keys.rollout: chunk}
+            wanted = {k: v for k, v in split.items() if k is not None and v != recipe.resolved.get(k)}
+        gained = self._gained(candidate)
+        for knob, value, own in zip(self.knobs, candidate.values, self.baseline.values, strict=True):
+            if knob.name in (keys.micro_batch, keys.rollout) or (value == own and knob.name not in gained):
                 continue
-            if knob.name == QUANTIZATION:
-                wanted |= {"load_in_4bit": value == "4bit", "load_in_8bit": value == "8bit"}
-            elif knob.name.startswith(_ENV):
-                wanted["env"] = {**cast(dict[str, object], wanted.get("env", {})), knob.name.removeprefix(_ENV): value}
-            else:
-                wanted[knob.name] = value
-            for key in knob.scales:
-                wanted[key] = _scaled(recipe.resolved[key], value, recipe.resolved[knob.name])
-        return {k: v for k, v in wanted.items() if k == "env" or v != recipe.resolved.get(k)}
+            wanted |= _as_keys(knob, value, recipe)
+        env = {k.removeprefix(ENV): wanted.pop(k) for k in list(wanted) if k.startswith(ENV)}
+        return wanted | ({"env": env} if env else {})
 
     def yaml_changes(self, candidate: Candidate) -> dict[str, object]:
         """`changes` plus the rollout key where the batch changes, and None for a key that would conflict.
@@ -283,6 +306,15 @@ class Space:
         allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
         return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
 
+    def packages(self, candidate: Candidate) -> tuple[str, ...]:
+        """The packages that a real run of `candidate` needs, installed or not, by the `needs` of the space file."""
+        params, found = self.params(candidate), []
+        for knob in self.declared:
+            value = params.get(knob.name, own_value(knob.name, self.recipe, knob.unset))
+            if value in knob.values and value not in (False, None, "none"):
+                found += packages_of(knob)
+        return tuple(dict.fromkeys(found))
+
     # -- memory order ---------------------------------------------------------------------------------------------
 
     def needs_no_less(self, candidate: Candidate, other: Candidate) -> bool:
@@ -299,81 +331,12 @@ class Space:
         return True
 
 
-def _called(knob: Knob, recipe: Recipe) -> Knob:
-    """`knob` by the names that the recipe uses, where a key has several."""
-    names = recipe.other_names
-    scales = tuple(names.get(key, key) for key in knob.scales)
-    return replace(knob, name=names.get(knob.name, knob.name), scales=scales)
-
-
-def _known(name: str, recipe: Recipe) -> bool:
-    quantised = name == QUANTIZATION and "load_in_4bit" in recipe.resolved
-    return quantised or name.startswith(_ENV) or name in recipe.resolved
-
-
-def _usable(knob: Knob, recipe: Recipe, device: str) -> bool:
-    fixed = not recipe.resolved.get("sync_ref_model")  # TRL refuses precomputed scores of a synchronized reference
-    met = {"lora": recipe.uses_lora, "cuda": device != "cpu", "fixed-reference": fixed}
-    return all(met[need] if need in met else find_spec(need) is not None for need in knob.needs)
-
-
-def _own_value(name: str, recipe: Recipe) -> Value:
-    resolved = recipe.resolved
-    if name == QUANTIZATION:
-        return "4bit" if resolved.get("load_in_4bit") else "8bit" if resolved.get("load_in_8bit") else "none"
-    if name.startswith(_ENV):
-        env = recipe.values.get("env")
-        return str(env[name.removeprefix(_ENV)]) if isinstance(env, dict) and name.removeprefix(_ENV) in env else None
-    if name == "attn_implementation" and resolved.get(name) is None:
-        return "sdpa"  # transformers' default
-    return cast(Value, resolved.get(name))
-
-
-def _choices(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
-    """All values of `knob` in memory order: the solved divisors or the listed values, with the recipe's own value."""
-    own = _own_value(knob.name, recipe)
-    if knob.solved:
-        per_rank = recipe.effective_batch_size // recipe.world_size
-        top = max(per_rank, recipe.generation_batch_size // recipe.world_size)
-        solved = {n for n in range(1, top + 1) if top % n == 0 or per_rank % n == 0}
-        return tuple(sorted(solved | {cast(int, own)}))
-    values: list[Value] = [v for v in (_value(v, own) for v in knob.values) if v is not _SKIP]
-    if own not in values:
-        values.append(own)
-        if knob.memory_ascending and all(isinstance(v, int | float) for v in values):
-            values.sort(key=lambda v: cast(float, v))
-    return tuple(dict.fromkeys(values))
-
-
-_SKIP = "\0skip"
-
-
-def _value(listed: Value, own: Value) -> Value:
-    """`listed`, or for text such as "x0.5" that share of the recipe's own value.
-
-    `_SKIP` if `own` is not a number, or if it is an integer and the share is not an integer above zero.
-    """
-    if not (isinstance(listed, str) and listed[:1] == "x" and _is_number(listed[1:])):
-        return listed
-    if isinstance(own, bool) or not isinstance(own, int | float):
-        return _SKIP
-    scaled = float(listed[1:]) * own
-    if isinstance(own, int):
-        return round(scaled) if math.isclose(scaled, round(scaled)) and round(scaled) > 0 else _SKIP
-    return scaled
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _scaled(value: object, new: Value, old: object) -> object:
-    """`value` times new/old; an integer stays an integer if the result is whole."""
-    assert isinstance(value, int | float)
-    assert isinstance(new, int | float)
-    assert isinstance(old, int | float)
-    scaled = value * new / old
-    return round(scaled) if isinstance(value, int) and math.isclose(scaled, round(scaled)) else scaled
+def _as_keys(knob: Knob, value: Value, recipe: Recipe) -> dict[str, object]:
+    """{key of the recipe: value} that give `knob` the value `value`, with the keys that go with it."""
+    if knob.name == QUANTIZATION:
+        loads = {"load_in_4bit": value == "4bit", "load_in_8bit": value == "8bit"}
+        return {key: load for key, load in loads.items() if load != recipe.resolved.get(key)}
+    found: dict[str, object] = {knob.name: value}
+    for key in knob.scales:
+        found[key] = scaled_value(recipe.resolved[key], value, recipe.resolved[knob.name])
+    return found | dict(knob.sets)

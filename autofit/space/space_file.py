@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.keys import TIERS
 from autofit.recipe.recipe import Recipe, read_yaml_mapping
-from autofit.space.space import Knob, Value
+from autofit.space.knob import Condition, Knob, Value
 
+_OURS = resources.files("autofit.search_spaces")
 StatedSpace = str | os.PathLike[str] | Mapping[str, object] | Sequence[Knob]
 
 
@@ -20,7 +22,9 @@ def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     Without `trainer`, a space for any trainer is accepted. Raises ConfigError.
     """
     path = _space_path(name or trainer or "")
-    return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
+    knobs = _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
+    ours = path.resolve().parent == Path(str(_OURS)).resolve()
+    return tuple(replace(knob, optional=True) for knob in knobs) if ours else knobs
 
 
 def read_space(given: StatedSpace, *, trainer: str | None) -> tuple[Knob, ...]:
@@ -57,18 +61,17 @@ def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tup
 def _space_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return Path(name)
-    folder = resources.files("autofit.search_spaces")
-    known = sorted(Path(str(entry)).stem for entry in folder.iterdir() if str(entry).endswith(".yaml"))
+    known = sorted(Path(str(entry)).stem for entry in _OURS.iterdir() if str(entry).endswith(".yaml"))
     if name not in known:
         raise ConfigError(f"there is no search space {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    return Path(str(folder / f"{name}.yaml"))
+    return Path(str(_OURS / f"{name}.yaml"))
 
 
 def _knob(what: str, name: str, entry: object) -> Knob:
     where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
-    known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "when", "sets", "unset"}
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -94,7 +97,27 @@ def _knob(what: str, name: str, entry: object) -> Knob:
         memory_ascending=memory == "ascending",
         needs=_texts(where, "needs", entry.get("needs", [])),
         scales=_texts(where, "scales", entry.get("scales", [])),
+        when=_conditions(where, entry.get("when", {})),
+        sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()),
+        unset=entry.get("unset"),
     )
+
+
+def _conditions(where: str, value: object) -> tuple[Condition, ...]:
+    """`when` of a knob: {another knob: the value or values of it under which this one has an effect}."""
+    return tuple(
+        (key, tuple(wanted) if isinstance(wanted, list) else (wanted,))
+        for key, wanted in _settings(where, "when", value, lists=True).items()
+    )
+
+
+def _settings(where: str, key: str, value: object, *, lists: bool = False) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{where}: {key} must be a mapping such as {{use_vllm: true}}; got {value!r}")
+    inner = [v for found in value.values() for v in (found if lists and isinstance(found, list) else [found])]
+    if any(isinstance(v, list | dict) for v in inner):
+        raise ConfigError(f"{where}: the values of {key} must be plain (numbers, text, true, false); got {value!r}")
+    return value
 
 
 def _texts(where: str, key: str, value: object) -> tuple[str, ...]:

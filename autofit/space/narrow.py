@@ -1,0 +1,163 @@
+"""Which knobs a recipe, a device and the installed packages leave free, and why the others are left out. No torch here.
+
+A knob is never left out without a reason. On a simulated card nothing has to be installed: a candidate that needs a
+package is predicted like any other, and `Space.packages` names what a real run of it needs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+from autofit.errors import ConfigError, nearest
+from autofit.fakegpu.specs import gpu_spec
+from autofit.hardware.hardware import simulated_twin
+from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.recipe import Recipe
+from autofit.space.knob import ENV, QUANTIZATION, Condition, Knob, choices_of, own_value
+
+_FACTS = ("lora", "cuda", "card", "bf16", "fixed-reference")  # every other need is a package
+
+
+def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
+    """`knobs` by the names that the recipe uses. Raises ConfigError for one that cannot be a knob of the recipe."""
+    knobs = tuple(_called(knob, recipe) for knob in knobs)
+    unknown = [k.name for k in knobs if not _known(k.name, recipe) and not k.optional]
+    if unknown:
+        of = f" ({recipe.version})" if recipe.version else ""
+        raise ConfigError(
+            f"every knob of a search space must be a key of the trainer {recipe.trainer}{of}; unknown: "
+            f"{', '.join(unknown)}{nearest(unknown[0], recipe.resolved)}"
+        )
+    names = [k.name for k in knobs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"a search space must have one knob for {twice}, by any of its names; it has several")
+    batch = [key for key in (recipe.keys.micro_batch, recipe.keys.rollout) if key is not None]
+    unsolved = [k.name for k in knobs if k.solved and k.name not in batch]
+    if unsolved:
+        raise ConfigError(
+            f"only {' and '.join(batch)} can be solved; list the values of the knob {', '.join(unsolved)}"
+        )
+    _check_conditions(knobs, recipe)
+    return knobs
+
+
+def _check_conditions(knobs: Sequence[Knob], recipe: Recipe) -> None:
+    """Raise ConfigError unless every condition is on a knob above, or a key of the recipe, that is not solved."""
+    bound = {recipe.keys.micro_batch, recipe.keys.rollout, recipe.keys.group}
+    for place, knob in enumerate(knobs):
+        for key, _ in knob.when:
+            below = key in [k.name for k in knobs[place:]]
+            if key in bound or knob.name in bound or below or not (_known(key, recipe) or knob.optional):
+                raise ConfigError(
+                    f"a condition (when) of the knob {knob.name} must name a knob above it or a key of the recipe, and "
+                    f"neither may batch its samples; got {key}{nearest(key, recipe.resolved)}"
+                )
+
+
+def narrowed(
+    knobs: Sequence[Knob], recipe: Recipe, *, allow: Tier, device: str
+) -> tuple[tuple[Knob, ...], dict[str, str], dict[str, str]]:
+    """(the knobs that may vary, {knob left out: why}, {knob without effect: the condition that nothing here meets}).
+
+    Knobs below the tier `allow` are in none of them, nor is a knob that has no value besides the recipe's own.
+    """
+    free: list[Knob] = []
+    left_out: dict[str, str] = {}
+    idle: dict[str, str] = {}
+    for knob in (k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow)):
+        reason = why_left_out(knob, recipe, device)
+        if reason:
+            left_out[knob.name] = reason
+            continue
+        if device == "cpu":
+            knob = replace(knob, values=knob.values + knob.cpu_values)  # noqa: PLW2901
+        unmet = _unmet(knob, free, knobs, recipe)
+        if unmet:
+            idle[knob.name] = unmet
+        elif len(choices_of(knob, recipe)) > 1:
+            free.append(replace(knob, when=_open(knob, free)))
+    return tuple(free), left_out, idle
+
+
+def _unmet(knob: Knob, free: Sequence[Knob], knobs: Sequence[Knob], recipe: Recipe) -> str:
+    """The first condition of `knob` that neither the recipe nor any choice of the `free` knobs meets; "" if none."""
+    for key, wanted in knob.when:
+        unset = next((k.unset for k in knobs if k.name == key), None)
+        possible = next((choices_of(k, recipe) for k in free if k.name == key), (own_value(key, recipe, unset),))
+        if not set(possible) & set(wanted):
+            return f"it has no effect without {key}: {' or '.join(map(str, wanted))}"
+    return ""
+
+
+def _open(knob: Knob, free: Sequence[Knob]) -> tuple[Condition, ...]:
+    """The conditions of `knob` that depend on a `free` knob; the recipe meets the others."""
+    names = {k.name for k in free}
+    return tuple((key, wanted) for key, wanted in knob.when if key in names)
+
+
+def why_left_out(knob: Knob, recipe: Recipe, device: str) -> str:
+    """Why `knob` keeps the recipe's value on this device; "" if it may vary."""
+    said = recipe.left_out.get(knob.name)
+    if said or not _known(knob.name, recipe):
+        return said or f"{recipe.version or 'the installed version'} has no such key"
+    found = (_missing(need, recipe, device) for need in knob.needs)
+    return next((reason for reason in found if reason), "")
+
+
+def _missing(need: str, recipe: Recipe, device: str) -> str:
+    simulated = device.startswith("sim:")
+    if need == "lora":
+        return "" if recipe.uses_lora else "the recipe trains without LoRA (use_peft)"
+    if need == "cuda":
+        return "it needs a GPU, and probes run on the CPU" if device == "cpu" else ""
+    if need == "card":
+        return "" if device == "cuda" else "its effect is only known where it is measured, on a real card"
+    if need == "fixed-reference":  # TRL refuses precomputed scores of a synchronized reference
+        return "sync_ref_model changes the reference during the training" if recipe.resolved.get("sync_ref_model") else ""
+    if need == "bf16":
+        return _without_bfloat16(device)
+    return "" if simulated or is_installed(need) else how_to_install(need)
+
+
+def _without_bfloat16(device: str) -> str:
+    twin = simulated_twin(device)
+    if twin is None:  # a card that the table lacks
+        return ""
+    spec = gpu_spec(twin.removeprefix("sim:"))
+    return "" if spec.compute_capability >= (8, 0) else f"{spec.name} has no arithmetic in bfloat16"
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def how_to_install(package: str) -> str:
+    """`vllm is not installed (pip install vllm)`."""
+    return f"{package} is not installed (pip install {package.replace('_', '-')})"
+
+
+def packages_of(knob: Knob) -> tuple[str, ...]:
+    """The packages that the listed values of `knob` need."""
+    return tuple(need for need in knob.needs if need not in _FACTS)
+
+
+def _called(knob: Knob, recipe: Recipe) -> Knob:
+    """`knob` by the names that the recipe uses, where a key has several."""
+    return replace(
+        knob,
+        name=_name(knob.name, recipe.other_names),
+        scales=tuple(_name(key, recipe.other_names) for key in knob.scales),
+        when=tuple((_name(key, recipe.other_names), wanted) for key, wanted in knob.when),
+        sets=tuple((_name(key, recipe.other_names), value) for key, value in knob.sets),
+    )
+
+
+def _name(key: str, other_names: Mapping[str, str]) -> str:
+    head, dot, rest = key.partition(".")
+    return f"{other_names.get(head, head)}{dot}{rest}"
+
+
+def _known(name: str, recipe: Recipe) -> bool:
+    quantised = name == QUANTIZATION and "load_in_4bit" in recipe.resolved
+    return quantised or name.startswith(ENV) or name.partition(".")[0] in recipe.resolved
