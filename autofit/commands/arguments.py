@@ -121,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
 
