@@ -180,6 +180,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         ([*SEARCH, "--world-size", "2"], "--world-size must be 1"),
         ([*SEARCH, "--dir", "run.yaml"], "must be a folder|cannot write"),
         (["search", "run.yaml", "--target-vram", "1GB", "--device", "cuda"], "needs a CUDA card"),
+        (["doctor", "run.yaml", "--gpu", "t5"], "unknown GPU .t5."),
         (["promote", "best"], "there are no studies in autofit-studies"),
         (["promote"], "required: TRIAL"),
         (["ui"], "there are no studies"),

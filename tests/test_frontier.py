@@ -38,6 +38,60 @@ def test_each_goal_has_its_winner_in_the_highest_tier_that_fits(goal: Goal, numb
     assert why(TRIALS, {}, 10 * GB, {"goal": goal, "target_bytes": 10 * GB}).startswith(f"trial {number} wins")
 
 
+@pytest.mark.parametrize(
+    ("rows", "limit_gb", "number"),
+    [
+        ([(3.16, 62.65), (3.22, 55.0)], 62.72, 1),  # no winner at the edge for 2 %
+        ([(3.16, 62.65), (3.22, 61.0)], 62.72, 0),  # unless the other is there too
+        ([(3.16, 62.65), (3.32, 50.0)], 62.72, 0),  # or clearly slower
+        ([(12.8, 34.3), (13.0, 21.5)], 39.2, 0),  # away from the edge memory that is left buys nothing
+        ([(3.0, 41.0), (3.01, 20.4)], 64.0, 1),  # but what is as fast with clearly less memory wins
+        ([(3.0, 41.0), (3.01, 39.9)], 64.0, 0),
+        ([(3.0, 41.0), (3.01, 20.4), (3.005, 21.0)], 64.0, 2),  # of two about as lean the faster
+        ([(3.0, 41.0), (3.01, 20.4)], None, 1),
+    ],
+)
+def test_of_equally_fast_trials_the_one_with_clearly_less_memory_wins(
+    rows: list[tuple[float, float]], limit_gb: float | None, number: int
+) -> None:
+    limit = None if limit_gb is None else int(limit_gb * GB)
+    trials = [trial(n, *row) for n, row in enumerate(rows, start=1)]
+    best = winner(trials, goal="speed", target_bytes=limit)
+    assert best is not None
+    assert best.number == number + 1
+    said = why(trials, {}, limit, {"goal": "speed", "target_bytes": limit})
+    assert ("is faster by " in said) is (costs_of(trials[0]) < costs_of(best)), said
+
+
+def costs_of(one: Trial) -> float:
+    return one.step_s or 0.0
+
+
+def test_steps_that_vary_widen_what_counts_as_equal_on_a_real_device() -> None:
+    def noisy(number: int, step_s: float, used_gb: float, spread: float) -> Trial:
+        one = trial(number, step_s, used_gb)
+        assert one.result is not None
+        return replace(one, result=replace(one.result, step_s=(step_s * (1 - spread / 2), step_s * (1 + spread / 2))))
+
+    for spread, number in ((0.0, 1), (0.04, 2), (0.5, 2)):
+        best = winner([noisy(1, 1.0, 5, spread), noisy(2, 1.03, 3, spread), noisy(3, 1.2, 1, spread)])
+        assert best is not None
+        assert best.number == number
+
+
+def test_at_any_tier_the_fastest_wins_and_the_highest_tier_of_equally_fast_ones() -> None:
+    found = [winner(rows, goal="speed-at-any-tier") for rows in (TRIALS, [*TRIALS, trial(6, 3.02, 9.0)])]
+    assert [best.number for best in found if best is not None] == [5, 6]
+
+
+def test_a_lower_tier_fills_the_band_only_where_no_higher_one_does() -> None:
+    rows = [trial(0, 1.0, 3), trial(1, 2.0, 8, tier="recipe"), trial(2, 3.0, 8, tier="approximate")]
+    for count, number in ((1, 0), (2, 1), (3, 2)):
+        best = winner(rows[:count], goal="utilisation", target_bytes=10 * GB)
+        assert best is not None
+        assert best.number == number
+
+
 def test_with_nothing_in_the_band_the_nearest_from_below_wins() -> None:
     best = winner([TRIALS[1], TRIALS[2], TRIALS[4]], goal="utilisation", target_bytes=10 * GB)
     assert best is TRIALS[2]

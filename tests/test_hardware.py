@@ -5,7 +5,8 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware import hardware
-from autofit.hardware.hardware import card_of_size, choose_device_and_target
+from autofit.hardware.hardware import about_choice, card_of_size, choose_device_and_target
+from autofit.hardware.needs import CardNeeds, card_needs
 from autofit.hardware.nvml import Gpu
 from autofit.units import parse_bytes
 
@@ -35,6 +36,39 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_target_names_the_card_of_its_size(no_card: None, size: str, card: str, target: int) -> None:
     assert choose_device_and_target("auto", None, parse_bytes(size)) == (f"sim:{card}", target)
+
+
+@pytest.mark.parametrize(
+    ("size", "recipe", "card"),
+    [
+        ("16GB", {"dtype": "float16"}, "t4"),
+        ("16GB", {"dtype": "bfloat16"}, "rtx4080"),  # a T4 has no bfloat16
+        ("16GB", {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "rtx4080"),
+        ("3GB", {"bf16": True}, "rtx4080"),
+        ("16GB", {"attn_implementation": "flash_attention_2"}, "rtx4080"),
+        ("40GB", {"attn_implementation": "kernels-community/vllm-flash-attn3"}, "h100"),
+        ("16GB", {"load_in_8bit": True, "bf16": False}, "t4"),
+        ("24GB", {"dtype": "bfloat16", "tf32": True}, "rtx4090"),
+    ],
+)
+def test_the_card_of_a_size_has_what_the_recipe_needs(
+    no_card: None, size: str, recipe: dict[str, object], card: str
+) -> None:
+    assert choose_device_and_target("auto", None, parse_bytes(size), card_needs(recipe))[0] == f"sim:{card}"
+
+
+def test_the_choice_of_a_card_is_said_with_how_to_change_it() -> None:
+    needs = card_needs({"dtype": "bfloat16", "bf16": True})
+    assert about_choice("sim:rtx4080", None, 16 * GB, needs) == (
+        "simulated on rtx4080, the usual card of 16 GB with bfloat16; --gpu NAME picks another"
+    )
+    assert about_choice("sim:a100-80gb", None, 60 * GB, CardNeeds()).startswith(
+        "simulated on a100-80gb, the smallest card that has as much: 80 GB; --gpu NAME picks another (h100, "
+    )
+    assert about_choice("sim:t4", "t4", None, needs) == (
+        "t4 was named, and has no bfloat16 (dtype: bfloat16), bfloat16 (bf16: true) of its own"
+    )
+    assert about_choice("sim:a100-40gb", "a100", None, needs) == about_choice("cuda", None, 16 * GB, needs) == ""
 
 
 def test_every_card_is_taken_by_some_target_of_its_size_or_has_a_usual_sister() -> None:

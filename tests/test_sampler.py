@@ -13,9 +13,10 @@ from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
+from autofit.tuning.frontier import Goal
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
-from autofit.tuning.stop import StopKind
+from autofit.tuning.stop import Stop, StopKind
 
 GB = 10**9
 
@@ -184,22 +185,90 @@ def test_a_baseline_whose_floor_is_over_the_target_costs_no_probe() -> None:
     assert not sampler.read(study).free[0]
 
 
-def test_a_lower_tier_waits_until_the_higher_has_nothing_to_gain() -> None:
-    for seed in range(3):
-        law = Law(seed=seed, allow="recipe")
-        study = law.study(law.sampler(seed=seed))
-        tiers = []
-        for _ in range(30):
-            trial = study.ask(law.sampler().distributions())
-            law.tell(study, trial)
-            tiers.append(int(law.grid.tiers[law.place(trial)]))
-        neutral = [n for n, tier in enumerate(tiers) if tier == 0]
-        found = [law.place(t) for t in study.trials[: max(neutral) + 1]]  # type: ignore[arg-type]
-        assert min(tiers[:5]) == 0
-        assert min(law.step[p] for p in found if law.used[p] <= law.target_bytes and not law.grid.tiers[p]) <= (
-            law.step[law.best_place()] / 0.95
-        )
-        assert set(tiers) > {0}  # and then they get their probes too
+def probed(law: Law, trials: int, *, predicted: bool, goal: Goal = "speed") -> tuple[list[int], list[int], Stop | None]:
+    """(tier of each probe, those that fit, why the search ended or None) of a search with at most `trials` probes."""
+    sampler = make_sampler("autofit", law.grid, predictions=law.predictions if predicted else None,
+                           target_bytes=law.target_bytes, goal=goal)  # fmt: skip
+    study, places = law.study(sampler), list[int]()
+    while len(places) < trials and (stop := sampler.worth_another(study, min_gain_frac=0.01)) is None:
+        trial = study.ask(sampler.distributions())
+        places.append(law.place(trial))
+        law.tell(study, trial)
+    return [int(law.grid.tiers[p]) for p in places], [p for p in places if law.used[p] <= law.target_bytes], stop
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_while_a_higher_tier_may_fit_no_lower_one_is_probed(predicted: bool) -> None:
+    law = Law(seed=0, allow="recipe", off=0.0)
+    shorter = np.array([law.space.params(c)["max_completion_length"] for c in law.grid.candidates], dtype=float)
+    law.used *= 1.3 * np.sqrt(shorter / shorter.max())  # a third more than predicted; what is shorter needs less
+    law.predictions = dataclasses.replace(law.predictions, floor_bytes=np.zeros(len(law.grid)))
+    neutral = law.grid.tiers == 0
+    law.target_bytes = int(np.unique(law.used[neutral])[1]) - 1  # only the leanest neutral candidates fit
+    tiers, fits, stop = probed(law, 20, predicted=predicted)
+    assert set(tiers) == {0}
+    assert fits
+    assert stop is not None
+    law.target_bytes = int(law.used[neutral].min()) - 1  # no neutral candidate does
+    tiers, fits, _ = probed(law, 12, predicted=predicted)
+    assert tiers == sorted(tiers)
+    assert tiers.index(2) <= 5, tiers
+    assert fits
+
+
+def test_at_any_tier_the_fastest_is_found_whatever_it_changes() -> None:
+    law = Law(seed=3, allow="recipe")
+    slow = law.grid.tiers == 0
+    law.step[slow] *= 2
+    law.predictions = dataclasses.replace(law.predictions, step_s=np.where(slow, 2.0, 1.0) * law.predictions.step_s)
+    best_s = law.step[law.used <= law.target_bytes].min()
+    _, fits, _ = probed(law, 12, predicted=True, goal="speed-at-any-tier")
+    assert min(law.step[p] for p in fits) <= best_s / 0.95
+    _, fits, _ = probed(law, 12, predicted=True)
+    assert min(law.step[p] for p in fits) > best_s / 0.95
+
+
+def test_the_band_is_found_at_the_highest_tier_that_has_it() -> None:
+    for seed in range(4):
+        law = Law(seed=seed, allow="recipe", off=0.0)
+        law.used *= 1.1
+        for highest in (0, 2):  # of the tiers with a candidate in the band
+            allowed = law.grid.tiers >= highest
+            law.target_bytes = int(1.25 * np.median(law.used[allowed]))
+            low, high = 0.75 * law.target_bytes, 0.85 * law.target_bytes
+            outside = (law.used > low) & (law.used < high) & ~allowed
+            law.used[outside] *= 0.6
+            law.predictions.device_used_bytes[outside] *= 0.6
+            law.predictions = dataclasses.replace(law.predictions, floor_bytes=np.zeros(len(law.grid)))
+            assert ((law.used > low) & (law.used < high) & allowed).any()
+            tiers, fits, _ = probed(law, 12, predicted=True, goal="utilisation")
+            inside = [p for p in fits if low <= law.used[p] <= high]
+            assert min(law.grid.tiers[p] for p in inside) == highest, (seed, highest, tiers)
+
+
+@pytest.mark.parametrize(
+    ("slower_s", "used_gb", "leaner"), [(0.004, 5.6, True), (0.004, 7.8, False), (0.03, 5.6, False), (0.03, 9.0, True)]
+)
+def test_an_equally_fast_candidate_with_clearly_less_memory_is_probed_before_the_end(
+    slower_s: float, used_gb: float, leaner: bool
+) -> None:
+    from autofit.space.space import Candidate
+
+    grid = Grid(["kind"], [("a", "b", "c")], [Candidate((kind,)) for kind in "abc"])
+    most = 8.0 if used_gb < 8 else 9.8  # at the edge of 10 GB a little slower is slow enough
+    step, used = np.array([2.0, 1.0, 1.0 + slower_s]), np.array([3.0, most, used_gb]) * GB
+    predictions = Predictions(candidates=grid.candidates, floor_bytes=used, device_used_bytes=used, step_s=step)
+    sampler = PriorSampler(grid, predictions=predictions, target_bytes=10 * GB, min_gain_frac=0.5)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    for place in (0, 1):
+        study.add_trial(create_trial(
+            params=grid.params(place), distributions=sampler.distributions(), constraints={"over": -1.0},
+            values=[float(step[place]), float(used[place])],
+        ))  # fmt: skip
+    assert (sampler.worth_another(study, min_gain_frac=0.5) is None) is leaner
+    proposal = sampler.proposal()
+    assert proposal is not None
+    assert proposal.leaner is leaner
 
 
 def test_the_search_ends_when_little_is_left_to_gain_and_says_how_little() -> None:

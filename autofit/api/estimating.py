@@ -14,7 +14,8 @@ from autofit.api.reading import Given, describe_device, fork_server, read_recipe
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
 from autofit.forecast.estimate import Estimator, advice_lines, estimate_json, estimate_table, phases_figure
-from autofit.hardware.hardware import Device, choose_device_and_target
+from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
+from autofit.hardware.needs import card_needs
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
@@ -99,19 +100,25 @@ def estimate(
     """
     with named_as_arguments(), tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
         at_least_one("--prompt-tokens", prompt_tokens)
-        device, capacity = choose_device_and_target("sim", gpu, size("--target-vram", target_vram))
+        asked_bytes = size("--target-vram", target_vram)
+        choose_device_and_target("sim", gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("--deadline", deadline) or 0
+        source = source_of(recipe)
+        needs = card_needs({**source.values, **(changes or {})})
+        device, capacity = choose_device_and_target("sim", gpu, asked_bytes, needs)
         folder = Path(temporary)
         server = fork_server(folder)
         try:
             stated = read_recipe(
-                source_of(recipe), trainer=trainer, device=device, scratch=folder / "inspection", server=server,
+                source, trainer=trainer, device=device, scratch=folder / "inspection", server=server,
                 changes=changes, prompt_tokens=prompt_tokens,
             )  # fmt: skip
             stated.check()
             where = describe_device(device, capacity)
             tell = on_event or silent
             tell(Event(text=f"{stated.model} on {where}"))
+            if choice := about_choice(device, gpu, asked_bytes, needs):
+                tell(Event(label="card", text=choice))
             for note in stated.notes:
                 tell(Event(label="note", text=note))
             estimator = Estimator(

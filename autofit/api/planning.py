@@ -12,7 +12,8 @@ from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, check_prompt_tokens, describe_device, read_recipe, source_of
 from autofit.errors import ConfigError
-from autofit.hardware.hardware import choose_device_and_target, gpus
+from autofit.hardware.hardware import about_choice, choose_device_and_target, gpus
+from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
@@ -88,10 +89,14 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     budget_s = seconds("--time-budget", asked.time_budget)
     deadline_s = seconds("--deadline", asked.deadline) or 0
     kind = "sim" if asked.device == "auto" and asked.gpu is None and asked.recipe is None else asked.device
-    device, target = choose_device_and_target(kind, asked.gpu, size("--target-vram", asked.target_vram))
+    asked_bytes = size("--target-vram", asked.target_vram)
+    device, target = choose_device_and_target(kind, asked.gpu, asked_bytes)  # a wrong one is said at once
     check_prompt_tokens(asked.prompt_tokens, device)
-    headroom = _headroom(asked.headroom, device, target)
+    _headroom(asked.headroom, device, target)
     source = source_of(asked.recipe, asked.name)
+    needs = card_needs({**source.values, **(asked.changes or {})})
+    device, target = choose_device_and_target(kind, asked.gpu, asked_bytes, needs)
+    headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once
     one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
@@ -100,7 +105,9 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
         prompt_tokens=asked.prompt_tokens, world_size=asked.world_size,
     )  # fmt: skip
-    for label, text in (*recipe.describe(), ("device", describe_device(device, target))):
+    choice = about_choice(device, asked.gpu, asked_bytes, needs)
+    card = [("card", choice)] if choice else []
+    for label, text in (*recipe.describe(), *card, ("device", describe_device(device, target))):
         on_event(Event(label=label, text=text))
     knobs = space_knobs(recipe, asked.space)
     space = Space.of(recipe, knobs, allow=asked.allow, device=device)

@@ -85,7 +85,8 @@ def search(
       given; the headroom, kept free below it, 2 % (0 on cpu).
     - `device`: "cuda", "cpu", "sim" or "auto" (cuda where there is a card, else a simulated one); `gpu` names the
       simulated card ("a100-40gb"), else the target's size does.
-    - `allow`: the lowest tier of change to try. `space`: a YAML file, a name in search_spaces/, {knob: its entry in
+    - `allow`: the lowest tier of change to try, where nothing of a higher one fits; all compete if `goal` is
+      "speed-at-any-tier". `space`: a YAML file, a name in search_spaces/, {knob: its entry in
       such a file}, or `Knob`s. `changes`: {key of the recipe: value}, laid over it; None removes a key.
     - `prompt_tokens`: on a simulated card, a synthetic prompt of that many tokens replaces the dataset.
 

@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         "--gpu", metavar="NAME", help="simulate this card, for example a100-40gb; results are predictions"
     )
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
-                        help="what may change: neutral (same gradient; default), approximate, recipe")  # fmt: skip
+                        help="what may change: neutral (same gradient; default), approximate, recipe; a lower tier is "
+                        "tried where nothing of a higher one fits")  # fmt: skip
     search.add_argument(
         "--space", help="the search space: a YAML file, or a name in search_spaces/ (default: the trainer's own)"
     )
@@ -60,9 +61,11 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--min-gain", default="1%", metavar="SHARE",
                         help="stop when no untried candidate is expected to be at least SHARE faster "
                         "(default: 1%%; 0: never)")  # fmt: skip
-    search.add_argument("--goal", choices=("speed", "memory", "utilisation"), default="speed",
-                        help="speed: the fastest that fits (default); memory: the least memory at most 10%% slower "
-                        "than that; utilisation: the fastest that fills 75 to 85%% of the target")  # fmt: skip
+    search.add_argument("--goal", choices=("speed", "memory", "utilisation", "speed-at-any-tier"),
+                        default="speed",
+                        help="speed: the fastest that fits, of the highest tier that has one (default); "
+                        "speed-at-any-tier: of all tiers that --allow has; memory: the least memory at most 10%% "
+                        "slower than that; utilisation: the fastest that fills 75 to 85%% of the target")  # fmt: skip
     search.add_argument("--sampler", choices=("autofit", "tpe", "gp", "nsga2", "random", "grid"), default="autofit",
                         help="the sampler of candidates (default: autofit; the others are Optuna's)")  # fmt: skip
     search.add_argument("--measured-steps", type=int, default=2, metavar="N", help="timed optimizer steps a probe")
@@ -121,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
 

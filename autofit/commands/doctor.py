@@ -26,7 +26,7 @@ def doctor(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:
         server = ForkServer(Path(temporary))
         try:
-            device = choose_device(options.device)
+            device = choose_device(options.device, options.gpu)
             recipe = read_recipe(
                 read_source(options.recipe), trainer=options.trainer, device=device, server=server,
                 scratch=Path(temporary) / "inspection", world_size=options.world_size,

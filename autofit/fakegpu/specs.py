@@ -178,6 +178,10 @@ _ALL = (
           tflops=(165.2, 82.6, 82.6), capability=(8, 9), sm_count=128,
           capacity_source=_printed("23.52 GiB, 24081 to 24217 MiB on Linux",
                                    "Soul-AILab/SoulX-FlashTalk#5 and Ultralytics logs")),
+    _spec("rtx4080", "NVIDIA GeForce RTX 4080", capacity_mib=16054, context_mib=382, gb_per_s=716.8,
+          tflops=(97.5, 48.7, 48.7), capability=(8, 9), sm_count=76,
+          capacity_source="estimate: 16376 MiB on Windows (ultralytics/ultralytics#4215), less what Linux takes of an "
+                          "RTX 4090 (24081 of 24564 MiB)"),
     _spec("l4", "NVIDIA L4", capacity_mib=22563, context_mib=323, gb_per_s=300, tflops=(121, 60, 30.3),
           context_source=_seen("0.21, 0.315"),
           capability=(8, 9), sm_count=58,
@@ -219,7 +223,7 @@ _ALL = (
 GPU_SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _ALL}
 _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
-    "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
+    "3090": "rtx3090", "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.hardware.driver_names import card_of
+from autofit.hardware.needs import CardNeeds
 from autofit.hardware.nvml import Gpu, driver_gpus
 from autofit.hardware.visible import visible_gpus
 from autofit.units import format_bytes
@@ -17,8 +18,9 @@ Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 # Advertised sizes of cards in GB. If several cards have the same size, the size means the usual one: for 80 GB the
 # A100, which is slower than the H100, so that predicted times are not too optimistic for the older card.
 _SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
-_USUAL_CARDS = ("t4", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
+_USUAL_CARDS = ("t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
 _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
+NO_NEEDS = CardNeeds()
 _GIVE = "give --target-vram SIZE (40GB selects the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
 
 
@@ -70,11 +72,13 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
     return "cuda" if found else "cpu"
 
 
-def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | None) -> tuple[Device, int]:
+def choose_device_and_target(
+    asked: str, gpu: str | None, asked_bytes: int | None, needs: CardNeeds = NO_NEEDS
+) -> tuple[Device, int]:
     """(device for probes, target in bytes): `auto` is the CUDA card if there is one, else a simulated card.
 
-    Without `gpu`, the simulated card is the one of size `asked_bytes` (`card_of_size`). A target equal to the card's
-    advertised size ("40GB", "24GiB") is lowered to the capacity that the card's driver reports.
+    Without `gpu`, the simulated card is the one of size `asked_bytes` that meets `needs` (`card_of_size`). A target
+    equal to the card's advertised size ("40GB", "24GiB") is lowered to the capacity that the card's driver reports.
     Raises ConfigError if neither argument selects a card.
     """
     simulated = gpu is not None or asked == "sim" or (asked == "auto" and not gpus())
@@ -84,32 +88,50 @@ def choose_device_and_target(asked: str, gpu: str | None, asked_bytes: int | Non
     if gpu is None and asked_bytes is None:
         none = "the driver lists no CUDA card, so one is simulated; " if asked == "auto" else ""
         raise ConfigError(f"{none}choose the simulated card: {_GIVE}")
-    spec = _spec(gpu) if gpu is not None else card_of_size(cast(int, asked_bytes))
+    spec = _spec(gpu) if gpu is not None else card_of_size(cast(int, asked_bytes), needs)
     device = f"sim:{spec.name}"
     if asked_bytes is not None and _is_named_by(spec, asked_bytes):
         asked_bytes = min(asked_bytes, spec.capacity_bytes)
     return device, choose_target(asked_bytes, device)
 
 
-def card_of_size(size_bytes: int) -> GpuSpec:
+def card_of_size(size_bytes: int, needs: CardNeeds = NO_NEEDS) -> GpuSpec:
     """The simulated card for `size_bytes`: the usual one of that advertised size, else the smallest that is larger.
 
-    Advertised sizes are the GiB of a card's chips, and the driver reports a little less ("40 GB" A100: 39.4 GiB, which
-    is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9 bytes), so both 40GB and 40GiB select the 40 GB card.
-    Raises ConfigError if no card is large enough.
+    Only cards that meet `needs` count: a recipe in bfloat16 gets no T4. Advertised sizes are the GiB of a card's chips,
+    and the driver reports a little less ("40 GB" A100: 39.4 GiB, which is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9
+    bytes), so both 40GB and 40GiB select the 40 GB card. Raises ConfigError if no card is large enough.
     """
-    named = [spec for spec in GPU_SPECS.values() if _is_named_by(spec, size_bytes)]
+    able = [spec for spec in GPU_SPECS.values() if needs.met_by(spec)]
+    named = [spec for spec in able if _is_named_by(spec, size_bytes)]
     usual = [spec for spec in named if spec.name in _USUAL_CARDS]
     if usual or named:
         return min(usual or named, key=lambda spec: spec.capacity_bytes)
-    larger = [spec for spec in GPU_SPECS.values() if spec.capacity_bytes >= size_bytes and _box_sizes(spec)]
+    larger = [spec for spec in able if spec.capacity_bytes >= size_bytes and _box_sizes(spec)]
     if not larger:
-        most = max(GPU_SPECS.values(), key=lambda spec: spec.capacity_bytes)
+        most = max(able, key=lambda spec: spec.capacity_bytes)
         raise ConfigError(
             f"--target-vram must be at most the capacity of the largest known card, {most.name} with "
             f"{format_bytes(most.capacity_bytes)}; got {format_bytes(size_bytes)}"
         )
     return min(larger, key=lambda spec: (_box_sizes(spec), spec.name not in _USUAL_CARDS, spec.capacity_bytes))
+
+
+def about_choice(device: Device, gpu: str | None, asked_bytes: int | None, needs: CardNeeds) -> str:
+    """Why this simulated card was taken and how to take another, or what a named one lacks; "" where neither is so."""
+    if not device.startswith("sim:"):
+        return ""
+    spec = _spec(device.removeprefix("sim:"))
+    if gpu is not None:
+        lacks = ", ".join(needs.lacking(spec))
+        return f"{spec.name} was named, and has no {lacks} of its own" if lacks else ""
+    size = _box_sizes(spec)[0]
+    having = f" with {needs.words}" if needs.words else ""
+    exact = asked_bytes is not None and _is_named_by(spec, asked_bytes)
+    which = f"usual card of {size} GB{having}" if exact else f"smallest card{having} that has as much: {size} GB"
+    others = [s.name for s in GPU_SPECS.values() if size in _box_sizes(s) and s != spec and needs.met_by(s)]
+    also = f" ({', '.join(others)}, ...)" if others else ""
+    return f"simulated on {spec.name}, the {which}; --gpu NAME picks another{also}"
 
 
 def _is_named_by(spec: GpuSpec, size_bytes: int) -> bool:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autofit.recipe.keys import TIERS
-from autofit.tuning.frontier import BAND, SLOWER_FRAC, Goal
+from autofit.tuning.equals import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
+from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Goal
 from autofit.tuning.grid import Floats, Grid, Mask
 from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
@@ -20,18 +21,23 @@ _OOM_COST = 0.01  # cost of an OOM, as a log difference: it may tell less than a
 _CURIOSITY = 2.0  # factor on the posterior spread for a proposal: small effects here hide large ones elsewhere
 _DOUBT = 1.5  # factor on the posterior spread for the expected gain that may end the search
 _FIRST_FIT = 1.0  # worth of the first fit, as a log difference
-_LIKELY = 0.5  # after OOMs and no fit: a tier with a lower best fit probability is skipped if another tier has more
-_HOPELESS = 0.1  # the same threshold in all other cases, for a tier without a fit
+_HOPELESS = 0.1  # a tier without a fit is left for a lower one if no candidate of it is likelier to fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A candidate, and the expected gain of the best candidate of its pool, as a share of the step's seconds."""
+    """A candidate, and the expected gain of the best candidate of its pool, as a share of the step's seconds.
+
+    `fits` is the largest probability to fit, `suits` the same for goal utilisation's band, and `settled` whether a
+    trial did already. `leaner`: the candidate is expected to be as fast as the fastest so far, with less memory.
+    """
 
     place: int
     gain_frac: float
     fits: float
-    anything_fits: bool
+    suits: float
+    settled: bool
+    leaner: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +52,34 @@ def propose(
     model: Model, grid: Grid, observations: Sequence[Observation], pending: Sequence[int], free: Mask, *,
     goal: Goal, target_bytes: int | None, cost: ProbeCost, min_gain_frac: float,
 ) -> Proposal | None:  # fmt: skip
-    """The best candidate of the highest tier with a worthwhile gain; None if no candidate is free."""
+    """The best candidate of the highest tier that has one which may fit; None if no candidate is free.
+
+    A tier with a fit is searched to its end before a lower one: no lower tier can win then. At any tier all compete.
+    """
+    tiers = np.zeros_like(grid.tiers) if goal == "speed-at-any-tier" else grid.tiers
     fallback: Proposal | None = None
-    measured = any(o.fits for o in observations)
-    unsure = not measured and any(not o.fits for o in observations)
     for tier in range(len(TIERS)):
-        places = np.flatnonzero(free & (grid.tiers == tier))
+        places = np.flatnonzero(free & (tiers == tier))
         if not len(places):
             continue
-        rivals = [o for o in observations if o.fits and o.step_s is not None and grid.tiers[o.place] <= tier]
-        imagined = [p for p in pending if grid.tiers[p] <= tier]
+        rivals = [o for o in observations if o.fits and o.step_s is not None and tiers[o.place] <= tier]
+        imagined = [p for p in pending if tiers[p] <= tier]
         stage = _Stage(model, grid, rivals, imagined, goal=goal, target_bytes=target_bytes)
         found = stage.best(places, cost)
-        enough = _LIKELY if unsure else _HOPELESS
-        worthwhile = found.gain_frac >= min_gain_frac if found.anything_fits else found.fits >= enough
-        if worthwhile:
+        if found.settled and found.gain_frac < min_gain_frac and goal in FASTEST:
+            return stage.leaner(places, found)
+        if found.settled or found.suits >= _HOPELESS:
             return found
-        better = fallback is None or (found.fits > fallback.fits if unsure else found.gain_frac > fallback.gain_frac)
-        fallback = found if better else fallback
+        if fallback is None or _better(found, fallback, measured=bool(rivals), min_gain_frac=min_gain_frac):
+            fallback = found
     return fallback
+
+
+def _better(found: Proposal, other: Proposal, *, measured: bool, min_gain_frac: float) -> bool:
+    """Whether the proposal of a lower tier is better than `other`, where neither tier is likely to suit."""
+    if not measured:
+        return found.fits > other.fits
+    return other.gain_frac < min_gain_frac and found.gain_frac > other.gain_frac
 
 
 class _Stage:
@@ -82,6 +97,12 @@ class _Stage:
         measured = [(math.log(o.step_s or 1.0), math.log(o.device_used_bytes or 1.0)) for o in rivals]
         self._points = np.array([*measured, *zip(steps, used, strict=True)]).reshape(-1, 2)
         self._best_place = min(rivals, key=lambda o: o.step_s or 0.0).place if rivals else None
+        low, high = BAND
+        self._in_band = [o for o in rivals if target_bytes and low <= (o.device_used_bytes or 0) / target_bytes <= high]
+
+    @property
+    def _for_band(self) -> bool:
+        return self._goal == "utilisation" and self._target is not None
 
     def best(self, places: Places, cost: ProbeCost) -> Proposal:
         pool = self._pool(places)
@@ -95,8 +116,33 @@ class _Stage:
             place=int(pool[chosen]),
             gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits, wider=_DOUBT)).max())),
             fits=float(fits.max()),
-            anything_fits=bool(len(self._points)),
+            suits=float((self._within_band(pool) if self._for_band else fits).max()),
+            settled=bool(self._in_band) if self._for_band else bool(len(self._points)),
         )
+
+    def leaner(self, places: Places, found: Proposal) -> Proposal:
+        """`found`, or a candidate of `places` that would win against the fastest so far by the rule of `equals`."""
+        if not self._model.predicted or not self._rivals or not len(places):
+            return found
+        best = min(self._rivals, key=lambda o: o.step_s or 0.0)
+        most = edge_bytes(self._target)
+        used_bytes, best_s = best.device_used_bytes or 0.0, best.step_s or 0.0
+        at_edge = most is not None and used_bytes > most
+        pool = self._pool(places)
+        likely = pool[self._model.fits_at(pool) >= 0.5]
+        step, used = self._model.log_step_at(likely)[0], self._model.log_used_at(likely)[0]
+        aim = most if at_edge and most is not None else (1 - LEANER_FRAC) * used_bytes
+        as_fast = math.log(best_s * (1 + (EDGE_EQUAL_FRAC if at_edge else EQUAL_FRAC)))
+        known = [
+            o for o in self._rivals if (o.device_used_bytes or 0.0) <= aim and math.log(o.step_s or 1.0) <= as_fast
+        ]
+        if known:  # it wins already; another one would have to be leaner than the leanest
+            aim = min(aim, (1 - LEANER_FRAC) * min(o.device_used_bytes or 0.0 for o in known))
+        able = np.flatnonzero((step <= as_fast) & (used <= math.log(max(1.0, aim))))
+        if not len(able):
+            return found
+        chosen = able[np.argmin(step[able] if at_edge and not known else used[able])]
+        return replace(found, place=int(likely[chosen]), leaner=True)
 
     def _pool(self, places: Places) -> Places:
         """The most promising of `places`, ranked by prediction plus the bias that all candidates share."""
@@ -109,7 +155,11 @@ class _Stage:
         reference = self._points[:, 0].min() if len(self._points) else float(np.median(step))
         promise = expected_gain(reference, step, np.full(len(places), _GUESS))
         if self._target is not None and model.predicted:
-            promise = promise * probability_below(math.log(self._target), used, np.full(len(places), _GUESS))
+            most = math.log(self._target * (BAND[1] if self._for_band else 1.0))
+            promise = promise * probability_below(most, used, np.full(len(places), _GUESS))
+            if self._for_band:
+                low = math.log(self._target * BAND[0])
+                promise = promise * (1 - probability_below(low, used, np.full(len(places), _GUESS)))
         chosen = np.argpartition(-promise, _POOL)[:_POOL]
         if self._best_place is not None:
             codes = self._grid.codes
@@ -121,8 +171,8 @@ class _Stage:
         """Expected gain of each candidate of the pool if it fits, as a log difference (P,)."""
         if self._goal == "memory":
             return self._memory_gain(pool, step, spread, fits)
-        if self._goal == "utilisation" and self._target is not None:
-            return self._band_gain(pool, step, spread, fits)
+        if self._for_band:
+            return self._band_gain(pool, step, spread)
         best = self._points[:, 0].min() if len(self._points) else _reference(step, fits)
         return self._model.gain_at(pool, best, wider=wider)
 
@@ -136,15 +186,30 @@ class _Stage:
         best = quick[:, 1].min() if len(quick) else _reference(used, fits)
         return expected_gain(best, used, doubt) * probability_below(fastest + slower, step, spread)
 
-    def _band_gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats) -> Floats:
-        """Expected gain in log seconds, times the probability that the used share of the target is in the band."""
+    def _band_gain(self, pool: Places, step: Floats, spread: Floats) -> Floats:
+        """Expected gain in log seconds, times the probability that the used share of the target is in the band.
+
+        Before the first candidate in the band, and where none is likely to be: how much nearer to it from below.
+        """
+        within = self._within_band(pool)
+        if self._in_band:
+            best = min(math.log(o.step_s or 1.0) for o in self._in_band)
+            return expected_gain(best, step, spread) * within
+        if within.max() >= _HOPELESS:
+            return expected_gain(_reference(step, within), step, spread) * within
         assert self._target is not None
         low, high = (math.log(share * self._target) for share in BAND)
         used, doubt = self._model.log_used_at(pool)
-        within = probability_below(high, used, doubt) - probability_below(low, used, doubt)
-        inside = self._points[(self._points[:, 1] >= low) & (self._points[:, 1] <= high)]
-        best = inside[:, 0].min() if len(inside) else _reference(step, within)
-        return expected_gain(best, step, spread) * within
+        below = [u for u in self._points[:, 1] if u < low]
+        nearer = np.minimum(used, low) - max(below, default=float(used.min()) - _FIRST_FIT)
+        return np.asarray(np.maximum(0.0, nearer) * probability_below(high, used, doubt))
+
+    def _within_band(self, pool: Places) -> Floats:
+        """The probability that each candidate of the pool uses 75 to 85 % of the target."""
+        assert self._target is not None
+        low, high = (math.log(share * self._target) for share in BAND)
+        used, doubt = self._model.log_used_at(pool)
+        return np.asarray(probability_below(high, used, doubt) - probability_below(low, used, doubt))
 
 
 def _reference(expected: Floats, likely: Floats) -> float:

@@ -8,20 +8,20 @@ from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
+from autofit.tuning.equals import NOISE_FRAC, measured_equal_frac, preferred
 from autofit.tuning.pairs import Comparison, alike
 
-Goal = Literal["speed", "memory", "utilisation"]
+Goal = Literal["speed", "memory", "utilisation", "speed-at-any-tier"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
+FASTEST: tuple[Goal, ...] = ("speed", "speed-at-any-tier")
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
-# Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
-NOISE_FRAC = 2 * 2**0.5 * 0.02
 _FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
 _BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
 
 
 class Rule(TypedDict):
-    """The rule that picks the winner within a tier; `target_bytes` is the target less the headroom."""
+    """The rule that picks the winner; `target_bytes` is the target less the headroom."""
 
     goal: Goal
     target_bytes: int | None
@@ -132,11 +132,13 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> Trial | None:
     """The winner among the fitting trials: highest tier first, then the goal (DESIGN.md). None if no trial fits.
 
-    speed: the fastest, then the least memory. memory: the least memory of those at most 10 % slower than the fastest.
-    utilisation: the fastest that uses 75 to 85 % of the target; if none does, the one nearest to that from below.
+    speed: the fastest, unless a leaner one is as fast (`tuning.equals`). speed-at-any-tier: the same whatever the tier,
+    and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.
+    utilisation: the fastest that uses 75 to 85 % of the target, of the highest tier that has one; if none does, the one
+    nearest to that from below.
 
-    Goal speed, where the baseline fits: once finalists were compared with it in turns, only a clearly faster one wins;
-    if there is none, the baseline does.
+    Where speed is the goal and the baseline fits: once finalists were compared with it in turns, only a clearly faster
+    one wins; if there is none, the baseline does.
 
     Otherwise the first by the search's own probes stays the winner unless confirmation changes the order by more than
     noise. Once two trials are confirmed, only confirmed trials are compared: otherwise a machine that became slower
@@ -145,7 +147,7 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     fitting = measured(trials)
     base = compared_with(fitting, goal)
     if base is not None and (base.confirmed is not None or any(t.comparison is not None for t in fitting)):
-        return _in_turns(fitting, base)
+        return _in_turns(fitting, base, goal, target_bytes)
     found = _first([t.before_confirmation for t in fitting], goal=goal, target_bytes=target_bytes)
     if found is None:
         return None
@@ -160,12 +162,12 @@ def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
     """Whether `one`, which ranks first, is ahead of `other` by more than the noise of a probe."""
     (ours_s, ours_bytes), (theirs_s, theirs_bytes) = cost(one), cost(other)
     faster = ours_s < (1 - NOISE_FRAC) * theirs_s
-    return one.tier != other.tier or faster or (goal != "speed" and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
+    return one.tier != other.tier or faster or (goal not in FASTEST and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
 
 
 def compared_with(trials: Iterable[Trial], goal: Goal) -> Trial | None:
     """The baseline that a finalist is compared with in turns; None if it does not fit, or if speed is not the goal."""
-    return next((t for t in measured(trials) if not t.changes), None) if goal == "speed" else None
+    return next((t for t in measured(trials) if not t.changes), None) if goal in FASTEST else None
 
 
 def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
@@ -173,22 +175,27 @@ def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
     best, base = winner(trials, **rule), compared_with(trials, rule["goal"])
     if base is None or best is None or (best is base and best.confirmed is None):
         return best if best is not None and best.confirmed is None else None
-    return _to_compare(measured(trials), base)
+    return _to_compare(measured(trials), base, rule)
 
 
-def _in_turns(fitting: Sequence[Trial], base: Trial) -> Trial:
-    """The fastest of the trials that are clearly faster than `base`, or `base`."""
-    faster = {t.number: t.comparison.speedup for t in fitting if t.comparison is not None and t.comparison.faster}
-    return max((t for t in fitting if t.number in faster), key=lambda t: faster[t.number], default=base)
+def _in_turns(fitting: Sequence[Trial], base: Trial, goal: Goal, target_bytes: int | None) -> Trial:
+    """The first of the trials that are clearly faster than `base`, by their times in turns with it; or `base`."""
+    faster = [t for t in fitting if t.comparison is not None and t.comparison.faster]
+    seconds = {t.number: 1 / t.comparison.speedup for t in faster if t.comparison is not None}
+    return _fastest(faster, goal, target_bytes, seconds) if faster else base
 
 
-def _to_compare(fitting: Sequence[Trial], base: Trial) -> Trial | None:
+def _to_compare(fitting: Sequence[Trial], base: Trial, rule: Rule) -> Trial | None:
     """The first by the search that may be faster than `base` and was not compared with it; None if one is.
 
     A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady. After a
     comparison without a verdict there are no more: the machine is too busy.
     """
-    rivals = sorted((t for t in fitting if t.tier == base.tier and t.changes), key=lambda t: (_searched_s(t), t.number))
+    open_to = TIERS if rule["goal"] == "speed-at-any-tier" else (base.tier,)
+    rivals = sorted((t for t in fitting if t.tier in open_to and t.changes), key=lambda t: (_searched_s(t), t.number))
+    if rivals:
+        first = _first([t.before_confirmation for t in rivals], **rule)
+        rivals.sort(key=lambda t: first is None or t.number != first.number)  # stable: the others stay in their order
     slowest_s = _searched_s(base) * (1.0 if _steady(fitting) else _BUSY)
     for trial in rivals[:_FINALISTS]:
         if trial.comparison is None:
@@ -218,16 +225,42 @@ def _steady(fitting: Sequence[Trial]) -> bool:
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
     """The winner by the given figures, without regard to noise."""
-    kept = min((TIERS.index(t.tier) for t in fitting), default=0)
-    rivals = [t for t in fitting if TIERS.index(t.tier) == kept]
-    if not rivals:
+    if not fitting:
         return None
+    if goal == "speed-at-any-tier":
+        return _fastest(fitting, goal, target_bytes)
+    if goal == "utilisation" and target_bytes is not None:
+        return min(fitting, key=lambda t: (*_by_band(t, target_bytes), *cost(t), t.number))
+    kept = min(TIERS.index(t.tier) for t in fitting)
+    rivals = [t for t in fitting if TIERS.index(t.tier) == kept]
     if goal == "memory":
         slowest = (1 + SLOWER_FRAC) * min(cost(t)[0] for t in rivals)
         return min((t for t in rivals if cost(t)[0] <= slowest), key=lambda t: (*cost(t)[::-1], t.number))
-    if goal == "utilisation" and target_bytes is not None:
-        return min(rivals, key=lambda t: (*_from_band(cost(t)[1] / target_bytes), *cost(t), t.number))
-    return min(rivals, key=lambda t: (*cost(t), t.number))
+    return _fastest(rivals, goal, target_bytes)
+
+
+def _fastest(
+    rivals: Sequence[Trial], goal: Goal, target_bytes: int | None, seconds: Mapping[int, float] | None = None
+) -> Trial:
+    """The fastest of `rivals`, or a leaner one that is as fast; at any tier the highest tier of those as fast.
+
+    `seconds` replaces their step times.
+    """
+    equal = measured_equal_frac([t.figures for t in rivals if t.figures is not None])
+    ordered = sorted(rivals, key=lambda t: t.number)
+    costs = {t.number: (cost(t)[0] if seconds is None else seconds[t.number], float(cost(t)[1])) for t in ordered}
+    if goal == "speed-at-any-tier":
+        slowest_s = (1 + equal) * min(costs.values())[0]
+        as_fast = [t for t in ordered if costs[t.number][0] <= slowest_s]
+        kept = min(as_fast, key=lambda t: TIERS.index(t.tier)).tier
+        ordered = [t for t in ordered if t.tier == kept]
+    return ordered[preferred([costs[t.number] for t in ordered], equal_frac=equal, limit_bytes=target_bytes)]
+
+
+def _by_band(trial: Trial, target_bytes: int) -> tuple[bool, int, int, float]:
+    """Order of trials for the goal utilisation: in the band, then the tier, then how near to the band."""
+    away = _from_band(cost(trial)[1] / target_bytes)
+    return away[0] != 0, TIERS.index(trial.tier), *away
 
 
 def _from_band(share: float) -> tuple[int, float]:

@@ -12,10 +12,11 @@ from optuna.trial import FrozenTrial, TrialState
 from threadpoolctl import ThreadpoolController
 
 from autofit.forecast.predictions import Predictions
+from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
-from autofit.tuning.frontier import Goal
+from autofit.tuning.frontier import BAND, Goal
 from autofit.tuning.grid import Grid, Mask
-from autofit.tuning.ledger import Ledger
+from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
 from autofit.tuning.stop import Stop, StopKind
 
@@ -24,6 +25,7 @@ SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 _NOT_LIKELY = 0.05  # a baseline with a lower fit probability is not probed first
 _HOPELESS = 0.01  # if nothing fits and every candidate left has a lower fit probability, the search ends
 _FITS_TO_STOP = 3  # without predictions: fits needed before the expected gain may end the search
+_OOMS_TO_DOUBT = 2  # without predictions: OOMs without a fit, from which on the leanest candidate is probed
 _DRAWS = 24  # proposals of a plain sampler examined per trial; the first valid one is taken
 _GP_DRAWS = 1  # Optuna's GP takes 0.2 s and more a proposal, and a second one is nearly the same
 _BLAS = ThreadpoolController()  # BLAS threads wait for cores that probes use: 5 times slower for such small matrices
@@ -33,15 +35,19 @@ _SAMPLE = 200  # candidates among which `halving` looks for the one that rules o
 class CandidateSampler(BaseSampler):
     """Base of all samplers here: baseline first, whole candidates only, no candidate twice, none that an OOM rules out.
 
+    A lower tier is proposed only where no candidate of a higher one is left, or none may fit; unless the goal is the
+    fastest at any tier.
+
     Works in any Optuna study whose first objective is the step's seconds, minimised (the second may be device-used
     bytes), and whose trials carry a constraint: bytes over the target, above zero for an OOM. The objective function
     must ask for every knob: `{n: trial.suggest_categorical(n, d.choices) for n, d in sampler.distributions().items()}`.
     """
 
     def __init__(
-        self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0
-    ) -> None:
-        self.grid = grid
+        self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0,
+        goal: Goal = "speed",
+    ) -> None:  # fmt: skip
+        self.grid, self.goal = grid, goal
         self.predictions = None if predictions is None else predictions.of(grid.candidates)
         if self.predictions is not None and np.isnan(self.predictions.step_s).all():
             self.predictions = None
@@ -71,9 +77,29 @@ class CandidateSampler(BaseSampler):
 
     def worth_another(self, study: Study, *, min_gain_frac: float | None) -> Stop | None:
         """The reason to stop, or None if a candidate is still worth a probe."""
-        if not self.read(study).free.any():
+        free = self.read(study).free
+        if not free.any():
             return Stop(StopKind.EXHAUSTED, "every candidate is tried or ruled out")
+        tier = self._settled_tier()
+        if min_gain_frac is not None and tier is not None and tier < self.tiers[free].min():
+            kept, does = TIERS[tier], "is in the band" if self.goal == "utilisation" else "fits"
+            words = f"every candidate of the {kept} tier is tried or ruled out, and one of them {does}"
+            return Stop(StopKind.EXHAUSTED, words)
         return None
+
+    @property
+    def tiers(self) -> NDArray[np.int64]:
+        """The tier of each candidate as the goal orders them (N,): all alike where any tier may win."""
+        return np.zeros_like(self.grid.tiers) if self.goal == "speed-at-any-tier" else self.grid.tiers
+
+    def _settled_tier(self) -> int | None:
+        """The highest tier with a candidate that fits (goal utilisation: in the band); no lower one can win."""
+        return min((int(self.tiers[o.place]) for o in self.ledger.observations if self._settles(o)), default=None)
+
+    def _settles(self, told: Observation) -> bool:
+        if self.goal != "utilisation" or self.target_bytes is None or not told.fits:
+            return told.fits
+        return BAND[0] <= (told.device_used_bytes or 0) / self.target_bytes <= BAND[1]
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
         """The index of the candidate to probe next, one of `free`."""
@@ -104,8 +130,14 @@ class CandidateSampler(BaseSampler):
             study.tell(trial.number, state=TrialState.FAIL)
             raise RuntimeError("no candidate is left to propose: every one is tried or ruled out")
         first = not ledger.observations and not ledger.pending and free[0]
-        place = 0 if first and self.baseline_first else self.choose(study, trial, np.flatnonzero(free))
-        return dict(self.grid.params(place))
+        if first and self.baseline_first:
+            return dict(self.grid.params(0))
+        return dict(self.grid.params(self.choose(study, trial, np.flatnonzero(free))))
+
+    def highest(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Those of `free` of the highest tier that is left."""
+        tiers = self.tiers[free]
+        return np.asarray(free[tiers == tiers.min()])
 
     def _completed(self, fixed: Mapping[str, object], free: Mask, untried: Mask) -> int:
         """The index of a candidate with the values in `fixed`, untried if possible."""
@@ -148,8 +180,8 @@ class PriorSampler(CandidateSampler):
         self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0,
         goal: Goal = "speed", cost: ProbeCost = ProbeCost(), min_gain_frac: float = 0.01,  # noqa: B008 (frozen)
     ) -> None:  # fmt: skip
-        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed)
-        self._goal, self._cost, self._min_gain_frac = goal, cost, min_gain_frac
+        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)
+        self._cost, self._min_gain_frac = cost, min_gain_frac
         self._model = Model(grid, self.predictions, target_bytes=target_bytes)
         self._known: tuple[object, ...] | None = None
         self._proposal: Proposal | None = None
@@ -172,7 +204,7 @@ class PriorSampler(CandidateSampler):
             with _BLAS.limit(limits=1):
                 self._model.learn(ledger.observations, ledger.pending)
                 self._proposal = propose(
-                    self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self._goal,
+                    self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self.goal,
                     target_bytes=self.target_bytes, cost=self._cost, min_gain_frac=self._min_gain_frac,
                 )  # fmt: skip
             self._known = known
@@ -186,29 +218,36 @@ class PriorSampler(CandidateSampler):
             return stop
         found = self.proposal()
         assert found is not None
-        if not found.anything_fits and self.predictions is not None and found.fits < _HOPELESS:
+        if not fits and self.predictions is not None and found.fits < _HOPELESS:
             words = f"nothing fits so far, and the likeliest candidate left fits with a probability of {found.fits:.1%}"
             return Stop(StopKind.HOPELESS, words)
-        if fits >= enough and found.anything_fits and found.gain_frac < min_gain_frac:
+        if fits >= enough and found.gain_frac < min_gain_frac and not found.leaner:
             expected, wanted = (f"{100 * share:.2g} %" for share in (found.gain_frac, min_gain_frac))
             return Stop(StopKind.GAIN, f"the best candidate left is expected to gain {expected}, below {wanted}")
         return None
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
-        if self.predictions is None and (larger := self._larger_than_the_fastest(free)).size:
-            return halving(self.grid, larger, self._random)
+        if self.predictions is None and (pool := self._without_predictions(self.highest(free))).size:
+            return halving(self.grid, pool, self._random)
         found = self.proposal()
         assert found is not None
         return found.place
 
-    def _larger_than_the_fastest(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The free candidates that need at least as much memory as the fastest fit so far: more memory buys speed."""
-        fits = [o for o in self.ledger.observations if o.fits and o.step_s is not None]
-        if not fits:
+    def _without_predictions(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Those of `free` among which a probe says most, while there are no predictions; empty once the model knows.
+
+        Before the first fit all; after a second OOM the leanest, of which an OOM ends the tier. After a fit those that
+        need more memory than the fastest: more memory buys speed.
+        """
+        told = self.ledger.observations
+        fits = [o for o in told if o.fits and o.step_s is not None]
+        if fits:
+            fastest = min(fits, key=lambda o: (self.tiers[o.place], o.step_s))
+            return free[self.grid.needs_no_less(fastest.place, free)]
+        if len(told) < _OOMS_TO_DOUBT:
             return free
-        fastest = min(fits, key=lambda o: (self.grid.tiers[o.place], o.step_s))
-        larger = free[self.grid.needs_no_less(fastest.place, free)]
-        return larger[self.grid.tiers[larger] == self.grid.tiers[larger].min()] if larger.size else larger
+        above = np.array([int(self.grid.needs_no_less(int(place), free).sum()) for place in free])
+        return np.asarray(free[above == above.max()])
 
 
 def halving(grid: Grid, pool: NDArray[np.intp], random: np.random.Generator) -> int:
@@ -224,22 +263,24 @@ class PlainSampler(CandidateSampler):
 
     def __init__(
         self, grid: Grid, *, inner: BaseSampler | None, predictions: Predictions | None = None,
-        target_bytes: int | None = None, seed: int = 0,
+        target_bytes: int | None = None, seed: int = 0, goal: Goal = "speed",
     ) -> None:  # fmt: skip
-        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed)
+        super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)
         self._inner = inner
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
+        free = self.highest(free)
         if self._inner is None:
             return int(free[0])
         drawn: dict[str, Any] = {}
         allowed = set(free.tolist())
         distributions = self.distributions()
         for _ in range(_GP_DRAWS if isinstance(self._inner, GPSampler) else _DRAWS):
-            drawn = self._inner.sample_relative(study, trial, distributions)
-            drawn = drawn or {
+            drawn = dict(self._inner.sample_relative(study, trial, distributions))
+            drawn |= {  # a sampler leaves out what it would draw without regard to the other knobs
                 name: self._inner.sample_independent(study, trial, name, distribution)
                 for name, distribution in distributions.items()
+                if name not in drawn
             }
             place = self.grid.find(drawn)
             if place is not None and place in allowed:
@@ -282,4 +323,4 @@ def make_sampler(
         "grid": None,
     }
     chosen = GPSampler(n_startup_trials=5, seed=seed) if name == "gp" else inner[name]
-    return PlainSampler(grid, inner=chosen, predictions=predictions, target_bytes=target_bytes, seed=seed)
+    return PlainSampler(grid, inner=chosen, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)

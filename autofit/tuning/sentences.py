@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS
 from autofit.space.describe import describe_changes, samples_word
-from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
+from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
 from autofit.tuning.pairs import Comparison
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
@@ -14,6 +14,7 @@ _RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --targe
 
 _WINS = {
     "speed": "the fastest",
+    "speed-at-any-tier": "the fastest",
     "memory": f"the least memory, at most {SLOWER_FRAC:.0%} slower than the fastest,",
     "utilisation": f"the fastest that uses {BAND[0]:.0%} to {BAND[1]:.0%} of the target, or the nearest to it,",
 }
@@ -28,12 +29,13 @@ def why(
     if best is None:
         return _what_to_relax(trials, target_bytes)
     fitting = measured(trials)
-    rivals = [t for t in fitting if t.tier == best.tier]
+    at_any = rule["goal"] == "speed-at-any-tier"
+    rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
     against = _against(best, baseline(trials), samples_word(original))
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
-    faster = [t for t in lower if cost(t) < cost(best)]
+    faster = [] if at_any else [t for t in lower if cost(t) < cost(best)]
     note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
     compared = [t for t in rivals if t.comparison is not None]
     if compared and not best.changes:
@@ -41,15 +43,27 @@ def why(
             f"trial {best.number} wins: the recipe as it is, at {used}{of}; no other trial that was compared with it "
             f"in turns ({len(compared)} of {len(rivals) - 1}) is clearly faster{note}"
         )
-    level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] == "speed" else []
+    level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] in FASTEST else []
     if level and not compared:
-        quick = min(level, key=cost)
-        ahead = format_seconds(cost(best)[0] - cost(quick)[0])
-        note = f"; trial {quick.number} was {ahead} a step faster, within the noise of two probes{note}"
+        note = f"; {_level(best, min(level, key=cost))}{note}"
     change = describe_changes(best.changes, original)
+    tier = f", the {best.tier} tier," if at_any else f" and keep the {best.tier} tier"
     return (
-        f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit and keep the {best.tier} tier"
+        f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit{tier}"
         f"{against}, at {used}{of}, with {change}{note}"
+    )
+
+
+def _level(best: Trial, quick: Trial) -> str:
+    """Why `quick`, which is faster than the winner `best`, did not win."""
+    ahead_s, more_bytes = cost(best)[0] - cost(quick)[0], cost(quick)[1] - cost(best)[1]
+    ahead = format_seconds(ahead_s)
+    if more_bytes <= 0:
+        return f"trial {quick.number} was {ahead} a step faster, within the noise of two probes"
+    share = ahead_s / cost(quick)[0]
+    return (
+        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, and needs "
+        f"{format_bytes(more_bytes)} more"
     )
 
 
