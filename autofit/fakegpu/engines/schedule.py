@@ -1,9 +1,10 @@
 """The order in which an engine works off sequences: chunked prefill, continuous batching, blocks of the cache.
 
 Follows vLLM's scheduler (vllm/v1/core/sched/scheduler.py): in each step the running sequences come first, one token
-each, then waiting ones while tokens, places and blocks are left. A sequence takes a block of the cache for every
-`block` tokens; if there is none left, the latest running sequence loses its blocks and waits, to be computed again.
-Prompts of one group share the full blocks of their common prompt. Steps with the same sequences are one stretch.
+each, then waiting ones while tokens, places and blocks are left. A prompt is admitted if all of it fits
+(`scheduler_reserve_full_isl`). A sequence takes a block of the cache for every `block` tokens. If there is none left,
+the latest running sequence loses its blocks and waits; what others took of them meanwhile is computed again. Prompts of
+one group share the full blocks of their common prompt. Steps with the same sequences are one stretch.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class _Play:
         self.group = np.arange(count) // group
         same = limits.shares_prompts and group > 1
         self.shared = (self.prompt - 1) // limits.block * same  # full blocks of the prompt that the group has in common
+        self.cached: dict[int, int] = {}  # blocks that preempted sequences still find, the oldest first
         self.waiting: deque[int] = deque(range(count))
         self.running = np.zeros(0, np.int64)
         self.stretches: list[Stretch] = []
@@ -93,40 +95,69 @@ class _Play:
         if not len(begun) and (not self.waiting or len(self.running) >= self.limits.most_sequences):
             return False
         budget = self.limits.budget - len(decoding)
+        free = self.limits.blocks - self._held()
         chunks: dict[int, int] = {}
         for number in begun.tolist():
             chunk = min(budget, int(self.prompt[number] - self.computed[number]))
+            blocks = -(-(self.computed[number] + chunk) // self.limits.block) - -(
+                -(self.computed[number] + 1) // self.limits.block
+            )
+            if blocks > free:
+                self._preempt()
+                return True
             if chunk > 0:
                 chunks[number] = chunk
-                budget -= chunk
-        admitted = self._admit(budget)
-        if not chunks and not admitted:
+                budget, free = budget - chunk, free - int(blocks)
+        chunks |= self._admit(budget, free)
+        if not chunks:
             return False
-        self._take(decoding, chunks | admitted)
+        self._take(decoding, chunks)
         return True
 
-    def _admit(self, budget: int) -> dict[int, int]:
-        """Sequences that leave the queue, and the tokens of each in this step."""
-        if not self.waiting:
-            return {}
-        held, block = self._held(), self.limits.block
-        groups = set(self.group[self.running].tolist())
+    def _admit(self, budget: int, free: int) -> dict[int, int]:
+        """Sequences that leave the queue, and the tokens of each in this step. A prompt must fit as a whole."""
+        self._forget(free)
+        block, groups = self.limits.block, set(self.group[self.running].tolist())
         places = self.limits.most_sequences - len(self.running)
         admitted: dict[int, int] = {}
         while self.waiting and len(admitted) < places and budget > 0:
             number = self.waiting[0]
-            shared, group = int(self.shared[number]), int(self.group[number])
-            known = shared * block if group in groups else 0
-            chunk = min(budget, int(self.prompt[number]) - known)
-            blocks = max(0, -(-(known + chunk) // block) - shared) + (0 if group in groups else shared)
-            if held + blocks > self.limits.blocks:
+            shared, group, prompt = int(self.shared[number]), int(self.group[number]), int(self.prompt[number])
+            known = max(shared if group in groups else 0, self.cached.get(number, 0)) * block
+            known = min(known, (prompt - 1) // block * block)
+            blocks = max(0, -(-prompt // block) - shared) + (0 if group in groups else shared)
+            if blocks > free:
                 break
-            held, budget = held + blocks, budget - chunk
+            chunk = min(budget, prompt - known)
+            free, budget = free - blocks, budget - chunk
             groups.add(group)
+            self.cached.pop(number, None)
             self.computed[self.waiting.popleft()] = known
             admitted[number] = chunk
         self.running = np.append(self.running, np.fromiter(admitted, np.int64, len(admitted)))
         return admitted
+
+    def _preempt(self) -> None:
+        """Take the blocks of the latest running sequence; it finds them again as long as no other needs them."""
+        last = int(self.running[-1])
+        if self.limits.shares_prompts:
+            self.cached[last] = int(self.computed[last]) // self.limits.block
+        if self.computed[last] >= self.prompt[last]:
+            self.prompt[last] = self.computed[last] + 1
+        self.computed[last] = 0
+        self.waiting.appendleft(last)
+        self.running = self.running[:-1]
+        self.preempted += 1
+
+    def _forget(self, free: int) -> None:
+        """Drop cached blocks, those of the sequences preempted first, until the `free` blocks hold the rest."""
+        over = sum(self.cached.values()) - max(0, free)
+        for number in list(self.cached):
+            if over <= 0:
+                return
+            cut = min(over, self.cached[number])
+            self.cached[number] -= cut
+            over -= cut
 
     def _take(self, decoding: Ints, chunks: dict[int, int]) -> None:
         numbers = np.fromiter(chunks, np.int64, len(chunks))
@@ -148,12 +179,7 @@ class _Play:
         running = self.running
         free = self.limits.blocks - self._held()
         if free < 0 and len(running) > 1:
-            last = int(running[-1])
-            self.prompt[last] = self.computed[last] + 1
-            self.computed[last] = 0
-            self.waiting.appendleft(last)
-            self.running = running[:-1]
-            self.preempted += 1
+            self._preempt()
             return
         steps = min(int(self.left[running].min()), 1 + self._further(max(0, free)))
         context = float(self.computed[running].mean()) + (steps - 1) / 2
