@@ -12,7 +12,8 @@ SPLIT, ROLLOUT = "per_device_train_batch_size", "steps_per_generation"
 SAMPLES = BatchKeys(length="max_length")
 ROLLOUTS = BatchKeys(
     rollout=ROLLOUT, rollout_batch="generation_batch_size", group="num_generations", reuse="num_iterations",
-    completion="max_completion_length",
+    completion="max_completion_length", engine_share="vllm_gpu_memory_utilization",
+    engine_length="vllm_max_model_length",
 )  # fmt: skip
 _SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # losses that sort, or average tokens, within a micro-batch
 _ROLLOUT_CHANGES_GRPO = ("dapo", "cispo", "vespo", "bnpo")

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.autograd import launched_by_autograd
+from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
 from autofit.fakegpu.rates.error import HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
@@ -31,7 +32,7 @@ _GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the
 
 
 class OperationLog(Protocol):
-    """A listener of the clock: every operation on the GPU, and the decode steps of a rollout."""
+    """A listener of the clock: every operation on the GPU, the decode steps of a rollout, and its engine."""
 
     def view(self) -> None: ...
 
@@ -42,6 +43,8 @@ class OperationLog(Protocol):
     def decode_step(self, number: int) -> None: ...
 
     def decode_end(self) -> None: ...
+
+    def engine(self, law: VllmEngine) -> None: ...
 
 
 class Clock:

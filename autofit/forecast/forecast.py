@@ -23,6 +23,7 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import REPEATED
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
+from autofit.forecast.engines import Rollout, with_engine
 from autofit.forecast.predictions import Predictions
 from autofit.hardware import calibration
 from autofit.plugin.padding import is_padded
@@ -46,6 +47,9 @@ class _Shape:
     chunk: int
     completion: int
     rank: int
+    group: int = 1
+    share: float = 0.0  # of the card, of a rollout engine
+    longest: int = 0  # tokens of the longest sequence that it serves; 0 is the model's own
 
     @property
     def generated(self) -> int:
@@ -115,7 +119,8 @@ class Forecaster:
             if made.problem:
                 problems[made.problem] = problems.get(made.problem, 0) + len(places)
             if made.model is not None:
-                live, seconds, before_update = _evaluate(made.model, made.layers, [shapes[p] for p in places])
+                mine = [shapes[p] for p in places]
+                live, seconds, before_update = _evaluate(made.model, made.layers, mine, _prompt(facts))
                 floor[places] = 0.0 if made.problem else spec.context_bytes + live
                 used[places] = spec.context_bytes + live
                 step[places], rollout[places] = seconds, before_update
@@ -231,7 +236,7 @@ class Forecast:
         found = self.models.get(_structure(space.recipe, known, shape, self.facts))
         if found is None or found.model is None:
             return None
-        live, seconds, _ = _evaluate(found.model, found.layers, [shape])
+        live, seconds, _ = _evaluate(found.model, found.layers, [shape], _prompt(self.facts))
         return self.context_bytes + float(live[0]), float(seconds[0])
 
 
@@ -243,7 +248,10 @@ def _is_structural(knob: str, keys: BatchKeys) -> bool:
 @cache
 def _variables(keys: BatchKeys) -> tuple[str, ...]:
     """The recipe keys that are variables of a mass model."""
-    named = (keys.micro_batch, keys.rollout, keys.accumulation, keys.completion, "lora_r", keys.group)
+    named = (
+        keys.micro_batch, keys.rollout, keys.accumulation, keys.completion, "lora_r", keys.group, keys.engine_share,
+        keys.engine_length,
+    )  # fmt: skip
     return tuple(key for key in named if key is not None)
 
 
@@ -329,10 +337,22 @@ def _shape(space: Space, candidate: Candidate) -> _Shape:
         value = cast(Value, params.get(name or ""))
         return int(value) if isinstance(value, int | float) else 0
 
-    return _Shape(micro, accumulation, chunk, number(space.recipe.keys.completion), number("lora_r"))
+    keys = space.recipe.keys
+    share = cast(Value, params.get(keys.engine_share or ""))
+    return _Shape(
+        micro, accumulation, chunk, number(keys.completion), number("lora_r"), number(keys.group) or 1,
+        float(share) if isinstance(share, int | float) else 0.0, number(keys.engine_length),
+    )  # fmt: skip
 
 
-def _evaluate(model: MassModel, layers: int, shapes: list[_Shape]) -> tuple[Floats, Floats, Floats]:
+def _prompt(facts: Mapping[str, Any]) -> int:
+    """Tokens of the longest prompt."""
+    return int(facts.get("longest_prompt_tokens", facts.get("prompt_tokens", 0)))
+
+
+def _evaluate(
+    model: MassModel, layers: int, shapes: list[_Shape], prompt: int = 0
+) -> tuple[Floats, Floats, Floats]:
     """(peak live bytes, seconds of an optimizer step, seconds before its update), each (len(shapes),).
 
     Equal shapes are evaluated once.
@@ -342,18 +362,25 @@ def _evaluate(model: MassModel, layers: int, shapes: list[_Shape]) -> tuple[Floa
     values = dict(zip(("B", "G", "C", "r"), columns.T[:4], strict=True))
     accumulation, chunk = columns[:, 4], columns[:, 5]
     live = np.zeros(len(unique))
-    for phase, peak in model.peaks(values, layers).items():
+    rollouts = [
+        Rollout(completions=s.generated, group=s.group, prompt=prompt, tokens=s.completion, share=s.share,
+                longest=s.longest)
+        for s in unique
+    ]  # fmt: skip
+    peaks, spent = model.peaks(values, layers), model.seconds(values, layers, values["C"])
+    peaks, spent = with_engine(model.engine, rollouts, peaks, spent)
+    for phase, peak in peaks.items():
         later = phase.endswith("+")  # phase in which gradients of an earlier micro-batch are alive
         happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
         live = np.maximum(live, np.where(happens, peak, 0.0))
     once = np.ones(len(unique))
     often = {"update": accumulation, "optimizer": once, "between": once}
     seconds, before_update = np.zeros(len(unique)), np.zeros(len(unique))
-    for segment, each in model.seconds(values, layers, values["C"]).items():
+    for segment, each in spent.items():
         each_micro = segment.endswith(REPEATED)
-        spent = (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
-        seconds += spent
-        before_update += 0.0 if segment.removesuffix(REPEATED) in often else spent
+        total = (accumulation if each_micro else often.get(segment, accumulation / chunk)) * each
+        seconds += total
+        before_update += 0.0 if segment.removesuffix(REPEATED) in often else total
     order = {shape: place for place, shape in enumerate(unique)}
     places = [order[shape] for shape in shapes]
     return live[places], seconds[places], before_update[places]

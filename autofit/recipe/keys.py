@@ -24,6 +24,8 @@ class BatchKeys:
     reuse: str | None = None  # number of passes of training over one rollout
     completion: str | None = None  # tokens of the longest completion
     length: str | None = None  # tokens of the longest sample
+    engine_share: str | None = None  # the part of the card that a rollout engine takes
+    engine_length: str | None = None  # tokens of the longest sequence that it must be able to serve
 
     def to_json(self) -> dict[str, str | None]:
         return asdict(self)

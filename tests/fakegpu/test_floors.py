@@ -16,13 +16,16 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("depth", "errors", "formula", "patches", "rates"),  # of the four folders only their empty __init__
+    ("depth", "engines", "errors", "formula", "patches", "rates"),  # of the five folders only their empty __init__
     ("allocator", "autograd", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
     ("known_values", "rates.grid", "replay"),
     ("rates.gemm",),
     ("rates.attention",),
     ("rates.cards",),
-    ("rates.error", "rates.kernels"),
+    ("engines.decoder", "rates.error", "rates.kernels"),
+    ("engines.forward",),
+    ("engines.schedule",),
+    ("engines.vllm",),
     ("clock", "memory"),
     ("calibrate", "depth.layers", "timeline"),
     ("fusion",),

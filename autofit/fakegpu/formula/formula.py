@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import (
     Affine,
     Basis,
@@ -125,6 +126,7 @@ class MassModel:
     row_phases: tuple[str, ...]
     time: KernelRows
     unmatched: Mapping[str, int] = field(default_factory=dict)
+    engine: VllmEngine | None = None  # of a rollout; its bytes and seconds are not among the model's
 
     @classmethod
     def fit(
@@ -154,6 +156,7 @@ class MassModel:
             variables=tuple(at), layers=low.layers, base=point, steps=tuple(sizes.steps),
             exponents=memory.basis.exponents, rows=memory.rows,
             slopes=memory.slopes, row_phases=memory.phases, time=time.folded(sample), unmatched=dict(sizes.unmatched),
+            engine=base.kernels.engine,
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
@@ -166,6 +169,7 @@ class MassModel:
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host,
             "spec": asdict(time.kernels.spec), "costs": asdict(time.kernels.costs), "tabled": time.tabled.to_json(),
             "sums": {name: [list(row) for row in rows] for name, rows in time.sums.items()},
+            "engine": None if self.engine is None else self.engine.to_json(),
         }  # fmt: skip
         np.savez(
             path, rest=np.array(json.dumps(rest)), rows=self.rows, slopes=self.slopes, flop_s=time.flop_s,
@@ -192,6 +196,7 @@ class MassModel:
             exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
+            engine=None if rest["engine"] is None else VllmEngine.from_json(rest["engine"]),
         )  # fmt: skip
 
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:

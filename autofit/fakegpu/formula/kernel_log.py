@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
@@ -63,6 +64,7 @@ class KernelKinds:
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
+    engine: VllmEngine | None = None  # what generates, if not the model itself
 
     @staticmethod
     def segment(kind: Kind) -> str:
@@ -96,6 +98,7 @@ class KernelLog:
         self._counts: dict[Kind, int] = {}
         self._infos: dict[Kind, Info] = {}
         self._hosts: dict[str, list[int]] = {}
+        self._engine: VllmEngine | None = None
 
     def decode_step(self, number: int) -> None:
         """Start decode step `number` of this rollout."""
@@ -107,6 +110,10 @@ class KernelLog:
 
     def decode_end(self) -> None:
         self._decoding = False
+
+    def engine(self, law: VllmEngine) -> None:
+        """What generates; the last one told, after a synchronisation of its weights."""
+        self._engine = law
 
     def view(self) -> None:
         if self.on:
@@ -143,7 +150,7 @@ class KernelLog:
         return KernelKinds(
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
-            position=len(steps) - 1 if len(steps) >= 2 else 0,
+            position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine,
         )  # fmt: skip
 
     def _host(self) -> list[int]:

@@ -2,20 +2,20 @@
 
 TRL 1.16 (`trl/generation/vllm_generation.py`) runs one engine in the training process with a fraction `u` of the card.
 In sleep mode the engine sleeps at level 2 outside of generation, wakes its weights for synchronisation and its KV cache
-for generation. Here the engine allocates its weights and a KV cache that fills the rest of `u` times the card. Both
-come from the simulated allocator, on a separate stream so that no other tensor reuses them; sleeping frees both.
+for generation. Memory and seconds are those of `engines.vllm`. The bytes come from the simulated allocator, on a
+separate stream so that no other tensor reuses them; sleeping frees weights and cache, CUDA graphs stay.
 
-Two quantities are unknown without a card and listed in `gpu.notes`: the memory that vLLM keeps during sleep (CUDA
-graphs, workspaces), and memory in addition to its fraction. Its seconds are a roofline: weights and KV cache are read
-once per token, without scheduling.
+While a forecast traces a training (`clock.log`), the engine holds nothing and takes no time: the forecast adds both for
+each candidate, whose share of the card and number of sequences differ.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Protocol, cast
 from unittest import mock
@@ -25,21 +25,26 @@ import torch
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
 from autofit.fakegpu.depth.stack import Stack, full_config, stack_of
-from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_GRAPH_S = 41e-6  # host seconds of launching a CUDA graph (pytorch/pytorch#150488), which a decode step replays
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
-    "vLLM was not run: its share of the card is taken whole and given back in sleep; what it keeps while asleep or "
-    "takes beside its share is not known, and its seconds are a roofline without scheduling"
+    "vLLM was not run: its schedule is played with the kernels that were measured on the card, its profiling run, CUDA "
+    "graphs and other memory beside weights and cache are estimates, and every completion has its full length"
+)
+_SLEEP_NOTE = (
+    "vLLM's sleep was not run: it frees weights and cache and keeps its CUDA graphs; waking up fails on a card if "
+    "memory that torch has cached is in the way"
 )
 _SERVER_NOTE = (
-    "vLLM's server was not run: it holds nothing of this card, and its seconds are a roofline of one more card of this "
-    "kind, without scheduling or network"
+    "vLLM's server was not run: it holds nothing of this card, and its seconds are those of one more card of this "
+    "kind, without network"
 )
+_LONGEST = 1 << 17  # tokens, of a model whose config names no longest sequence
 _SERVER_SHARE = 0.9  # fraction of the server's card: the default of `trl vllm-serve` (--gpu_memory_utilization)
 
 
@@ -55,119 +60,118 @@ class SamplingParams(SimpleNamespace):
 
 
 class FakeEngine:
-    """`vllm.LLM` for one simulated card."""
+    """`vllm.LLM` for one simulated card; `law` says what it holds and what it takes."""
 
-    def __init__(
-        self,
-        gpu: FakeGpu,
-        model: torch.nn.Module,
-        *,
-        gpu_memory_utilization: float,
-        max_model_len: int | None,
-        max_num_seqs: int,
-        tensor_parallel_size: int,
-        elsewhere: bool = False,
-    ) -> None:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise FakeGpuError(
-                f"vllm_gpu_memory_utilization must be above 0 and at most 1; got {gpu_memory_utilization}"
-            )
+    def __init__(self, gpu: FakeGpu, model: torch.nn.Module, law: VllmEngine) -> None:
         self._gpu = gpu
+        self.law = law
         self._stack = stack_of(_text_config(model))
-        self._config = full_config(_text_config(model))
-        self._weights_bytes = _weights_bytes(model) // tensor_parallel_size
-        self._kv_bytes = int(gpu_memory_utilization * gpu.spec.capacity_bytes) - self._weights_bytes
-        self._parameters = self._weights_bytes * tensor_parallel_size // 2
-        self._ranks = tensor_parallel_size
-        self._most_sequences = max_num_seqs
+        self._vocab = int(getattr(full_config(_text_config(model)), "vocab_size", 3))
         self._held: dict[str, int] = {}
-        self._elsewhere = elsewhere
-        if self._kv_bytes <= 0:
-            raise torch.OutOfMemoryError(
-                f"vLLM's weights of {self._weights_bytes} bytes leave no room for a KV cache in its share of "
-                f"vllm_gpu_memory_utilization={gpu_memory_utilization} of the card"
-            )
-        gpu.note(_SERVER_NOTE if elsewhere else _NOTE)
-        longest = max_model_len or getattr(self._config, "max_position_embeddings", 1 << 20)
+        self.group = 1  # completions of one prompt in a row
+        if law.refusal and not self._forecast:
+            raise torch.OutOfMemoryError(law.refusal)
+        gpu.note(_SERVER_NOTE if law.remote else _NOTE)
+        if law.sleeps:
+            gpu.note(_SLEEP_NOTE)
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights)))
         self.llm_engine = SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=longest),
+            model_config=SimpleNamespace(max_model_len=law.longest),
             model_executor=SimpleNamespace(driver_worker=worker),
         )
-        self.wake_up()
+        self._tell()
+        self._hold("resting", law.held_bytes(weights=False, cache=False))
+        self._map(("weights", "kv_cache"))
+        with self._computing():
+            pass  # the profiling run
+
+    @property
+    def _forecast(self) -> bool:
+        return self._gpu.clock.log is not None
+
+    def _tell(self) -> None:
+        """Tell a forecast the engine's law."""
+        if self._gpu.clock.log is not None:
+            self._gpu.clock.log.engine(self.law)
 
     # ------------------------------------------------------------------ memory
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the weights, the KV cache, or both; may raise torch.OutOfMemoryError."""
-        memory = self._gpu.memory
-        for tag, nbytes in (("weights", self._weights_bytes), ("kv_cache", self._kv_bytes)):
-            if self._elsewhere or tag in self._held or (tags is not None and tag not in tags):
-                continue
-            before, memory.stream = memory.stream, _STREAM
-            try:
-                self._held[tag] = memory.allocate(nbytes, "vLLM", f"vLLM {tag}")
-            finally:
-                memory.stream = before
+        self._pass(self.law.wake_s(self._map(tags or ("weights", "kv_cache"))))
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, back to the driver (level 1 keeps a copy of the weights on the host)."""
-        for index in self._held.values():
+        mapped = [self._held.pop(tag) for tag in ("weights", "kv_cache") if tag in self._held]
+        self._pass(self.law.sleep_s(sum(self._gpu.memory.allocations[index].nbytes for index in mapped)))
+        for index in mapped:
             self._gpu.memory.release(index)
-        self._held.clear()
-        self._gpu.memory.allocator.empty_cache()
+        if mapped:
+            self._gpu.memory.allocator.empty_cache()
+
+    def _map(self, tags: Sequence[str]) -> int:
+        """Allocate what the tags name; the bytes allocated."""
+        sizes = {"weights": self.law.weights_bytes, "kv_cache": max(0, self.law.cache_bytes)}
+        return sum(self._hold(tag, sizes[tag]) for tag in tags if tag in sizes)
+
+    def _hold(self, tag: str, nbytes: int) -> int:
+        if self.law.remote or self._forecast or tag in self._held or not nbytes:
+            return 0
+        memory = self._gpu.memory
+        before, memory.stream = memory.stream, _STREAM
+        try:
+            self._held[tag] = memory.allocate(nbytes, "vLLM", f"vLLM {tag}")
+        finally:
+            memory.stream = before
+        return nbytes
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._hold("activations", self.law.activation_bytes)
+        yield
+        if "activations" in self._held:
+            self._gpu.memory.release(self._held.pop("activations"))
 
     def reset_prefix_cache(self) -> bool:
+        """The end of a synchronisation of weights."""
+        self._tell()
+        self.law = replace(self.law, sync_s=0.0)
         return True
 
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
-            self._pass(_repeats(name, self._stack) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s))
+            seconds = _repeats(name, self._stack) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
+            self.law = replace(self.law, sync_s=self.law.sync_s + seconds)
+            self._pass(seconds)
 
     # ------------------------------------------------------------------ generation
     def generate(
         self, prompts: Sequence[dict[str, list[int]]], sampling_params: _Settings, use_tqdm: bool = False
     ) -> list[SimpleNamespace]:
-        """Completions of full length (the worst case); advances the clock by the time of decoding."""
+        """Completions of full length (the worst case); advances the clock by the time of their generation."""
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
-        self._spend([len(row) for row in ids], sampling_params.max_tokens)
-        token = int(getattr(self._config, "vocab_size", 3)) // 3  # never an end-of-sequence token
+        tokens = sampling_params.max_tokens
+        with self._computing():
+            self._gpu.clock.synchronize()
+            if not self._forecast:
+                group = self.group if len(ids) % self.group == 0 else 1
+                self._pass(self.law.generation_s([len(row) for row in ids], tokens, group=group))
+        token = self._vocab // 3  # never an end-of-sequence token
         logprobs = None
         if sampling_params.logprobs is not None:
-            logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)}] * sampling_params.max_tokens
-        completion = SimpleNamespace(token_ids=[token] * sampling_params.max_tokens, logprobs=logprobs)
+            logprobs = [{token: SimpleNamespace(logprob=-1.0, rank=1)}] * tokens
+        completion = SimpleNamespace(token_ids=[token] * tokens, logprobs=logprobs)
         return [SimpleNamespace(prompt_token_ids=row, outputs=[completion]) for row in ids]
-
-    def _spend(self, prompt_lengths: Sequence[int], tokens: int) -> None:
-        """Prefill at the card's rate; each decode step reads all weights and the KV cache of the running sequences."""
-        clock, kernels = self._gpu.clock, self._gpu.clock.kernels
-        per_token = self._kv_bytes_per_token()
-        mean = sum(prompt_lengths) / max(1, len(prompt_lengths))
-        fits = max(1, int(self._kv_bytes // (per_token * (mean + tokens))))
-        together = min(len(prompt_lengths), self._most_sequences, fits)
-        waves = math.ceil(len(prompt_lengths) / max(1, together))
-        rate = self._gpu.spec.half_flops_per_s * kernels.flops_frac * self._ranks
-        bandwidth = kernels.bandwidth_bytes_per_s
-        prefill_s = 2 * self._parameters * sum(prompt_lengths) / rate
-        read = self._weights_bytes + together * (mean + tokens / 2) * per_token
-        step_s = max(read / bandwidth, 2 * self._parameters * together / rate, _GRAPH_S)
-        clock.synchronize()
-        self._pass(prefill_s + waves * tokens * step_s)
 
     def _pass(self, seconds: float) -> None:
         """Advance the clock, for the host and the card."""
+        if self._forecast or not seconds:
+            return
         clock = self._gpu.clock
         clock.advance(seconds)
         if isinstance(clock, LayerClock):
             clock.play([(0, Delay(seconds, NEVER, NEVER, seconds))])
-
-    def _kv_bytes_per_token(self) -> int:
-        config = self._config
-        heads = getattr(config, "num_attention_heads", 1)
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 1) // heads
-        return max(1, 2 * 2 * getattr(config, "num_hidden_layers", 1) * key_heads * dim // self._ranks)
 
 
 class FakeClient:
@@ -175,9 +179,8 @@ class FakeClient:
 
     def __init__(self, gpu: FakeGpu, model: torch.nn.Module) -> None:
         self._engine = FakeEngine(
-            gpu, model, gpu_memory_utilization=_SERVER_SHARE, max_model_len=None, max_num_seqs=256,
-            tensor_parallel_size=1, elsewhere=True,
-        )  # fmt: skip
+            gpu, model, _law(gpu, model, gpu_memory_utilization=_SERVER_SHARE, batched_tokens=8192, remote=True)
+        )
 
     def init_communicator(self, device: object = None) -> None: ...
 
@@ -201,6 +204,7 @@ class FakeClient:
     ) -> dict[str, object]:  # fmt: skip
         """`n` completions of full length for each prompt."""
         inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(n)]
+        self._engine.group = n
         rows = self._engine.generate(inputs, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
         completions = [row.outputs[0].token_ids for row in rows]
         known = logprobs is not None
@@ -232,6 +236,31 @@ def _weights_bytes(model: torch.nn.Module) -> int:
     return round(sum(seen.values()))
 
 
+def _law(
+    gpu: FakeGpu,
+    model: torch.nn.Module,
+    *,
+    gpu_memory_utilization: float,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    tensor_parallel_size: int = 1,
+    batched_tokens: int = 4096,
+    enable_sleep_mode: bool = False,
+    remote: bool = False,
+) -> VllmEngine:
+    """The engine that vLLM would build of `model`: its weights in half precision, without adapters."""
+    config = full_config(_text_config(model))
+    nbytes = _weights_bytes(model)
+    packed = any(not p.dtype.is_floating_point for p in model.parameters())
+    return VllmEngine(
+        spec=gpu.spec, costs=gpu.clock.costs, decoder=replace(Decoder.of(config), weight_bytes=0.53 if packed else 2.0),
+        weights_bytes=nbytes // tensor_parallel_size, utilization=gpu_memory_utilization,
+        longest=int(max_model_len or getattr(config, "max_position_embeddings", None) or _LONGEST),
+        most_sequences=max_num_seqs or 256, ranks=tensor_parallel_size, batched_tokens=batched_tokens,
+        sleeps=enable_sleep_mode, remote=remote,
+    )  # fmt: skip
+
+
 def _repeats(name: str, stack: Stack | None) -> float:
     """Number of the full model's parameters that the parameter of this name represents."""
     layer = _LAYER.search(name)
@@ -256,15 +285,28 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 8192,
+        enable_sleep_mode: bool = False,
         **rest: object,
     ) -> FakeEngine:
-        return FakeEngine(
+        law = _law(
             gpu, models[-1], gpu_memory_utilization=gpu_memory_utilization, max_model_len=max_model_len,
             max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel_size,
+            batched_tokens=max_num_batched_tokens, enable_sleep_mode=enable_sleep_mode,
         )  # fmt: skip
+        return FakeEngine(gpu, models[-1], law)
+
+    def generate(
+        self: object, prompts: object, images: object, num_generations: int, profiler: object = None
+    ) -> object:
+        llm = getattr(self, "llm", None)
+        if isinstance(llm, FakeEngine):
+            llm.group = num_generations
+        return generating(self, prompts, images, num_generations, profiler)
 
     original = untouched(owner._init_vllm)
+    generating: Callable[..., object] = untouched(owner.generate)
     reason = "vLLM cannot run on a card that is not there"
     for name, value in (
         ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", SimpleNamespace),
@@ -272,3 +314,4 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     ):  # fmt: skip
         yield module, name, value, reason
     yield owner, "_init_vllm", start, reason
+    yield owner, "generate", generate, "the engine is told how many completions a prompt has"

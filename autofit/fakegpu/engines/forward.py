@@ -1,0 +1,157 @@
+"""Seconds of one forward pass of an engine, from the kernels that it launches, at any number of tokens.
+
+Products and attention take what was measured on the card. vLLM compiles what is between them into one kernel each:
+a sum with a norm, rotary embedding with the norms of queries and keys, and the activation of the MLP; the cache is
+written by a kernel of its own (vllm/compilation, RMSNorm and SiluAndMul of vllm/model_executor/layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.rates.attention import VERSION_2_OF_3
+from autofit.fakegpu.rates.grid import Floats
+from autofit.fakegpu.rates.kernels import KernelSeconds
+
+ITEM = 2  # bytes of a half-precision element
+
+
+class Batch(NamedTuple):
+    """What one pass computes, one entry a pass.
+
+    `decoding` sequences have one token each, which attends to `context` tokens; `prefilling` sequences have `queries`
+    tokens each, which attend to `keys` tokens on average.
+    """
+
+    decoding: Floats
+    context: Floats
+    prefilling: Floats
+    queries: Floats
+    keys: Floats
+
+    @property
+    def tokens(self) -> Floats:
+        return self.decoding + self.prefilling * self.queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """The forward pass of a `decoder` on one of `ranks` cards. `fused` says whether an engine has merged kernels."""
+
+    decoder: Decoder
+    kernels: KernelSeconds
+    ranks: int = 1
+    fused: bool = True
+
+    def layers_s(self, batch: Batch, rows: Floats) -> Floats:
+        """Seconds of all layers on the card, with `rows` tokens in the products (a graph may be padded)."""
+        decoder = self.decoder
+        attention = self._attention(batch)
+        products: Floats = sum((self.product(rows, n, k) for n, k in self._attention_products()), np.zeros_like(rows))
+        each = products + self._between(rows)
+        dense = decoder.dense_layers if decoder.experts else decoder.layers
+        total = decoder.layers * each + dense * self._mlp(rows, decoder.dense_intermediate or decoder.intermediate)
+        if decoder.experts:
+            total = total + (decoder.layers - dense) * self._experts(rows)
+        return np.asarray(total + attention)
+
+    def head_s(self, rows: Floats) -> Floats:
+        """Seconds of the logits of `rows` tokens."""
+        return self.product(rows, self.decoder.vocab // self.ranks, self.decoder.hidden, weight_bytes=ITEM)
+
+    def product(self, m: Floats, n: int, k: int, *, weight_bytes: float | None = None) -> Floats:
+        """Seconds of (m, k) x (k, n), whose weights come from memory."""
+        weight = self.decoder.weight_bytes if weight_bytes is None else weight_bytes
+        one = np.ones_like(m)
+        told = self.kernels.measured(
+            "products", "mm", np.stack([one, m, n * one, k * one]), rate=self.kernels.spec.half_flops_per_s,
+            item_bytes=ITEM, causal=False,
+        )  # fmt: skip
+        moved = n * k * min(weight, ITEM) + (m * k + m * n) * ITEM
+        if weight < ITEM:  # packed weights are read, unpacked, and multiplied by a kernel that reads less
+            flops = 2.0 * m * n * k / (self.kernels.spec.half_flops_per_s * self.kernels.flops_frac)
+            return np.maximum(np.maximum(flops, self.kernels.shortest_s), moved / self.kernels.bandwidth_bytes_per_s)
+        return np.maximum(told, moved / self.kernels.bandwidth_bytes_per_s)
+
+    def moving(self, nbytes: Floats, times: int = 1) -> Floats:
+        """Seconds of `times` kernels that move `nbytes` each; few bytes are still in the cache."""
+        return np.asarray(times * np.maximum(self.kernels.warm(nbytes / self._bandwidth), self.kernels.shortest_s))
+
+    # ------------------------------------------------------------------ the parts of a layer
+    def _attention_products(self) -> tuple[tuple[int, int], ...]:
+        merged, out = self.decoder.products(self.ranks)
+        if self.fused:
+            return merged, out
+        keys = max(1, self.decoder.key_heads // self.ranks) * self.decoder.head_dim
+        return (merged[0] - 2 * keys, merged[1]), (keys, merged[1]), (keys, merged[1]), out
+
+    def _mlp(self, rows: Floats, intermediate: int) -> Floats:
+        width, hidden = intermediate // self.ranks, self.decoder.hidden
+        up = 2 if self.decoder.gated else 1
+        into = self.product(rows, up * width, hidden) if self.fused else up * self.product(rows, width, hidden)
+        acted = self.moving((up + 1) * rows * width * ITEM, 1 if self.fused else 2)
+        return np.asarray(into + acted + self.product(rows, hidden, width))
+
+    def _experts(self, rows: Floats) -> Floats:
+        """A mixture's MLP: every expert that a token has is read once; routing is even."""
+        decoder = self.decoder
+        chosen = decoder.experts_per_token / decoder.experts
+        touched = decoder.experts * -np.expm1(rows * np.log1p(-min(chosen, 1.0 - 1e-9)))
+        weights = 3 * decoder.hidden * decoder.intermediate / self.ranks
+        flops = 2.0 * rows * decoder.experts_per_token * weights
+        rate = self.kernels.spec.half_flops_per_s * self.kernels.flops_frac
+        moved = (touched * weights * decoder.weight_bytes) / self.kernels.bandwidth_bytes_per_s
+        routed = rows * decoder.experts_per_token
+        width = decoder.intermediate // self.ranks
+        shared = self._mlp(rows, decoder.shared_intermediate) if decoder.shared_intermediate else 0.0
+        return np.asarray(
+            np.maximum(np.maximum(flops / rate, moved), 2 * self.kernels.shortest_s)
+            + self.moving(3 * routed * width * ITEM) + self.moving(2 * routed * decoder.hidden * ITEM)
+            + self.moving(rows * decoder.experts * ITEM, 3) + shared
+        )  # fmt: skip
+
+    def _between(self, rows: Floats) -> Floats:
+        """Norms, rotary embedding and the write to the cache of one layer."""
+        decoder = self.decoder
+        hidden, keys = decoder.hidden, 2 * decoder.key_heads * decoder.head_dim / self.ranks
+        merged = decoder.heads * decoder.head_dim / self.ranks + keys
+        norms = self.moving(4 * rows * hidden * ITEM, 2 if self.fused else 6)
+        rotary = self.moving(2 * rows * merged * ITEM, 1 if self.fused else 8)
+        return np.asarray(norms + rotary + self.moving(2 * rows * keys * ITEM))
+
+    def _attention(self, batch: Batch) -> Floats:
+        decoder = self.decoder
+        full = decoder.layers - decoder.recurrent_layers - decoder.window_layers
+        total = full * self._attention_of(batch)
+        if decoder.window_layers:
+            window = float(decoder.window or 0)
+            seen = batch._replace(context=np.minimum(batch.context, window), keys=np.minimum(batch.keys, window))
+            total = total + decoder.window_layers * self._attention_of(seen)
+        return np.asarray(total)
+
+    def _attention_of(self, batch: Batch) -> Floats:
+        """Seconds of one layer's attention, of decoding and of prefilling sequences by a kernel each."""
+        one = np.ones_like(batch.decoding)
+        decode = self._kernel(batch.decoding, one, batch.context)
+        prefill = self._kernel(batch.prefilling, np.maximum(batch.queries, 2.0), batch.keys)
+        return np.asarray(np.where(batch.decoding > 0, decode, 0.0) + np.where(batch.prefilling > 0, prefill, 0.0))
+
+    def _kernel(self, sequences: Floats, queries: Floats, keys: Floats) -> Floats:
+        decoder, one = self.decoder, np.ones_like(queries)
+        heads = max(1, decoder.heads // self.ranks)
+        key_heads = max(1, decoder.key_heads // self.ranks)
+        of = np.stack([sequences, heads * one, key_heads * one, queries, keys, decoder.head_dim * one])
+        told = self.kernels.measured(
+            "attention", "_scaled_dot_product_flash_attention", of, rate=self.kernels.spec.half_flops_per_s,
+            item_bytes=ITEM, causal=False,
+        )  # fmt: skip
+        newest = self.kernels.rates.attention.version > 2  # the engine's kernels are those that were measured
+        return np.asarray(np.where((queries > 1) & newest, told / VERSION_2_OF_3, told))
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.kernels.bandwidth_bytes_per_s

@@ -1,0 +1,222 @@
+"""vLLM in the process of a trainer: the memory that it holds, and the seconds of a generation.
+
+Facts are those of the versions that TRL 1.16 takes, 0.22 to 0.31 (`is_vllm_available`), read in vLLM's source:
+
+- memory (vllm/v1/worker/gpu_worker.py, `determine_available_memory`): weights, the peak of a profiling run, and CUDA
+  graphs (since 0.21) are taken from `gpu_memory_utilization` times the card; the cache gets the rest.
+- graphs (vllm/config/vllm.py): batches up to twice `max_num_seqs`, at most 512, are captured, in steps of 8 and 16.
+- seconds: the host prepares a step while the card computes the one before (asynchronous scheduling, the default), so
+  a step takes the longer of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import ITEM, Batch, Forward
+from autofit.fakegpu.engines.schedule import Scheduler, Stretch, batches
+from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.rates.grid import Floats
+from autofit.fakegpu.rates.kernels import KernelSeconds
+from autofit.fakegpu.specs import GpuSpec, HostCosts
+
+BLOCK_TOKENS = 16
+MOST_CAPTURED = 512
+# Bytes of the graphs of one size: "Estimated CUDA graph memory: 0.73 GiB" of 51 + 35 graphs, the largest figure found
+# (vllm-project/vllm#39559; 0.52 GiB of an 8B model in LMCache/LMCache#3430).
+_GRAPH_BYTES = int(0.73 * 2**30 / 86)
+_LIBRARIES_BYTES = int(0.15 * 2**30)  # "non_torch_memory takes 0.15GiB" (vllm-project/vllm#17117)
+# Live bytes of the sampler for each logit when it is profiled, with top-k and top-p: the logits in half and single
+# precision, and the sorted values, their numbers (8 bytes) and the buffers of the sort (vllm/v1/sample).
+_SAMPLER_BYTES = 2 + 4 + 4 + 8 + 12
+# Bytes that sampling one token moves for each logit (vllm/v1/sample/sampler.py): to single precision, temperature,
+# softmax, exponential noise, division, maximum; with log-probabilities also log_softmax and the rank of the token.
+_GREEDY_BYTES, _RANDOM_BYTES, _LOGPROB_BYTES = 10, 46, 16
+_GREEDY_KERNELS, _RANDOM_KERNELS, _LOGPROB_KERNELS = 3, 7, 4
+_INPUT_KERNELS = 10  # copies and small kernels that prepare a step's positions, slots and tables
+# Seconds to sleep at level 2 by GiB freed (0.31 s for 47.4 GiB, 0.12 for 32: vllm-project/vllm#48337, A100), and to
+# wake up by GiB mapped (up to 0.4 s, blog.vllm.ai/2025/10/26/sleep-mode.html, taken as of as many GiB).
+_SLEEP_S_PER_GIB, _WAKE_S_PER_GIB = 0.31 / 47.4, 0.4 / 47.4
+# Host seconds of a step: scheduling 0.2 ms, states and inputs 0.23 ms (vllm-project/vllm#42131, one sequence), the
+# output's update 1.1 us a sequence (vllm-project/vllm#46112: 0.287 ms for 256). Detokenising is not measured: as much.
+_STEP_HOST_S = 0.43e-3
+_SEQUENCE_HOST_S = 2.2e-6
+
+
+@lru_cache(maxsize=64)
+def _kernel_seconds(spec: GpuSpec, costs: HostCosts) -> KernelSeconds:
+    return KernelSeconds(spec, costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmEngine:
+    """One engine on the card `spec`; `weights_bytes` are those of one of its `ranks`."""
+
+    spec: GpuSpec
+    costs: HostCosts
+    decoder: Decoder
+    weights_bytes: int
+    utilization: float
+    longest: int  # tokens of the longest sequence that it must be able to serve (max_model_len)
+    most_sequences: int
+    ranks: int = 1
+    batched_tokens: int = 4096  # as TRL sets it
+    shares_prompts: bool = True
+    greedy: bool = False
+    logprobs: bool = True
+    eager: bool = False  # enforce_eager: without graphs
+    waits: bool = False  # whether the host prepares a step only after the one before (no asynchronous scheduling)
+    sleeps: bool = False  # whether it sleeps outside of generation
+    remote: bool = False  # whether it is on another card, as TRL's server is
+    sync_s: float = 0.0  # seconds of one synchronisation of the weights
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise FakeGpuError(f"vllm_gpu_memory_utilization must be above 0 and at most 1; got {self.utilization}")
+
+    # ------------------------------------------------------------------ memory
+    @property
+    def share_bytes(self) -> int:
+        return int(self.utilization * self.spec.capacity_bytes)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Numbers of tokens for which a graph is captured."""
+        most = 0 if self.eager else min(2 * self.most_sequences, MOST_CAPTURED, self.batched_tokens)
+        return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, MOST_CAPTURED + 1, 16)) if size <= most]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory of the captured graphs: one a size for mixed batches, and one for pure decoding."""
+        decoding = sum(size <= self.most_sequences for size in self.graph_sizes)
+        return _GRAPH_BYTES * (len(self.graph_sizes) + decoding)
+
+    @property
+    def activation_bytes(self) -> int:
+        """The peak of the profiling run: a full step of the longest layer, or the sampler of all sequences."""
+        decoder, tokens = self.decoder, min(self.batched_tokens, max(self.longest, 1))
+        width = max(decoder.intermediate * max(1, decoder.experts_per_token), decoder.dense_intermediate)
+        layer = tokens * ITEM * (3 * decoder.hidden + 3 * width // self.ranks)
+        sampler = min(self.most_sequences, self.batched_tokens) * decoder.vocab * _SAMPLER_BYTES
+        return tokens * ITEM * decoder.hidden + max(layer, sampler)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the share holds beside weights and cache."""
+        return self.activation_bytes + self.graph_bytes + _LIBRARIES_BYTES
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes left for the cache; not above 0 if there are none."""
+        return self.share_bytes - self.weights_bytes - self.overhead_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return max(1, self.decoder.kv_bytes_per_token // self.ranks)
+
+    @property
+    def blocks(self) -> int:
+        return max(0, self.cache_bytes) // (self.token_bytes * BLOCK_TOKENS)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the share is too small for one sequence of `longest` tokens; vLLM refuses to start then."""
+        return max(0, self.token_bytes * self.longest - self.cache_bytes)
+
+    @property
+    def refusal(self) -> str:
+        """Why the engine does not start; "" if it does."""
+        if not self.missing_bytes:
+            return ""
+        return (
+            f"vLLM's share of vllm_gpu_memory_utilization={self.utilization} of the card is {self.share_bytes} bytes: "
+            f"weights take {self.weights_bytes}, profiling and graphs {self.overhead_bytes}, and one sequence of "
+            f"{self.longest} tokens {self.token_bytes * self.longest}; raise the share or set a lower "
+            f"vllm_max_model_length (No available memory for the cache blocks)"
+        )
+
+    def held_bytes(self, *, weights: bool, cache: bool, computing: bool = False) -> int:
+        """Bytes on the trainer's card: with `weights`, `cache`, and what is live while `computing`."""
+        if self.remote:
+            return 0
+        parts = (weights, self.weights_bytes), (cache, max(0, self.cache_bytes)), (computing, self.activation_bytes)
+        return self.graph_bytes + _LIBRARIES_BYTES + sum(nbytes for held, nbytes in parts if held)
+
+    # ------------------------------------------------------------------ seconds
+    @property
+    def switch_s(self) -> float:
+        """Seconds of one sleep and of waking up again."""
+        share_gib = (self.share_bytes - self.overhead_bytes) / 2**30
+        return (_SLEEP_S_PER_GIB + _WAKE_S_PER_GIB) * max(0.0, share_gib) if self.sleeps else 0.0
+
+    def sleep_s(self, nbytes: int) -> float:
+        return _SLEEP_S_PER_GIB * nbytes / 2**30
+
+    def wake_s(self, nbytes: int) -> float:
+        return _WAKE_S_PER_GIB * nbytes / 2**30
+
+    def generation_s(self, prompts: Sequence[int], tokens: int, *, group: int = 1) -> float:
+        """Seconds of `tokens` tokens after each of `prompts` (lengths), of which `group` in a row are equal."""
+        scheduler = Scheduler(
+            budget=self.batched_tokens, most_sequences=self.most_sequences,
+            blocks=max(self.blocks, -(-(max(prompts) + tokens) // BLOCK_TOKENS)), block=BLOCK_TOKENS,
+            shares_prompts=self.shares_prompts,
+        )  # fmt: skip
+        stretches, _ = scheduler.play(list(prompts), tokens, group=group)
+        return self.stretches_s(stretches)
+
+    def stretches_s(self, stretches: list[Stretch]) -> float:
+        batch, sampled, steps = batches(stretches)
+        return float(steps @ self.steps_s(batch, sampled))
+
+    def steps_s(self, batch: Batch, sampled: Floats) -> Floats:
+        """Seconds of one step of each batch: the card's or the host's, whichever is longer."""
+        card = self.card_s(batch, sampled)
+        host = _STEP_HOST_S + _SEQUENCE_HOST_S * (batch.decoding + batch.prefilling) + self._launching_s(batch)
+        return np.asarray(card + host if self.waits else np.maximum(card, host))
+
+    def card_s(self, batch: Batch, sampled: Floats) -> Floats:
+        """Seconds of the card's kernels."""
+        forward = self.forward
+        sampling = _GREEDY_BYTES if self.greedy else _RANDOM_BYTES
+        count = _GREEDY_KERNELS if self.greedy else _RANDOM_KERNELS
+        if self.logprobs:
+            sampling, count = sampling + _LOGPROB_BYTES, count + _LOGPROB_KERNELS
+        logits = forward.moving(sampled * self.decoder.vocab * sampling / count, count)
+        small = _INPUT_KERNELS * forward.kernels.shortest_s
+        head = np.where(sampled > 0, forward.head_s(np.maximum(sampled, 1.0)) + logits, 0.0)
+        return np.asarray(forward.layers_s(batch, self._padded(batch.tokens)) + head + small)
+
+    def _padded(self, tokens: Floats) -> Floats:
+        """The number of tokens computed: those of the next larger captured graph, if there is one."""
+        sizes = np.array(self.graph_sizes or [0], float)
+        place = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
+        return np.where(tokens <= sizes[-1], sizes[place], tokens)
+
+    def _launching_s(self, batch: Batch) -> Floats:
+        """Host seconds of launching what is not in one graph: attention between the graphs of a mixed batch."""
+        launch_s = self.costs.backward_launch_s  # from compiled code, without the modules' Python
+        largest = self.graph_sizes[-1] if self.graph_sizes else 0
+        whole = (batch.prefilling == 0) & (batch.tokens <= min(largest, self.most_sequences))
+        pieces = np.where(batch.tokens <= largest, 3.0, 11.0)  # launches a layer
+        return np.asarray(np.where(whole, 0.0, launch_s * pieces * self.decoder.layers))
+
+    @cached_property
+    def forward(self) -> Forward:
+        return Forward(decoder=self.decoder, kernels=_kernel_seconds(self.spec, self.costs), ranks=self.ranks)
+
+    # ------------------------------------------------------------------ on disk
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> VllmEngine:
+        spec = {**kept["spec"], "compute_capability": tuple(kept["spec"]["compute_capability"])}
+        parts = {"spec": GpuSpec(**spec), "costs": HostCosts(**kept["costs"]), "decoder": Decoder(**kept["decoder"])}
+        return cls(**{**kept, **parts})

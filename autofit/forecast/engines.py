@@ -1,0 +1,78 @@
+"""What a rollout engine adds to a mass model: the bytes that it holds in each phase, and the seconds of a generation.
+
+An engine's cache fills its share of the card, and its seconds follow from a schedule. Neither is a polynomial of the
+candidate, so both are computed for each candidate from the engine's own law. Needs no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.formula.formula import Floats
+from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One candidate's generation: completions at once and in a group, lengths, and the engine's share and length.
+
+    A share of 0 and a longest sequence of 0 are those that were traced.
+    """
+
+    completions: int
+    group: int
+    prompt: int
+    tokens: int
+    share: float = 0.0
+    longest: int = 0
+
+    def engine(self, traced: VllmEngine) -> VllmEngine:
+        """The engine of this candidate; TRL's takes as many sequences at once as there are completions."""
+        if traced.remote:
+            return traced
+        return replace(
+            traced, utilization=self.share or traced.utilization, longest=self.longest or traced.longest,
+            most_sequences=self.completions * traced.ranks,
+        )  # fmt: skip
+
+    def seconds(self, traced: VllmEngine) -> float:
+        """Seconds of one generation, with synchronisation and sleep."""
+        return _generation_s(self.engine(traced), self) + traced.sync_s
+
+
+@lru_cache(maxsize=4096)
+def _generation_s(engine: VllmEngine, rollout: Rollout) -> float:
+    count = rollout.completions * engine.ranks
+    group = rollout.group if rollout.group and count % rollout.group == 0 else 1
+    return engine.switch_s + engine.generation_s([rollout.prompt] * count, rollout.tokens, group=group)
+
+
+def held_bytes(engine: VllmEngine, phase: str) -> int:
+    """Bytes that the engine holds at most in `phase`."""
+    name = phase.removesuffix("+")
+    if name in (LOAD, ROLLOUT):
+        return engine.held_bytes(weights=True, cache=True, computing=True)
+    return engine.held_bytes(weights=not engine.sleeps or name == WAKE_UP, cache=not engine.sleeps)
+
+
+def with_engine(
+    engine: VllmEngine | None, rollouts: Sequence[Rollout], peaks: Mapping[str, Floats], seconds: Mapping[str, Floats]
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """The peaks of each phase and the seconds of each segment of a mass model, with its engine's.
+
+    An engine that does not start needs more than the whole card: the card, and the bytes that its share lacks.
+    """
+    if engine is None:
+        return dict(peaks), dict(seconds)
+    engines = [rollout.engine(engine) for rollout in rollouts]
+    found = {
+        phase: bytes_ + np.array([held_bytes(each, phase) for each in engines], float)
+        for phase, bytes_ in peaks.items()
+    }
+    lacking = np.array([e.spec.capacity_bytes + e.missing_bytes if e.missing_bytes else 0 for e in engines], float)
+    found[LOAD] = np.maximum(found.get(LOAD, np.zeros(len(engines))), lacking)
+    spent = np.array([rollout.seconds(engine) for rollout in rollouts])
+    return found, {**seconds, ROLLOUT: seconds.get(ROLLOUT, np.zeros(len(engines))) + spent}
