@@ -1,7 +1,10 @@
-"""The simulated clock: a host that launches kernels, and a GPU that runs them in order.
+"""The simulated clock: a host that launches kernels, a GPU that runs them in order, and copies to and from the host.
 
 Products and attention take the time that was measured on the card (`rates`), other kernels their bytes at the measured
 bandwidth. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
+Copies between the card and pinned memory of the host on a stream of their own overlap with the kernels; streams wait
+for each other as the program asks. All streams but the default one share one queue of copies, and their kernels are
+in the default one's.
 So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card. The host's costs and their sources
 are in `HostCosts`.
 """
@@ -9,7 +12,7 @@ are in `HostCosts`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -28,11 +31,23 @@ NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
     "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
 }  # fmt: skip
+MAIN = 0  # the default stream
 _GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the rows they return, not the whole input
+
+
+class Moment(NamedTuple):
+    """The end of the work that a stream had when an event was recorded; `LayerClock` adds its place in a segment."""
+
+    stream: int
+    seconds: float
+    segment: int = -1
+    row: tuple[float, float, float] | None = None
 
 
 class OperationLog(Protocol):
     """A listener of the clock: every operation on the GPU, the decode steps of a rollout, and its engine."""
+
+    aside: bool  # whether the kernel to come is a copy that overlaps with the others
 
     def view(self) -> None: ...
 
@@ -48,13 +63,14 @@ class OperationLog(Protocol):
 
 
 class Clock:
-    """Two monotonic times: `host_s`, and `gpu_s`, the end of the last kernel launched so far."""
+    """Monotonic times: `host_s`; `gpu_s`, the end of the last kernel launched so far; `copies_s`, that of copies."""
 
     def __init__(self, spec: GpuSpec, costs: HostCosts) -> None:
         self.spec = spec
         self.costs = costs
         self.host_s = 0.0
         self.gpu_s = 0.0
+        self.copies_s = 0.0
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
@@ -65,6 +81,11 @@ class Clock:
 
     @property
     def now_s(self) -> float:
+        return max(self.host_s, self.gpu_s, self.copies_s)
+
+    @property
+    def run_s(self) -> float:
+        """The end of all that was launched on the default stream."""
         return max(self.host_s, self.gpu_s)
 
     @property
@@ -77,8 +98,8 @@ class Clock:
         }
 
     def synchronize(self) -> None:
-        """Let the host wait for the GPU."""
-        self.host_s = self.now_s
+        """Let the host wait for the default stream."""
+        self.host_s = self.run_s
 
     def advance(self, seconds: float, *, like: Mapping[str, float] | None = None) -> None:
         """Add time without a traced kernel (the skipped part of a rollout), whose parts are `like` those of a step."""
@@ -92,8 +113,43 @@ class Clock:
         self.gpu_s += seconds
 
     def copy_to_host(self, nbytes: int) -> None:
-        self.gpu_s = self.now_s + nbytes / self.spec.host_link_bytes_per_s
+        self.gpu_s = self.run_s + self.link_s(nbytes)
         self.synchronize()
+
+    def link_s(self, nbytes: int) -> float:
+        return nbytes / self.spec.host_link_bytes_per_s
+
+    def link(
+        self, func: OpOverload, args: Sequence[object], out: object, *, nbytes: int, stream: int, waits: bool
+    ) -> None:
+        """Charge a copy between the card and pinned host memory on `stream`, for whose end the host may wait."""
+        seconds = self.link_s(nbytes)
+        self.host_s += self.costs.launch_s
+        if stream == MAIN:
+            self.gpu_s = max(self.gpu_s, self.host_s) + seconds
+        else:
+            self.copies_s = max(self.copies_s, self.host_s) + seconds
+        if waits:
+            self.host_s = self.gpu_s if stream == MAIN else self.copies_s
+        if self.log is not None:
+            rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
+            work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
+            self.log.aside = stream != MAIN
+            self.log.kernel(func, (), out, work=work, gathers=False, backward=launched_by_autograd())
+            self.log.aside = False
+
+    def moment(self, stream: int) -> Moment:
+        """The end of the work that `stream` has now, as an event records it."""
+        return Moment(stream, max(self.host_s, self.gpu_s if stream == MAIN else self.copies_s))
+
+    def wait(self, stream: int | None, moment: Moment) -> None:
+        """Let a stream, or with None the host, wait for `moment`."""
+        if stream is None:
+            self.host_s = max(self.host_s, moment.seconds)
+        elif stream == MAIN:
+            self.gpu_s = max(self.gpu_s, moment.seconds)
+        else:
+            self.copies_s = max(self.copies_s, moment.seconds)
 
     def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
         """Charge one GPU operation: a view costs host time, a kernel costs host and GPU time."""

@@ -18,6 +18,7 @@ from autofit.fakegpu.replay import EventLog
 from autofit.fakegpu.specs import GpuSpec
 
 GIB = 1 << 30
+_FIRST_ADDRESS = 1 << 46  # of the invented addresses
 _LIBRARY_PARTS = ("/torch/", "/autofit/fakegpu/", "<string>", "/contextlib.py")
 
 
@@ -117,6 +118,11 @@ class SimulatedMemory:
             self._live[key] = self.allocate(nbytes, category, "resize_")
             if key not in self._guards:
                 self._watch(storage)
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """The invented address of a live storage of this card, no two have the same; 0 of any other storage."""
+        index = self._live.get(storage._cdata)
+        return 0 if index is None else _FIRST_ADDRESS + (index << 40)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""

@@ -25,6 +25,13 @@ _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1
 # (0.01 GiB steps). The largest figure of one process without NCCL is used. Programs with kernels of their own can hold
 # more: 0.84 and 1.00 GiB were seen on an A100.
 _SCALED = "estimate, may be off by 150 MiB: {} MiB of an {} scaled by SM count"
+# Bytes/s between the card and pinned memory of the host, by the generation of its PCIe slot of 16 lanes, as measured:
+# 3: 12.2 to the card and 12.9 back, Tesla P100 (github mpicbg-scicomp/gearshifft#82).
+# 4: 25.1 to an A100-SXM4-40GB (NVIDIA/nvbandwidth#42; 18.1 for single copies of 10 GiB), about 25 back from another
+#    (NVIDIA/nvbandwidth#53), 23.9 to 27.1 on eight RTX 4090 (NVIDIA/nvbandwidth#15); 19.6 to an A10 (not nvbandwidth's,
+#    drkennetz/cuda_examples#1).
+# 5: 35.1 to an H100 and 52.8 back, copied by its processors (NVIDIA/nvbandwidth#24): 42 there and back.
+_LINK_GB_PER_S = {3: 12.0, 4: 25.0, 5: 42.0}
 _CONTEXT_SCALED = _SCALED.format(543, "A100")
 
 
@@ -52,7 +59,7 @@ class GpuSpec:
     fp32_flops_per_s: float
     compute_capability: tuple[int, int]
     sm_count: int
-    host_link_bytes_per_s: float = 20e9
+    host_link_bytes_per_s: float = 25e9
     capacity_source: str = "given by the caller"
     rates_source: str = "given by the caller"
     context_source: str = "given by the caller"
@@ -101,7 +108,7 @@ def _spec(
     sm_count: int,
     capacity_source: str = _UNVERIFIED,
     context_source: str = _CONTEXT_SCALED,
-    host_gb_per_s: float = 20.0,
+    pcie: int = 4,
 ) -> GpuSpec:
     half, tf32, fp32 = tflops
     return GpuSpec(
@@ -115,7 +122,7 @@ def _spec(
         fp32_flops_per_s=fp32 * 1e12,
         compute_capability=capability,
         sm_count=sm_count,
-        host_link_bytes_per_s=host_gb_per_s * 1e9,
+        host_link_bytes_per_s=_LINK_GB_PER_S[pcie] * 1e9,
         capacity_source=capacity_source,
         rates_source=_WHITEPAPER,
         context_source=context_source,
@@ -125,19 +132,19 @@ def _spec(
 _ALL = (
     _spec("t4", "Tesla T4", capacity_mib=14912, context_mib=164, gb_per_s=320, tflops=(65, 8.1, 8.1),
           context_source=_seen("0.11, 0.16"),
-          capability=(7, 5), sm_count=40, host_gb_per_s=10,
+          capability=(7, 5), sm_count=40, pcie=3,
           capacity_source=_printed("14912 to 15110 MiB",
                                    "lowest with torch 2.2 in a public Ultralytics log")),
     _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16130, context_mib=512, gb_per_s=900,
           context_source=_seen("0.38, 0.50", " (32 GB)"),
           tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
-          host_gb_per_s=10,
+          pcie=3,
           capacity_source=_printed("16130 to 16160 MiB",
                                    "public Ultralytics and torch logs, torch 1.7")),
     _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32494, context_mib=512, gb_per_s=900,
           context_source=_seen("0.38, 0.50"),
           tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
-          host_gb_per_s=10,
+          pcie=3,
           capacity_source=_printed("32494 MiB (torch 2.6, Ultralytics log); 31.74 GiB",
                                    "haotian-liu/LLaVA#812")),
     _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=543, gb_per_s=1555,
@@ -194,28 +201,28 @@ _ALL = (
                                    "stepfun-ai/Step-Video-T2V#8")),
     _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=666, gb_per_s=3350,
           context_source=_seen("0.65"),
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
+          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, pcie=5,
           capacity_source=_printed("79.11 GiB, 81082 to 81090 MiB",
                                    "vllm-project/vllm#27508")),
     _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=575, gb_per_s=2000,
           context_source=_SCALED.format(666, "H100"),
-          tflops=(756, 378, 51), capability=(9, 0), sm_count=114, host_gb_per_s=45,
+          tflops=(756, 378, 51), capability=(9, 0), sm_count=114, pcie=5,
           capacity_source=_printed("81008 MiB",
                                    "a public torch log")),
     _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=666, gb_per_s=4800,
           context_source=_seen("0.65", " (H100, the same chip)"),
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, host_gb_per_s=45,
+          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, pcie=5,
           capacity_source=_printed("143156 MiB",
                                    "public Ultralytics logs, torch 2.11")),
     _spec("b200", "NVIDIA B200", capacity_mib=182630, context_mib=712, gb_per_s=8000,
           context_source=_seen("0.695"),
-          tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, host_gb_per_s=45,
+          tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, pcie=5,
           capacity_source=_printed("178.35 GiB, 182631 and 182642 MiB",
                                    "public torch logs")),
     _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32102, context_mib=620, gb_per_s=1792,
           context_source=_seen("0.30, 0.49, 0.60"),
           tflops=(209.5, 104.8, 104.8), capability=(12, 0), sm_count=170,
-          host_gb_per_s=45,
+          pcie=5,
           capacity_source=_printed("32102 (torch 2.12, CUDA 13.0) and 32120 MiB on Linux",
                                    "public Ultralytics logs")),
 )  # fmt: skip

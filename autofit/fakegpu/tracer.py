@@ -15,6 +15,7 @@ from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
+from autofit.fakegpu.host_copies import COPIES, host_copy, pin
 from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory, device_type
@@ -91,6 +92,8 @@ class Tracer(TorchDispatchMode):
             self.fusion.after(func, args, out)
             return out
         name = func._schema.name[6:]
+        if kwargs:
+            pin(func, kwargs, out)
         self._track(out, name)
         if self.layers is not None and not self.layers.code():
             self.layers.follow(args, out)
@@ -195,6 +198,9 @@ class Tracer(TorchDispatchMode):
     def _charge(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object, name: str
     ) -> None:
+        if func in COPIES and (copy := host_copy(func, args, kwargs, out)) is not None:
+            self.clock.link(func, args, out, nbytes=copy.nbytes, stream=self.memory.stream, waits=copy.waits)
+            return
         device = _device_of(args, out)
         if device != self.memory.device_type:
             return

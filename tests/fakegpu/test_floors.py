@@ -17,7 +17,10 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # Lowest first. Modules of one floor do not import each other; "" is the package itself.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "engines", "errors", "formula", "patches", "rates"),  # of the five folders only their empty __init__
-    ("allocator", "autograd", "depth.stack", "foreign_flops", "kernels", "op_cache", "routing", "specs", "undo"),
+    (
+        "allocator", "autograd", "depth.stack", "foreign_flops", "host_copies", "kernels", "op_cache", "routing",
+        "specs", "undo",
+    ),
     ("known_values", "rates.grid", "replay"),
     ("rates.gemm",),
     ("rates.attention",),
@@ -27,7 +30,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engines.schedule",),
     ("engines.vllm",),
     ("clock", "memory"),
-    ("calibrate", "depth.layers", "timeline"),
+    ("calibrate", "depth.delay", "timeline"),
+    ("depth.layers",),
     ("fusion",),
     ("depth.expand", "tracer"),
     ("card",),

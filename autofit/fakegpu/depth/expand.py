@@ -69,13 +69,13 @@ class Run:
 
     def seconds(self) -> list[float]:
         """The simulated time at each mark."""
-        host_s = gpu_s = 0.0
+        now = (0.0, 0.0, 0.0)
         found, done = [], 0
         for mark in self.marks:
             for _, delay in self.stretches[done : mark.stretch]:
-                host_s, gpu_s = delay.after(host_s, gpu_s)
+                now = delay.after(*now)
             done = max(done, mark.stretch)
-            found.append(max(host_s, gpu_s))
+            found.append(max(now))
         return found
 
 

@@ -7,20 +7,18 @@ clipping, release of a cache) the tag follows the data: the result of an operati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._ops import OpOverload
 
 from autofit.fakegpu.autograd import in_backward
-from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
 from autofit.fakegpu.memory import SimulatedMemory
-from autofit.fakegpu.specs import GpuSpec, HostCosts
 
-NEVER = float("-inf")
+__all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Tag"]
 
 
 # ---------------------------------------------------------------------- tags
@@ -56,6 +54,11 @@ class LayerRecorder:
         self._owner: dict[int, int] = {}  # id of a module in a layer -> DATA code of that layer
 
     # ------------------------------------------------------------------ when
+    @property
+    def last_code(self) -> int:
+        """The code that was set last, which may have ended with its backward."""
+        return self._code
+
     def code(self) -> int:
         """The code of the current layer, 0 outside all layers."""
         if self._backward and not in_backward():
@@ -189,84 +192,3 @@ class LayerRecorder:
         tag = Tag.decode(code)
         stack = self.stacks[tag.stack]
         return 1.0 if stack.unit(tag.layer) is None else stack.growth
-
-
-# ---------------------------------------------------------------------- time
-class Delay(NamedTuple):
-    """The effect of a time segment on (host, gpu) time, as a 2x2 matrix of the (max, +) algebra.
-
-    Each entry is the longest path from one time to the other. Launches, kernels and waits only add and take maxima, so
-    every segment is such a matrix, and consecutive segments are joined by the matrix product.
-    """
-
-    host_host: float = 0.0
-    gpu_host: float = NEVER  # from GPU time to host time: a wait
-    host_gpu: float = NEVER
-    gpu_gpu: float = 0.0
-
-    def then(self, later: Delay) -> Delay:
-        return Delay(
-            max(self.host_host + later.host_host, self.host_gpu + later.gpu_host),
-            max(self.gpu_host + later.host_host, self.gpu_gpu + later.gpu_host),
-            max(self.host_host + later.host_gpu, self.host_gpu + later.gpu_gpu),
-            max(self.gpu_host + later.host_gpu, self.gpu_gpu + later.gpu_gpu),
-        )
-
-    def after(self, host_s: float, gpu_s: float) -> tuple[float, float]:
-        return (
-            max(host_s + self.host_host, gpu_s + self.gpu_host),
-            max(host_s + self.host_gpu, gpu_s + self.gpu_gpu),
-        )
-
-    def grown(self, before: Delay, times: int) -> Delay:
-        """The segment `times` steps later, by linear extrapolation from `before` (one step earlier)."""
-        return Delay(
-            *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
-        )
-
-
-class LayerClock(Clock):
-    """Clock that also records a (max, +) delay matrix per layer segment."""
-
-    def __init__(self, spec: GpuSpec, costs: HostCosts, recorder: LayerRecorder) -> None:
-        super().__init__(spec, costs)
-        self.stretches: list[tuple[int, Delay]] = []
-        self._recorder = recorder
-        self._delay = [0.0, NEVER, NEVER, 0.0]
-
-    def cut(self) -> int:
-        """End the current segment; returns the number of segments so far."""
-        delay = Delay(*self._delay)
-        if delay != Delay():
-            self.stretches.append((self._recorder._code, delay))
-            self._delay = [0.0, NEVER, NEVER, 0.0]
-        return len(self.stretches)
-
-    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
-        host_s, gpu_s = self.host_s, self.gpu_s
-        super().operation(func, args, kwargs, out)
-        launch_s = self.host_s - host_s
-        launches, size = (1.0, 1.0) if self._recorder.code() else self._recorder.growth(args)
-        hh, gh, hg, gg = self._delay
-        hh, gh = hh + launch_s * launches, gh + launch_s * launches
-        if self.gpu_s != gpu_s:
-            kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
-            hg, gg = max(hg, hh) + kernel_s, max(gg, gh) + kernel_s
-        self._delay = [hh, gh, hg, gg]
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        hh, gh, hg, gg = self._delay
-        self._delay = [max(hh, hg), max(gh, gg), hg, gg]
-
-    def copy_to_host(self, nbytes: int) -> None:
-        before = self.now_s
-        super().copy_to_host(nbytes)
-        hh, gh, hg, gg = self._delay
-        to_host, to_gpu = max(hh, hg) + self.gpu_s - before, max(gh, gg) + self.gpu_s - before
-        self._delay = [to_host, to_gpu, to_host, to_gpu]
-
-    def play(self, stretches: Sequence[tuple[int, Delay]]) -> None:
-        """Append segments of time without a traced kernel."""
-        self.cut()
-        self.stretches += stretches

@@ -91,6 +91,7 @@ class KernelLog:
 
     def __init__(self) -> None:
         self.on = False
+        self.aside = False
         self.phase = "load"
         self._decoding = False
         self._steps: list[dict[Kind, int]] = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.clock import MAIN, Moment
 from autofit.fakegpu.errors import FakeGpuError
 
 
@@ -34,6 +35,10 @@ class DeviceProperties:
     uuid: str = "00000000-0000-0000-0000-000000000000"
 
 
+def _number(stream: object) -> int:
+    return stream.stream_id if isinstance(stream, FakeStream) else MAIN
+
+
 class FakeEvent:
     """torch.cuda.Event on the simulated clock."""
 
@@ -42,9 +47,11 @@ class FakeEvent:
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._gpu = _current()
         self._time_s: float | None = None
+        self._moment: Moment | None = None
 
     def record(self, stream: object = None) -> None:
         self._time_s = self._gpu.clock.now_s
+        self._moment = self._gpu.clock.moment(self._gpu.memory.stream if stream is None else _number(stream))
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
         """Milliseconds from this event to `end_event`."""
@@ -53,16 +60,19 @@ class FakeEvent:
         return (end_event._time_s - self._time_s) * 1e3
 
     def synchronize(self) -> None:
-        self._gpu.clock.synchronize()
+        if self._moment is not None:
+            self._gpu.clock.wait(None, self._moment)
 
-    def wait(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None:
+        if self._moment is not None:
+            self._gpu.clock.wait(self._gpu.memory.stream if stream is None else _number(stream), self._moment)
 
     def query(self) -> bool:
         return True
 
 
 class FakeStream:
-    """torch.cuda.Stream: its allocations come from its own pools; all streams share one time queue."""
+    """torch.cuda.Stream: its allocations come from its own pools, and its copies to the host overlap with kernels."""
 
     __class__ = torch.cuda.Stream  # type: ignore[assignment]
     _count = 0
@@ -85,13 +95,16 @@ class FakeStream:
     def __hash__(self) -> int:
         return hash(self.stream_id)
 
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_stream(self, stream: object) -> None:
+        clock = _current().clock
+        clock.wait(self.stream_id, clock.moment(_number(stream)))
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: FakeEvent) -> None:
+        event.wait(self)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = event or FakeEvent()
-        event.record()
+        event.record(self)
         return event
 
     def __enter__(self) -> FakeStream:
@@ -103,7 +116,8 @@ class FakeStream:
         _current().memory.stream = self._before
 
     def synchronize(self) -> None:
-        _current().clock.synchronize()
+        clock = _current().clock
+        clock.wait(None, clock.moment(self.stream_id))
 
     def query(self) -> bool:
         return True

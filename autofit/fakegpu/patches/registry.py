@@ -221,6 +221,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(torch.nn.functional, "one_hot", one_hot, "a fake takes another way, and is too large to know")
     resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
     yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
+    address = tensors.storage_address(memory, untouched(torch.UntypedStorage.data_ptr))
+    yield Patch(torch.UntypedStorage, "data_ptr", address, "a fake has none, and TRL tells storages apart by it")
     yield Patch(
         dataloader.DataLoader, "_get_iterator", libraries.load_in_process, "fakes cannot cross processes or threads"
     )

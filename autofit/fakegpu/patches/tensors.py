@@ -199,6 +199,15 @@ def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> 
     return resize_
 
 
+def storage_address(memory: SimulatedMemory, original: Callable[..., int]) -> Callable[..., int]:
+    """`UntypedStorage.data_ptr`: the invented address of a storage of this card, by which TRL tells storages apart."""
+
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        return memory.address_of(storage) or original(storage)
+
+    return data_ptr
+
+
 def _synchronize(clock: Clock, tensor: torch.Tensor) -> None:
     if tensor.device.type == "cuda":
         clock.copy_to_host(tensor.numel() * tensor.element_size())
