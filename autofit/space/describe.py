@@ -1,6 +1,9 @@
-"""The changes of a candidate, in words."""
+"""The changes of a candidate, in words and as options of the command line."""
 
+import shlex
 from collections.abc import Mapping
+
+import yaml
 
 
 def samples_word(original: Mapping[str, object]) -> str:
@@ -17,3 +20,13 @@ def describe_changes(changes: Mapping[str, object], original: Mapping[str, objec
         else:
             parts.append(f"{key} {original.get(key)} -> {value}")
     return ", ".join(parts) or "the recipe as it is"
+
+
+def set_options(changes: Mapping[str, object]) -> str:
+    """The changes as a shell takes them: `--set lora_r=8 --set dtype=bfloat16`; None removes a key (`null`)."""
+    return " ".join(f"--set {shlex.quote(f'{key}={_as_yaml(value)}')}" for key, value in changes.items())
+
+
+def _as_yaml(value: object) -> str:
+    plain = dict(value) if isinstance(value, Mapping) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
