@@ -1,7 +1,8 @@
 """`autofit.estimate`: one config on a simulated card."""
 
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, describe_device, fork_server, read_recipe, source_of
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
-from autofit.forecast.estimate import Estimator, advice_lines, estimate_json, estimate_table, phases_figure
+from autofit.forecast.advice_text import advice_lines, caution
+from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
+from autofit.forecast.margin import is_tight
 from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
 from autofit.hardware.needs import card_needs
 from autofit.probing.prepare import worst_case_path
@@ -32,12 +35,17 @@ class Estimate(Shown):
     device: Device  # sim: and the card
     capacity_bytes: int  # what may be used of it
     result: ProbeResult  # every figure of the simulated probe
-    advice: Advice | None = None  # what would make it fit; None where it fits or was not asked for
+    advice: Advice | None = None  # what would make it fit, or faster; None where it was not asked for
 
     @property
     def fits(self) -> bool:
         """Whether a step, a save and a resume stay within the capacity."""
         return self.result.status is ProbeStatus.FIT
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less to spare than the prediction may be off."""
+        return is_tight(self.result, self.capacity_bytes)
 
     @property
     def device_used_bytes(self) -> int | None:
@@ -69,14 +77,64 @@ class Estimate(Shown):
         return estimate_json(self.result, self.capacity_bytes, self.advice)
 
     def parts(self) -> list[Table | str]:
-        """The phases by category, whether it fits, and what would make it fit."""
+        """The phases by category, whether it fits, and what would make it fit, or faster."""
         table, sentence = estimate_table(self.result, self.capacity_bytes)
-        more = [] if self.advice is None else advice_lines(self.advice, self.recipe, self.capacity_bytes)
-        return [table, sentence, *more]
+        careful = caution(self.result, self.capacity_bytes)
+        return [table, sentence, *([careful] if careful else []), *self._advised]
+
+    @property
+    def _advised(self) -> list[str]:
+        advice = self.advice
+        return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of the bytes (in GB) by category at each phase's peak, and the capacity."""
         return phases_figure(self.result, self.capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `autofit.estimate` or `autofit.check` was asked, as it was given."""
+
+    recipe: Given | None
+    gpu: str | None
+    target_vram: str | float | None
+    trainer: str | None
+    changes: Mapping[str, object] | None
+    prompt_tokens: int | None
+    deadline: str | float
+
+
+@contextlib.contextmanager
+def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
+    """The estimator of one recipe on one simulated card, whose fork server lives as long as the block."""
+    with named_as_arguments(), tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
+        at_least_one("--prompt-tokens", asked.prompt_tokens)
+        asked_bytes = size("--target-vram", asked.target_vram)
+        choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
+        deadline_s = seconds("--deadline", asked.deadline) or 0
+        source = source_of(asked.recipe)
+        needs = card_needs({**source.values, **(asked.changes or {})})
+        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
+        folder = Path(temporary)
+        server = fork_server(folder)
+        try:
+            stated = read_recipe(
+                source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
+                changes=asked.changes, prompt_tokens=asked.prompt_tokens,
+            )  # fmt: skip
+            stated.check()
+            tell(Event(text=f"{stated.model} on {describe_device(device, capacity)}"))
+            if choice := about_choice(device, asked.gpu, asked_bytes, needs):
+                tell(Event(label="card", text=choice))
+            for note in stated.notes:
+                tell(Event(label="note", text=note))
+            yield Estimator(
+                recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
+                worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
+            )  # fmt: skip
+        finally:
+            server.close()
 
 
 def estimate(
@@ -93,40 +151,20 @@ def estimate(
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 
     `recipe`, `trainer`, `changes` and `prompt_tokens` are as `autofit.search` takes them. `gpu` names the card, else
-    the size of `target_vram` does (bytes, or text such as "40GB"), which also is how much of it may be used. Where it
-    does not fit, `advice` looks for the cheapest changes that do. `deadline` (seconds, or "15m") bounds it.
+    the size of `target_vram` does (bytes, or text such as "40GB"), which also is how much of it may be used. `advice`
+    looks for the cheapest changes that fit where it does not, or with too little to spare, else for changes that make
+    it faster, and for another card; each is simulated. `deadline` (seconds, or "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
-    with named_as_arguments(), tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
-        at_least_one("--prompt-tokens", prompt_tokens)
-        asked_bytes = size("--target-vram", target_vram)
-        choose_device_and_target("sim", gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
-        deadline_s = seconds("--deadline", deadline) or 0
-        source = source_of(recipe)
-        needs = card_needs({**source.values, **(changes or {})})
-        device, capacity = choose_device_and_target("sim", gpu, asked_bytes, needs)
-        folder = Path(temporary)
-        server = fork_server(folder)
-        try:
-            stated = read_recipe(
-                source, trainer=trainer, device=device, scratch=folder / "inspection", server=server,
-                changes=changes, prompt_tokens=prompt_tokens,
-            )  # fmt: skip
-            stated.check()
-            where = describe_device(device, capacity)
-            tell = on_event or silent
-            tell(Event(text=f"{stated.model} on {where}"))
-            if choice := about_choice(device, gpu, asked_bytes, needs):
-                tell(Event(label="card", text=choice))
-            for note in stated.notes:
-                tell(Event(label="note", text=note))
-            estimator = Estimator(
-                recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
-                worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
-            )  # fmt: skip
-            result = estimator.estimate()
-            found = None if result.status is ProbeStatus.FIT or not advice else estimator.advice()
-        finally:
-            server.close()
-    return Estimate(recipe=stated, device=device, capacity_bytes=capacity, result=result, advice=found)
+    tell = on_event or silent
+    asked = Asked(
+        recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
+        deadline=deadline,
+    )  # fmt: skip
+    with estimator(asked, tell) as made:
+        result = made.estimate()
+        found = made.advice(result, tell=lambda text: tell(Event(text=text))) if advice else None
+        return Estimate(
+            recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result, advice=found
+        )

@@ -89,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
     )
-    estimate.add_argument("--no-changes", action="store_true",
-                          help="if it does not fit, do not search for changes that make it fit")  # fmt: skip
+    estimate.add_argument("--no-advice", "--no-changes", dest="no_advice", action="store_true",
+                          help="do not look for changes that make it fit, or faster, nor for another card")  # fmt: skip
     estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     verify = _command(commands, "verify", "compare a trial's gradient with the baseline's on a small model")

@@ -11,7 +11,7 @@ def estimate(options: argparse.Namespace) -> int:
 
     found = api.estimate(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
-        changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_changes,
+        changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
         deadline=options.deadline, on_event=lambda event: say(str(event)),
     )  # fmt: skip
     if options.plot is not None:

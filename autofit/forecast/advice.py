@@ -1,237 +1,230 @@
-"""The cheapest changes that would make a config fit: found by probing on its simulated card, mildest first.
+"""The cheapest changes that would make a config fit, each simulated.
 
-Cost order: the highest tier first, then the fewest changed settings, then the fastest step. Each answer has been probed
-on the simulated card, so each one fits there. One rule prunes the search: a setting at its strongest value needs no
-more memory than at a milder value, so a set of settings that does not fit at its strongest values never fits.
+Cost order: the highest tier first, then the fewest changed settings, then the fastest step. Few probes are enough,
+because lower bounds from the parts of what was simulated (autofit.forecast.bounds) say which settings can help at all
+and at what value. One rule prunes the rest: a setting at its strongest value needs no more memory than at a milder one,
+so a set of settings that does not fit at its strongest values never fits.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.cards import Card
+from autofit.forecast.change import Change, Probe, Tell, Trier
+from autofit.forecast.levers import Assignment, Levers, rank
+from autofit.forecast.margin import roomy_bytes
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe, merge
-from autofit.space.space import Candidate, Knob, Space, Value
-from autofit.space.space_file import space_knobs
+from autofit.recipe.recipe import Recipe
+from autofit.space.space import Value
 
 WANTED = 3
-MOST_TOGETHER = 3  # most settings changed at once
-MOST_PROBES = 16  # probes after which no larger sets are tried, so that an answer takes at most a minute
-MICRO, ROLLOUT = "micro-batch", "rollout"
-Probe = Callable[[Mapping[str, object]], ProbeResult]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A change of the recipe, in TRL's own keys, and its result on the simulated card."""
-
-    changes: Mapping[str, object]
-    tier: Tier
-    settings: int  # number of changed settings; derived keys do not count
-    device_used_bytes: int
-    least_capacity_bytes: int
-    step_s: float | None
-    fits: bool
-
-    @property
-    def _cost(self) -> tuple[int, int, float]:
-        return TIERS.index(self.tier), self.settings, self.step_s or 0.0
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "changes": dict(self.changes),
-            "tier": self.tier,
-            "device_used_bytes": self.device_used_bytes,
-            "step_s": self.step_s,
-        }
+MOST_TOGETHER = 3  # most settings changed at once, except where only all of them suffice
+MOST_PROBES = 6  # once something fits; without anything that fits, twice as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The up to three cheapest changes that fit; if there is none, the closest one that does not fit."""
+    """What may be changed: to fit (or to leave room), to be faster, or to another card. Each has been simulated."""
 
-    changes: tuple[Change, ...] = ()
-    closest: Change | None = None
+    changes: tuple[Change, ...] = ()  # that make it fit with room to spare, the cheapest first
+    closest: Change | None = None  # without such a change, the one that misses by the least
+    proven: bool = False  # without such a change: whether all settings at their strongest values do not fit either
+    untried: tuple[Change, ...] = ()  # that failed when they were tried, for another reason than memory
+    faster: tuple[Change, ...] = ()  # the highest tier first, then the fastest
+    card: Card | None = None  # the smallest other card that runs the recipe as it is
 
 
-def cheapest_changes(recipe: Recipe, device: Device, probe: Probe, *, workers: int = 2) -> Advice:
-    """The cheapest changes that make `recipe` fit, if any, by `probe` (values of a recipe -> result on the card)."""
+def cheapest_changes(
+    recipe: Recipe, device: Device, probe: Probe, *, capacity_bytes: int, base: ProbeResult | None = None,
+    wanted: int = WANTED, workers: int = 2, tell: Tell = lambda _: None,
+) -> Advice:  # fmt: skip
+    """The cheapest changes that make `recipe` fit, if any, by `probe` (values of a recipe -> result on the card).
+
+    `base` is the result of the recipe as it is. One that fits without room to spare asks for changes that make room.
+    """
     try:
-        space = Space.of(recipe, _knobs(recipe, device), allow="recipe", device=device)
+        levers = Levers.of(recipe, device)
     except ConfigError:
         return Advice()
-    return _Search(space=space, probe=probe, workers=workers).run()
-
-
-def _knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
-    """The trainer's default knobs, plus `dtype` if the recipe is in float32 and `use_peft` if it trains all weights."""
-    knobs = space_knobs(recipe)
-    capability = gpu_spec(device.removeprefix("sim:")).compute_capability
-    if "dtype" in recipe.resolved and recipe.resolved["dtype"] in ("float32", None) and capability >= (8, 0):
-        knobs += (Knob(name="dtype", tier="recipe", values=("bfloat16", "float32"), memory_ascending=True),)
-    if not recipe.uses_lora and "use_peft" in recipe.resolved:
-        knobs += (Knob(name="use_peft", tier="recipe", values=(True, False), memory_ascending=True),)
-    return knobs
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    settings: frozenset[str]
-    change: Change
+    roomy = base is not None and base.status is ProbeStatus.FIT
+    trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
+    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, roomy=roomy)
+    if base is not None:
+        search.learn({}, base)
+    return search.run()
 
 
 @dataclass(frozen=True)
 class _Search:
-    space: Space
-    probe: Probe
+    levers: Levers
+    trier: Trier
+    wanted: int
     workers: int
-    results: dict[Candidate, Change] = field(default_factory=dict)
+    roomy: bool  # whether a change must leave the margin free
+    results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
+    known: list[Known] = field(default_factory=list)
+    found: dict[frozenset[str], Change] = field(default_factory=dict)
+    beaten: set[frozenset[str]] = field(default_factory=set)  # sets that do not fit at their strongest values
+    broken: set[frozenset[str]] = field(default_factory=set)  # settings that could not be tried
 
     def run(self) -> Advice:
-        found: list[_Found] = []
         with ThreadPoolExecutor(self.workers) as pool:
             for tier in TIERS:
-                within = [name for name in self.strengths if TIERS.index(self._tier_of(name)) <= TIERS.index(tier)]
-                for count in range(1, MOST_TOGETHER + 1):
-                    sets = [s for s in self._sets(within, count, tier) if not any(f.settings <= s for f in found)]
-                    if len(found) >= WANTED or len(self.results) >= MOST_PROBES:
-                        break
-                    if not sets or not self._can_fit(within, found):
-                        break
-                    fitting = pool.map(self._mildest, sets)
-                    found += [_Found(s, change) for s, change in zip(sets, fitting, strict=True) if change is not None]
-                if not found and (names := self._whittled(within)) and (change := self._mildest(names)) is not None:
-                    found.append(_Found(names, change))
-        cheapest = sorted((f.change for f in found), key=lambda change: change._cost)[:WANTED]
-        missed = [change for change in self.results.values() if not change.fits]
-        closest = min(missed, key=lambda c: c.least_capacity_bytes, default=None) if not cheapest else None
-        return Advice(changes=tuple(cheapest), closest=closest)
+                names = [n for n in self.levers.strengths if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
+                self._try_sizes(pool, names, tier)
+                if self._enough:
+                    break
+        proven = not self.found and self._is_beaten()
+        found = sorted(self.found.values(), key=lambda change: change.cost)[: self.wanted]
+        tried = self.results.values()
+        missed = [change for change in tried if not change.fits and not change.failure]
+        closest = min(missed, key=lambda c: c.least_capacity_bytes, default=None) if not found else None
+        untried = tuple(change for change in tried if change.failure)
+        return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
 
-    # -- settings and their strengths -----------------------------------------------------------------------------
+    def _is_beaten(self) -> bool:
+        """Whether even all settings that could be tried do not fit together, at their strongest values."""
+        names = frozenset(n for n in self.levers.strengths if frozenset({n}) not in self.broken)
+        at = self.levers.strongest(names)
+        return not at or not (self._ask(at).fits or self._ask(at).failure)
 
-    @cached_property
-    def by_settings(self) -> dict[tuple[Value, ...], Candidate]:
-        """{values of all settings: the candidate with these values}."""
-        return {tuple(self._settings(c).values()): c for c in self.space.allowed()}
+    def _try_sizes(self, pool: ThreadPoolExecutor, names: Sequence[str], tier: Tier) -> None:
+        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three at once."""
+        self._try(pool, names, 1, tier)
+        if self.found:
+            return
+        every = frozenset(n for n in names if frozenset({n}) not in self.broken)
+        if len(every) > 1 and self._is_open(every):
+            self._settle(every, self.levers.strongest(every))
+            if every in self.found:
+                self._whittle(every)
+        for count in range(2, MOST_TOGETHER + 1):
+            self._try(pool, sorted(every, key=rank), count, tier)
 
-    def _settings(self, candidate: Candidate) -> dict[str, Value]:
-        """{setting: value}: the micro-batch, the completions of a rollout, and all other knobs.
+    def _try(self, pool: ThreadPoolExecutor, names: Sequence[str], count: int, tier: Tier) -> None:
+        """Settle the sets of `count` settings whose tier together is `tier`, until there are enough."""
+        while not self._enough and (sets := self._sets(names, count, tier)[: self.workers]):
+            list(pool.map(lambda names: self._settle(names, self._start(names)), sets))
 
-        The first two determine the two solved knobs.
-        """
-        micro, _, chunk, _ = self.space.split(candidate)
-        others = {
-            k: v
-            for k, v in self.space.params(candidate).items()
-            if k not in (self.space.keys.micro_batch, self.space.keys.rollout)
-        }
-        rollout = {ROLLOUT: micro * chunk} if self.space.recipe.generates else {}
-        return {MICRO: micro, **rollout, **others}
+    @property
+    def _enough(self) -> bool:
+        most = MOST_PROBES if self.found else 2 * MOST_PROBES
+        return len(self.found) >= self.wanted or len(self.results) >= most
 
-    @cached_property
-    def own(self) -> dict[str, Value]:
-        return self._settings(self.space.baseline)
+    def _sets(self, names: Iterable[str], count: int, tier: Tier) -> list[frozenset[str]]:
+        sets = [frozenset(s) for s in combinations(names, count)]
+        return [s for s in sets if max((self._tier_of(n) for n in s), key=TIERS.index) == tier and self._is_open(s)]
 
-    @cached_property
-    def strengths(self) -> dict[str, tuple[Value, ...]]:
-        """{setting: its values that need less memory than the recipe's own, from the mildest to the strongest}."""
-        values: dict[str, tuple[Value, ...]] = {}
-        listed = list(self.own)
-        for name in (MICRO, ROLLOUT):
-            if name in self.own:
-                found = {key[listed.index(name)] for key in self.by_settings}
-                values[name] = tuple(
-                    sorted((v for v in found if _number(v) < _number(self.own[name])), key=_number)[::-1]
-                )
-        for knob, choices in zip(self.space.knobs, self.space.choices, strict=True):
-            keys = self.space.keys  # the group's size changes no bytes at the same effective batch
-            if knob.name in (keys.micro_batch, keys.rollout, keys.group):
-                continue
-            own = self.own[knob.name]
-            if knob.memory_ascending:
-                values[knob.name] = choices[: choices.index(own)][::-1]
-            elif knob.name != "attn_implementation" or own == "eager":
-                values[knob.name] = tuple(v for v in choices if v != own)
-        return {name: strong for name, strong in values.items() if strong}
-
-    def _with(self, changed: Mapping[str, Value]) -> Candidate | None:
-        return self.by_settings.get(tuple({**self.own, **changed}.values()))
+    def _is_open(self, names: frozenset[str]) -> bool:
+        """Whether it is not known yet if these settings suffice, and no smaller set does."""
+        if any(f <= names for f in self.found) or any(names <= b for b in self.beaten):
+            return False
+        if any(b <= names for b in self.broken):
+            return False
+        at = self.levers.strongest(names)
+        return bool(at) and self._least_bytes(at) <= (self._room if self.roomy else self.trier.capacity_bytes)
 
     def _tier_of(self, name: str) -> Tier:
-        candidates = (self._with({name: value}) for value in self.strengths[name])
-        tiers = [self.space.tier(c) for c in candidates if c is not None]
-        return max(tiers, key=TIERS.index) if tiers else "neutral"
+        return self.levers.tier(self.levers.strongest([name]))
 
-    def _sets(self, names: Sequence[str], count: int, tier: Tier) -> list[frozenset[str]]:
-        """Sets of `count` of the settings whose tier together is `tier`."""
-        sets = (frozenset(s) for s in combinations(names, count))
-        return [s for s in sets if max((self._tier_of(n) for n in s), key=TIERS.index) == tier]
+    # -- one set of settings --------------------------------------------------------------------------------------
 
-    # -- probing --------------------------------------------------------------------------------------------------
+    def _settle(self, names: frozenset[str], at: Assignment) -> None:
+        """Find the mildest change of these settings that fits, beginning with the values `at`."""
+        strongest = self.levers.strongest(names)
+        best: Change | None = None
+        while True:
+            change = self._ask(at)
+            if change.failure:
+                self.broken.add(names)
+                break
+            best = change if change.fits and not (change.tight and self.roomy) else best
+            if (best is not None and not best.tight) or dict(at) == strongest:
+                break
+            further = self._start(names)
+            at = further if self._strength(further) > self._strength(at) else strongest
+        if best is not None:
+            self.found[names] = best
+        elif dict(at) == strongest:
+            self.beaten.add(names)
 
-    def _can_fit(self, names: Sequence[str], found: Sequence[_Found]) -> bool:
-        """Whether the settings of `names` that do not fit alone fit together, each at its strongest value."""
-        alone = {next(iter(f.settings)) for f in found if len(f.settings) == 1}
-        left = [name for name in names if name not in alone]
-        return bool(left) and self._fitting(self._strongest(left)) is not None
+    def _start(self, names: frozenset[str]) -> dict[str, Value]:
+        """The mildest values of these settings that are expected to fit; the lowest tier is spared first."""
+        at = self.levers.strongest(names)
+        for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), rank(n), n)):
+            mild = ({**at, name: value} for value in self.levers.strengths[name])
+            fitting = (m for m in mild if self.levers.candidate(m) is not None and self._expected(m) <= self._room)
+            at = next(fitting, at)
+        return at
 
-    def _strongest(self, names: Collection[str]) -> dict[str, Value]:
-        """{setting: value}: the strongest combination of these settings that exists as a candidate; {} if none."""
-        order = sorted(names, key=lambda name: name != MICRO)
-        rows = (dict(zip(order, r, strict=True)) for r in product(*(self.strengths[n][::-1] for n in order)))
-        return next((row for row in rows if self._with(row) is not None), {})
+    def _whittle(self, every: frozenset[str]) -> None:
+        """Leave out the settings of `every` that the bounds do not need, and look whether the others fit."""
+        for _ in range(MOST_TOGETHER):
+            kept = every
+            for name in sorted(every, key=lambda n: (-TIERS.index(self._tier_of(n)), -rank(n), n)):
+                fewer = kept - {name}
+                if fewer and self._is_new(fewer) and self._expected(self.levers.strongest(fewer)) <= self._room:
+                    kept = fewer
+            if kept == every:
+                return
+            self._settle(kept, self._start(kept))
+            if kept in self.found:
+                del self.found[every]
+                return
 
-    def _whittled(self, names: Sequence[str]) -> frozenset[str]:
-        """A minimal subset of `names` that still fits (each setting is needed); empty if all together do not fit."""
-        kept = list(names)
-        if not self._can_fit(kept, []):
-            return frozenset()
-        for name in sorted(names, key=lambda n: -TIERS.index(self._tier_of(n))):
-            fewer = [n for n in kept if n != name]
-            if fewer and self._fitting(self._strongest(fewer)) is not None:
-                kept = fewer
-        return frozenset(kept)
+    def _is_new(self, names: frozenset[str]) -> bool:
+        return bool(self.levers.strongest(names)) and not any(names <= b for b in self.beaten | self.broken)
 
-    def _mildest(self, names: frozenset[str]) -> Change | None:
-        """The mildest change of these settings that fits, searched one setting at a time, lowest tier first."""
-        at = self._strongest(names)
-        best = self._fitting(at) if at else None
-        for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), n)) if best is not None else ():
-            mild = [v for v in self.strengths[name] if self._with({**at, name: v}) is not None]
-            low, high = 0, len(mild) - 1  # mild[high] fits
-            while low < high:
-                middle = (low + high) // 2
-                better = self._fitting({**at, name: mild[middle]})
-                low, high = (low, middle) if better is not None else (middle + 1, high)
-                best = better or best
-            at[name] = mild[high]
-        return best
+    def _strength(self, at: Assignment) -> int:
+        return sum(self.levers.strengths[name].index(value) for name, value in at.items())
 
-    def _fitting(self, at: Mapping[str, Value]) -> Change | None:
-        candidate = self._with(at)
-        if candidate is None:
-            return None
-        change = self._ask(candidate, settings=len(at))
-        return change if change.fits else None
+    # -- what is known --------------------------------------------------------------------------------------------
 
-    def _ask(self, candidate: Candidate, *, settings: int) -> Change:
-        if candidate not in self.results:
-            result = self.probe(merge(self.space.recipe.values, self.space.yaml_changes(candidate)))
-            least = result.least_capacity_bytes
-            self.results[candidate] = Change(
-                changes=self.space.changes(candidate), tier=self.space.tier(candidate), settings=settings,
-                device_used_bytes=result.device_used_bytes or 0, step_s=result.median_step_s,
-                least_capacity_bytes=1 << 62 if least is None else least, fits=result.status is ProbeStatus.FIT,
-            )  # fmt: skip
-        return self.results[candidate]
+    @property
+    def _room(self) -> int:
+        return roomy_bytes(self.trier.capacity_bytes, self.trier.device)
 
+    def _least_bytes(self, at: Assignment) -> int:
+        return max((self._bounds.least_bytes(known, at) for known in self._below(at)), default=0)
 
-def _number(value: Value) -> float:
-    assert isinstance(value, int | float)
-    return value
+    def _expected(self, at: Assignment) -> int:
+        """The bytes expected with `at`, from the run that is closest to it; 0 without one."""
+        closest = max(self._below(at), key=lambda k: (len(k.at), self._strength(k.at)), default=None)
+        return 0 if closest is None else self._bounds.expected_bytes(closest, at)
+
+    def _below(self, at: Assignment) -> list[Known]:
+        """The simulated runs whose settings are among `at`, no stronger than there."""
+        order = self.levers.strengths
+        return [
+            known for known in list(self.known)
+            if all(n in at and order[n].index(v) <= order[n].index(at[n]) for n, v in known.at.items())
+        ]  # fmt: skip
+
+    @property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.levers.space.recipe, self.levers.own)
+
+    def learn(self, at: Assignment, result: ProbeResult) -> None:
+        """Keep what a simulated run with the settings `at` held."""
+        context = gpu_spec(self.trier.device.removeprefix("sim:")).context_bytes
+        known = Known.of(at, result, context)
+        if known is not None:
+            self.known.append(known)
+
+    def _ask(self, at: Assignment) -> Change:
+        key = tuple(sorted(at.items()))
+        if key not in self.results:
+            change, result = self.trier.result(
+                self.levers.changes(at), self.levers.changes(at, yaml=True), tier=self.levers.tier(at), settings=len(at)
+            )
+            self.results[key] = change
+            if not change.failure:
+                self.learn(at, result)
+        return self.results[key]

@@ -2,22 +2,27 @@
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
-from autofit.forecast.advice import Advice, Change, cheapest_changes
+from autofit.forecast.advice import WANTED, Advice, cheapest_changes
+from autofit.forecast.advice_text import advice_json
+from autofit.forecast.cards import other_card
+from autofit.forecast.change import Tell, Trier
+from autofit.forecast.faster import faster_changes
+from autofit.forecast.levers import Levers
+from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import ROLLOUT, SCORING
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,9 +69,32 @@ class Estimator:
             raise EnvironmentFault("the simulation was cancelled before it answered")
         return result
 
-    def advice(self) -> Advice:
-        """The cheapest changes that would make the recipe fit."""
-        return cheapest_changes(self.recipe, self.device, self.probe, workers=PARALLEL)
+    def mends(self, result: ProbeResult, *, tell: Tell = lambda _: None, wanted: int = WANTED) -> Advice:
+        """The cheapest changes that would make the recipe of `result` fit with room to spare."""
+        return cheapest_changes(
+            self.recipe, self.device, self.probe, capacity_bytes=self.capacity_bytes, base=result, wanted=wanted,
+            workers=PARALLEL, tell=tell,
+        )  # fmt: skip
+
+    def advice(self, result: ProbeResult, *, tell: Tell = lambda _: None) -> Advice:
+        """What would make the recipe of `result` fit with room to spare, or where it does, faster; and another card."""
+        fits = result.status is ProbeStatus.FIT and not is_tight(result, self.capacity_bytes)
+        found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
+        return replace(found, card=other_card(result, self.capacity_bytes, self._probe_on))
+
+    def _faster(self, result: ProbeResult, tell: Tell) -> Advice:
+        trier = Trier(
+            recipe=self.recipe, device=self.device, capacity_bytes=self.capacity_bytes, probe=self.probe, tell=tell
+        )
+        try:
+            levers = Levers.of(self.recipe, self.device)
+        except ConfigError:
+            return Advice()
+        faster, untried = faster_changes(levers, trier, result, workers=PARALLEL)
+        return Advice(faster=faster, untried=untried)
+
+    def _probe_on(self, device: Device, capacity_bytes: int) -> ProbeResult:
+        return replace(self, device=device, capacity_bytes=capacity_bytes).probe(self.recipe.values)
 
 
 def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | None = None) -> dict[str, object]:
@@ -94,28 +122,10 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "fidelity": result.fidelity,
         "host_costs": result.host_costs,
         "computed_in_s": result.process_s,
-        "changes": [change.to_json() for change in advice.changes] if advice is not None else [],
-        "closest": advice.closest.to_json() if advice is not None and advice.closest is not None else None,
+        "tight": is_tight(result, capacity_bytes),
+        "most_used_bytes": most_used_bytes(result.device_used_bytes or 0, result.device),
+        **advice_json(advice or Advice()),
     }
-
-
-def advice_lines(advice: Advice, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """One line per change that fits; else one line with the closest change and its missing bytes."""
-    if advice.changes:
-        lines = ["the cheapest changes that make it fit, predicted:"]
-        return lines + [f"  {_change_line(change, recipe)}" for change in advice.changes]
-    tried = "no change of the recipe's settings makes it fit"
-    if advice.closest is None:
-        return [f"{tried}."]
-    over = advice.closest.least_capacity_bytes - capacity_bytes
-    what = describe_changes(advice.closest.changes, recipe.resolved)
-    return [f"{tried}; the closest change exceeds the limit by {format_bytes(over)}: {what}."]
-
-
-def _change_line(change: Change, recipe: Recipe) -> str:
-    step = "" if change.step_s is None else f", {format_seconds(change.step_s)} a step"
-    used = format_bytes(change.device_used_bytes)
-    return f"{change.tier}: {describe_changes(change.changes, recipe.resolved)} ({used}{step})"
 
 
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:

@@ -1,6 +1,9 @@
-"""The changes of a candidate, in words."""
+"""The changes of a candidate, in words and as options of the command line."""
 
+import shlex
 from collections.abc import Mapping
+
+import yaml
 
 from autofit.recipe.recipe import inner_value
 
@@ -30,3 +33,13 @@ def describe_left_out(left_out: Mapping[str, str]) -> str:
     for knob, reason in left_out.items():
         by_reason.setdefault(reason, []).append(knob)
     return "; ".join(f"{', '.join(knobs)}: {reason}" for reason, knobs in by_reason.items())
+
+
+def set_options(changes: Mapping[str, object]) -> str:
+    """The changes as a shell takes them: `--set lora_r=8 --set dtype=bfloat16`; None removes a key (`null`)."""
+    return " ".join(f"--set {shlex.quote(f'{key}={_as_yaml(value)}')}" for key, value in changes.items())
+
+
+def _as_yaml(value: object) -> str:
+    plain = dict(value) if isinstance(value, Mapping) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -1,0 +1,95 @@
+"""Advice in words: a line each, with the option that makes the change; and as JSON."""
+
+from collections.abc import Iterator
+
+from autofit.forecast.advice import Advice
+from autofit.forecast.cards import Card
+from autofit.forecast.change import Change
+from autofit.forecast.margin import WORST_ERROR_FRAC, is_tight, most_used_bytes
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_changes
+from autofit.units import format_bytes, format_seconds
+
+
+def advice_json(advice: Advice) -> dict[str, object]:
+    """The advice as plain values."""
+    return {
+        "changes": [change.to_json() for change in advice.changes],
+        "closest": None if advice.closest is None else advice.closest.to_json(),
+        "untried": [{"changes": dict(c.changes), "reason": c.failure} for c in advice.untried],
+        "faster": [change.to_json() for change in advice.faster],
+        "card": None if advice.card is None else advice.card.to_json(),
+    }
+
+
+def caution(result: ProbeResult, capacity_bytes: int) -> str:
+    """A sentence where a recipe fits with less to spare than its prediction may be off; else ""."""
+    if not is_tight(result, capacity_bytes):
+        return ""
+    used = result.device_used_bytes or 0
+    return (
+        f"caution: {format_bytes(capacity_bytes - used)} to spare are less than the prediction's error: the worst of "
+        f"the peaks compared with measurements was {WORST_ERROR_FRAC:.1%} too low, and this one would then be "
+        f"{format_bytes(most_used_bytes(used, result.device))}"
+    )
+
+
+def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
+    """What to change, a line each, under a heading."""
+    fits = result.status is ProbeStatus.FIT
+    lines = (
+        [] if fits and not is_tight(result, capacity_bytes) else list(_mends(advice, recipe, capacity_bytes, fits=fits))
+    )
+    if advice.faster:
+        lines.append("what would make it faster, predicted:")
+        lines += [f"  {change_line(change, recipe, result.median_step_s)}" for change in advice.faster]
+    lines += [_untried(change, recipe) for change in advice.untried]
+    if advice.card is not None:
+        lines.append(card_line(advice.card, fits=fits))
+    return lines
+
+
+def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -> Iterator[str]:
+    what = "leave more room" if fits else "make it fit"
+    if advice.changes:
+        yield f"the cheapest changes that {what}, predicted:"
+        yield from (f"  {change_line(change, recipe)}" for change in advice.changes)
+        return
+    tried = f"no change {'of the recipe' if advice.proven else 'that was tried of the recipe'}'s settings"
+    tried += " leaves more room" if fits else " makes it fit"
+    if advice.closest is None or fits:
+        yield f"{tried}."
+        return
+    over = advice.closest.least_capacity_bytes - capacity_bytes
+    closest = describe_changes(advice.closest.changes, recipe.resolved)
+    yield f"{tried}; the closest change exceeds the limit by {format_bytes(over)}: {closest}."
+
+
+def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> str:
+    """`neutral: gradient_checkpointing False -> True (18.2 GB, 3.1 s a step)   --set gradient_checkpointing=true`.
+
+    With `step_s`, the seconds of a step now, also the speed-up.
+    """
+    step = "" if change.step_s is None else f", {format_seconds(change.step_s)} a step"
+    gain = f", {step_s / change.step_s:.2f}x" if step_s and change.step_s else ""
+    tight = ", little to spare" if change.tight else ""
+    used = format_bytes(change.device_used_bytes)
+    what = describe_changes(change.changes, recipe.resolved)
+    return f"{change.tier}: {what} ({used}{step}{gain}{tight})   {change.options}"
+
+
+def _untried(change: Change, recipe: Recipe) -> str:
+    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_first_sentence(change.failure)}"
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def card_line(card: Card, *, fits: bool) -> str:
+    """The other card on which the recipe runs as it is."""
+    step = "" if card.step_s is None else f", {format_seconds(card.step_s)} a step"
+    head = "a smaller card would do" if fits else "as it is, it runs on a larger card"
+    used = f"{format_bytes(card.device_used_bytes)} of {format_bytes(card.capacity_bytes)}"
+    return f"{head}: {card.name} ({used}{step})   {card.options}"

@@ -1,0 +1,88 @@
+"""A change of a recipe and its result on a simulated card: the unit of advice."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autofit.forecast.margin import roomy_bytes
+from autofit.hardware.hardware import Device
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.recipe import Recipe, merge
+from autofit.space.describe import describe_changes, set_options
+
+Probe = Callable[[Mapping[str, object]], ProbeResult]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the recipe, in TRL's own keys, and its result on the simulated card."""
+
+    changes: Mapping[str, object]
+    given: Mapping[str, object]  # as a YAML takes them: with the keys that must go (None)
+    tier: Tier
+    settings: int  # number of changed settings; derived keys do not count
+    device_used_bytes: int
+    least_capacity_bytes: int
+    step_s: float | None
+    fits: bool
+    tight: bool = False  # it fits with less to spare than the prediction may be off
+    failure: str = ""  # why it could not be tried; "" where it could
+
+    @classmethod
+    def of(
+        cls, result: ProbeResult, *, changes: Mapping[str, object], given: Mapping[str, object], tier: Tier,
+        settings: int, capacity_bytes: int,
+    ) -> "Change":  # fmt: skip
+        """The change with the `result` of its probe."""
+        used, least = result.device_used_bytes, result.least_capacity_bytes
+        tried = result.status in (ProbeStatus.FIT, ProbeStatus.OOM)
+        fits = result.status is ProbeStatus.FIT
+        return cls(
+            changes=changes, given=given, tier=tier, settings=settings, device_used_bytes=used or 0,
+            least_capacity_bytes=1 << 62 if least is None else least, step_s=result.median_step_s, fits=fits,
+            tight=fits and (used or 0) > roomy_bytes(capacity_bytes, result.device),
+            failure="" if tried else result.reason or str(result.status),
+        )  # fmt: skip
+
+    @property
+    def cost(self) -> tuple[int, bool, int, float]:
+        """The order of advice: the highest tier, room to spare, the fewest settings, the fastest step."""
+        return TIERS.index(self.tier), self.tight, self.settings, self.step_s or 0.0
+
+    @property
+    def options(self) -> str:
+        """The options of the command line that make the change: `--set gradient_checkpointing=true`."""
+        return set_options(self.given)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "changes": dict(self.changes),
+            "options": self.options,
+            "tier": self.tier,
+            "device_used_bytes": self.device_used_bytes,
+            "step_s": self.step_s,
+            "tight": self.tight,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trier:
+    """Tries changes of one recipe on the simulated card, and tells each."""
+
+    recipe: Recipe
+    device: Device
+    capacity_bytes: int
+    probe: Probe
+    tell: Tell
+
+    def result(
+        self, changes: Mapping[str, object], given: Mapping[str, object], *, tier: Tier, settings: int
+    ) -> tuple[Change, ProbeResult]:
+        """The change with its probe's result, and that result."""
+        self.tell(f"trying {describe_changes(changes, self.recipe.resolved)} ({tier})")
+        result = self.probe(merge(self.recipe.values, given))
+        change = Change.of(
+            result, changes=changes, given=given, tier=tier, settings=settings, capacity_bytes=self.capacity_bytes
+        )
+        return change, result

@@ -1,0 +1,74 @@
+"""Changes of one setting that make a config faster, each simulated: also those that a search may not try."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.change import Change, Trier
+from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
+from autofit.forecast.margin import roomy_bytes
+from autofit.probing.result import ProbeResult
+from autofit.recipe.keys import TIERS, Tier
+from autofit.space.space import QUANTIZATION
+
+LEAST_GAIN = 0.01  # share of the step's seconds
+_FIRST = ("dtype", "use_vllm", "use_transformers_continuous_batching", "optim", "use_peft")
+_ONLY_MEMORY = (ALLOCATOR, QUANTIZATION, "lora_r", "activation_offloading")
+_RECIPE = ("dtype", "use_peft")  # settings of the recipe tier that are proposed for their speed
+
+
+def faster_changes(
+    levers: Levers, trier: Trier, base: ProbeResult, *, below: Tier | None = None, most: int = 3, workers: int = 2
+) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+    """(changes of one setting that are faster than `base` and leave room, changes that could not be tried).
+
+    With `below`, only changes of the tiers below it, at most `most`. The highest tier comes first, then the fastest.
+    """
+    ideas = _ideas(levers, trier, base, below)[:most]
+
+    def tried(at: Assignment) -> Change:
+        changes, given = levers.changes(at), levers.changes(at, yaml=True)
+        return trier.result(changes, given, tier=levers.tier(at), settings=len(at))[0]
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(tried, ideas))
+    before = base.median_step_s
+    quick = [c for c in found if c.fits and not c.tight and before is not None and c.step_s is not None
+             and c.step_s <= (1 - LEAST_GAIN) * before]  # fmt: skip
+    return tuple(sorted(quick, key=lambda c: c.cost)), tuple(c for c in found if c.failure)
+
+
+def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) -> list[Assignment]:
+    """Changes of one setting, the most promising first: those of the phase that takes longer, then the others."""
+    over = -1 if below is None else TIERS.index(below)
+    of_rollout = bool(base.rollout_s) and 2 * base.rollout_s[0] > (base.median_step_s or 0.0)
+    batches = [_larger(levers, trier, base, ROLLOUT), _larger(levers, trier, base, MICRO)]
+    unchecked: Assignment = {n: False for n in CHECKPOINTING if levers.own.get(n) is True}
+    update: list[Assignment] = [unchecked, batches[1]]
+    neutral = [batches[0], *update] if of_rollout else [*update, batches[0]]
+    known = _others(levers)
+    engines = [at for at in known if not at.keys().isdisjoint(_FIRST[:3])]
+    rest = [at for at in known if at not in engines]
+    order = [*neutral[:1], *engines, *neutral[1:], *rest]
+    return [at for at in order if at and TIERS.index(levers.tier(at)) > over and _is_meant(levers, at)]
+
+
+def _others(levers: Levers) -> list[Assignment]:
+    keys = levers.space.keys
+    sizes = (MICRO, ROLLOUT, keys.group, keys.completion, keys.length, *_ONLY_MEMORY, *CHECKPOINTING)
+    names = sorted((n for n in levers.own if n not in sizes), key=lambda n: _FIRST.index(n) if n in _FIRST else 99)
+    return [{name: value} for name in names for value in levers.others(name)[:1]]
+
+
+def _is_meant(levers: Levers, at: Assignment) -> bool:
+    return levers.tier(at) != "recipe" or any(name in _RECIPE for name in at)
+
+
+def _larger(levers: Levers, trier: Trier, base: ProbeResult, name: str) -> Assignment:
+    """The largest micro-batch or rollout that is expected to leave room; {} if there is none."""
+    known = Known.of({}, base, gpu_spec(trier.device.removeprefix("sim:")).context_bytes)
+    if name not in levers.own or known is None:
+        return {}
+    bounds, room = Bounds(levers.space.recipe, levers.own), roomy_bytes(trier.capacity_bytes, trier.device)
+    fitting = [n for n in levers.larger(name) if bounds.expected_bytes(known, {name: n}) <= room]
+    return {name: fitting[-1]} if fitting else {}

@@ -1,0 +1,172 @@
+"""The settings of a recipe that change its bytes, one at a time and together, as candidates of its space."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from autofit.fakegpu.specs import gpu_spec
+from autofit.hardware.hardware import Device
+from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.recipe import Recipe
+from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
+from autofit.space.space_file import space_knobs
+
+MICRO, ROLLOUT = "micro-batch", "rollout"
+ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+# The order in which a practitioner tries settings of one tier. Others come after them.
+LADDER = (
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "activation_offloading", "precompute_ref_log_probs",
+    "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "dtype", "optim", "use_peft", QUANTIZATION,
+)  # fmt: skip
+# Knobs without a memory order whose other values may need less memory.
+_MAY_HELP = {ALLOCATOR, "activation_offloading", "precompute_ref_log_probs", "optim", "padding_free"}
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the card, for vLLM
+
+Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
+
+
+def advice_knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
+    """The knobs of the trainer's default space, and those that only advice proposes, as their space lacks them."""
+    knobs = space_knobs(recipe)
+    names = {recipe.other_names.get(k.name, k.name) for k in knobs}
+    resolved = recipe.resolved
+    capability = gpu_spec(device.removeprefix("sim:")).compute_capability
+    more: list[Knob] = []
+    if resolved.get("dtype", "") in ("float32", None) and capability >= (8, 0):
+        tier: Tier = "approximate" if recipe.uses_lora else "recipe"
+        more.append(Knob(name="dtype", tier=tier, values=("bfloat16", "float32"), memory_ascending=True))
+    if not recipe.uses_lora and "use_peft" in resolved:
+        more.append(Knob(name="use_peft", tier="recipe", values=(True, False), memory_ascending=True))
+    if resolved.get("use_vllm") and resolved.get("vllm_mode") == "colocate":
+        more.append(Knob(name="vllm_enable_sleep_mode", tier="neutral", values=(True, False), memory_ascending=True))
+        share = resolved.get("vllm_gpu_memory_utilization")
+        if isinstance(share, float):
+            less = tuple(s for s in _SHARES[::-1] if s < share)
+            more.append(Knob(name="vllm_gpu_memory_utilization", tier="approximate", values=(*less, share),
+                             memory_ascending=True))  # fmt: skip
+    elif "use_vllm" in resolved:
+        more.append(Knob(name="use_vllm", tier="approximate", values=(True, False)))
+    return (*knobs, *(knob for knob in more if knob.name not in names))
+
+
+def rank(setting: str) -> int:
+    """The place of `setting` in the practitioner's order."""
+    return LADDER.index(setting) if setting in LADDER else len(LADDER)
+
+
+@dataclass(frozen=True)
+class Levers:
+    """The settings of a space: the micro-batch, the completions of a rollout, and all other knobs.
+
+    The first two determine the two solved knobs, so that each can change by itself.
+    """
+
+    space: Space
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: Device) -> "Levers":
+        return cls(Space.of(recipe, advice_knobs(recipe, device), allow="recipe", device=device))
+
+    @cached_property
+    def own(self) -> dict[str, Value]:
+        """{setting: the recipe's value}."""
+        keys = self.space.keys
+        solved = (keys.micro_batch, keys.rollout)
+        return {**self._batch, **{k: v for k, v in self.space.params(self.space.baseline).items() if k not in solved}}
+
+    @property
+    def _batch(self) -> dict[str, Value]:
+        micro, _, chunk, _ = self.space.split(self.space.baseline)
+        knobs, keys = {knob.name for knob in self.space.knobs}, self.space.keys
+        sizes = ((MICRO, keys.micro_batch, micro), (ROLLOUT, keys.rollout, micro * chunk))
+        return {name: size for name, key, size in sizes if key in knobs}
+
+    @cached_property
+    def strengths(self) -> dict[str, tuple[Value, ...]]:
+        """{setting: its values that need less memory than the recipe's own, from the mildest to the strongest}.
+
+        A rollout below the recipe's micro-batch is among them, which needs a smaller micro-batch too. A setting without
+        a value that is valid by itself is left out.
+        """
+        found = {name: self._less(name) for name in self.own}
+        valid = {name: tuple(v for v in values if self._exists(name, v)) for name, values in found.items()}
+        return {
+            name: values for name, values in sorted(valid.items(), key=lambda e: rank(e[0]))
+            if any(self.candidate({name: v}) for v in values)
+        }  # fmt: skip
+
+    def _exists(self, name: str, value: Value) -> bool:
+        with_smallest = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
+        return any(self.candidate({**more, name: value}) is not None for more in ({}, with_smallest))
+
+    def _less(self, name: str) -> tuple[Value, ...]:
+        own = self.own[name]
+        if name in (MICRO, ROLLOUT):
+            return tuple(range(number(own) - 1, 0, -1))
+        if name == self.space.keys.group:
+            return ()  # it changes no bytes at the same effective batch
+        knob, choices = self._listed[name]
+        if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
+            return tuple(v for v in choices if v != own)
+        return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
+
+    @cached_property
+    def _listed(self) -> dict[str, tuple[Knob, tuple[Value, ...]]]:
+        return {k.name: (k, c) for k, c in zip(self.space.knobs, self.space.choices, strict=True)}
+
+    def others(self, name: str) -> tuple[Value, ...]:
+        """The values of a knob besides the recipe's own, valid by themselves."""
+        return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
+
+    def larger(self, name: str) -> tuple[int, ...]:
+        """The larger values of the micro-batch or the rollout, valid by themselves, in ascending order."""
+        whole = self.space.recipe.effective_batch_size // self.space.recipe.world_size
+        return tuple(n for n in range(number(self.own[name]) + 1, whole + 1) if whole % n == 0
+                     if self.candidate({name: n}))  # fmt: skip
+
+    def candidate(self, at: Assignment) -> Candidate | None:
+        """The candidate with these settings, and the recipe's others; None if there is none."""
+        space, keys = self.space, self.space.keys
+        params = space.params(space.baseline)
+        micro, _, chunk, _ = space.split(space.baseline)
+        changed_micro = number(at.get(MICRO, micro))
+        if ROLLOUT in self.own:
+            completions = number(at.get(ROLLOUT, micro * chunk))
+            if completions % changed_micro:
+                return None
+            params[str(keys.rollout)] = completions // changed_micro
+        if MICRO in self.own:
+            params[keys.micro_batch] = changed_micro
+        params |= {name: value for name, value in at.items() if name not in (MICRO, ROLLOUT)}
+        found = space.candidate(params)
+        return found if space.violated(found) is None else None
+
+    def tier(self, at: Assignment) -> Tier:
+        """The lowest tier that these settings touch; `recipe` where they have no candidate."""
+        found = self.candidate(at)
+        return TIERS[-1] if found is None else self.space.tier(found)
+
+    def changes(self, at: Assignment, *, yaml: bool = False) -> dict[str, object]:
+        """{key: value} of the recipe with these settings; with `yaml` also the keys that must go (None)."""
+        found = self.candidate(at)
+        assert found is not None, at
+        changes = self.space.yaml_changes(found) if yaml else self.space.changes(found)
+        recipe = self.space.recipe
+        if changes.get("use_peft") and recipe.trainer_name == "reward":  # TRL: a reward model's adapter needs it
+            changes["lora_task_type"] = "SEQ_CLS"
+        return changes
+
+    def strongest(self, names: Collection[str]) -> dict[str, Value]:
+        """{setting: value}: the strongest combination of these settings that exists; {} if none does."""
+        order = sorted(names, key=lambda name: name != MICRO)
+        rows: Iterator[dict[str, Value]] = (
+            dict(zip(order, row, strict=True)) for row in product(*(self.strengths[n][::-1] for n in order))
+        )
+        return next((row for row in rows if self.candidate(row) is not None), {})
+
+
+def number(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
