@@ -23,7 +23,7 @@ TILE_TOKENS = 4096
 # Keys that the small trainings of a gradient proof use unchanged.
 COMPARED = (
     SPLIT, "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "pad_to_multiple_of", "router_aux_loss_coef",
+    "activation_checkpointing", "activation_checkpointing_kwargs", "pad_to_multiple_of", "router_aux_loss_coef",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`autofit.estimate`: one config on a simulated card."""
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +13,16 @@ from autofit.api.arguments import at_least_one, named_as_arguments, seconds, siz
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, describe_device, fork_server, read_recipe, source_of
 from autofit.api.tables import Shown
+from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
 from autofit.forecast.estimate import Estimator, advice_lines, estimate_json, estimate_table, phases_figure
 from autofit.hardware.hardware import Device, choose_device_and_target
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_left_out
+from autofit.space.space import Space
+from autofit.space.space_file import space_knobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,6 +119,10 @@ def estimate(
             tell(Event(text=f"{stated.model} on {where}"))
             for note in stated.notes:
                 tell(Event(label="note", text=note))
+            with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
+                left_out = Space.of(stated, space_knobs(stated), allow="recipe", device=device).left_out
+                if left_out:
+                    tell(Event(label="left out", text=describe_left_out(left_out)))
             estimator = Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

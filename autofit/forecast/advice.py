@@ -12,12 +12,11 @@ from functools import cached_property
 from itertools import combinations, product
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.space import Candidate, Knob, Space, Value
+from autofit.space.space import Candidate, Space, Value
 from autofit.space.space_file import space_knobs
 
 WANTED = 3
@@ -63,21 +62,10 @@ class Advice:
 def cheapest_changes(recipe: Recipe, device: Device, probe: Probe, *, workers: int = 2) -> Advice:
     """The cheapest changes that make `recipe` fit, if any, by `probe` (values of a recipe -> result on the card)."""
     try:
-        space = Space.of(recipe, _knobs(recipe, device), allow="recipe", device=device)
+        space = Space.of(recipe, space_knobs(recipe), allow="recipe", device=device)
     except ConfigError:
         return Advice()
     return _Search(space=space, probe=probe, workers=workers).run()
-
-
-def _knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
-    """The trainer's default knobs, plus `dtype` if the recipe is in float32 and `use_peft` if it trains all weights."""
-    knobs = space_knobs(recipe)
-    capability = gpu_spec(device.removeprefix("sim:")).compute_capability
-    if "dtype" in recipe.resolved and recipe.resolved["dtype"] in ("float32", None) and capability >= (8, 0):
-        knobs += (Knob(name="dtype", tier="recipe", values=("bfloat16", "float32"), memory_ascending=True),)
-    if not recipe.uses_lora and "use_peft" in recipe.resolved:
-        knobs += (Knob(name="use_peft", tier="recipe", values=(True, False), memory_ascending=True),)
-    return knobs
 
 
 @dataclass(frozen=True, slots=True)
