@@ -116,8 +116,9 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
     if trainer in ("sft", "dpo", "reward"):
         scored_before = {"precompute_ref_log_probs": True} if trainer == "dpo" else {}
         found[f"{OPTIONS}.every_n_layers"] = [{**scored_before, OPTIONS: {"every_n_layers": 2}}]
-    if trainer == "sft":
+    if trainer == "sft" and not settings.get("use_peft"):  # TRL 1.16 fails under LoRA
         found[f"{OPTIONS}.selective"] = [{OPTIONS: {"selective": True}}]
+    if trainer == "sft":
         found["padding_free"] = [{"padding_free": True}]
     return found | {
         "gradient_checkpointing": [{"gradient_checkpointing": False}],
