@@ -90,6 +90,7 @@ def test_what_a_trainer_tells_is_whole(recipe: Recipe) -> None:
     assert (recipe.longest_sample_tokens is None) is recipe.generates
     recipe.check()
     space = Space.of(recipe, space_knobs(recipe), allow="recipe")
+    assert not [knob for knob, reason in space.left_out.items() if "no such key" in reason]
     batches = {micro * accumulation for micro, accumulation, *_ in map(space.split, space.candidates())}
     assert batches == {recipe.effective_batch_size}
     assert len(space.allowed()) > 4

@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
 ROWS: list[dict[str, Any]] = TABLE["rows"]
 SPACES = sorted(path.stem for path in Path(str(resources.files("autofit.search_spaces"))).glob("*.yaml"))
+OPTIONS = "activation_checkpointing_kwargs"
 KNOBS = {trainer: load_space(None, trainer=trainer) for trainer in SPACES}
 CELLS = [pytest.param(row, knob, id=f"{row['name']}: {knob}") for row in ROWS for knob in row["cells"]]
 
@@ -53,6 +54,8 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         "gradient_checkpointing": True,
         "attn_implementation": None,
         "precompute_ref_log_probs": False,
+        "activation_checkpointing_kwargs": None,
+        "padding_free": False,
     }
     resolved |= settings
     facts = trl_facts(trainer, resolved, balances_experts=balanced, counts_padding=row.get("model") == "gpt2")
@@ -66,15 +69,18 @@ def changed(knob: str, space: Space) -> dict[str, Value]:
     if knob == SPLIT:
         return base | {SPLIT: micro // 2} | ({CHUNK: chunk * 2} if CHUNK in base else {})
     values: dict[str, Value] = {CHUNK: 2, "gradient_checkpointing": False, "attn_implementation": "eager",
-                                "precompute_ref_log_probs": True}  # fmt: skip
-    return base | {knob: values[knob]}
+                                "precompute_ref_log_probs": True, f"{OPTIONS}.every_n_layers": 2,
+                                f"{OPTIONS}.selective": True, "padding_free": True}  # fmt: skip
+    needed = {key: wanted[0] for k in space.knobs if k.name == knob for key, wanted in k.when}
+    return base | needed | {knob: values[knob]}
 
 
 @pytest.mark.parametrize(("row", "knob"), CELLS)
 def test_a_knob_is_claimed_neutral_where_the_gradient_says_so_and_nowhere_else(row: dict[str, Any], knob: str) -> None:
     recipe = recipe_of(row)
-    knobs = tuple(k for k in KNOBS[recipe.trainer] if k.name in (SPLIT, CHUNK, knob))
-    space = Space.of(recipe, knobs, allow="recipe", device="cuda")  # a knob claimed lower still would not be in it
+    conditions = {key for k in KNOBS[recipe.trainer] if k.name == knob for key, _ in k.when}
+    knobs = tuple(k for k in KNOBS[recipe.trainer] if k.name in (SPLIT, CHUNK, knob, *conditions))
+    space = Space.of(recipe, knobs, allow="recipe", device="cpu")  # a knob claimed lower still would not be in it
     candidate = space.candidate(changed(knob, space))
     assert knob in space.changes(candidate)
     tier = space.tier(candidate)

@@ -1,6 +1,7 @@
 """The gradient proof: what it compares, what it says, and that a promotion waits for it."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 import autofit.proof.proof
+from autofit import promote
+from autofit.api.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
@@ -34,7 +37,9 @@ SPLIT: dict[str, object] = {
 }
 
 
-def make_study(folder: Path, values: Mapping[str, object], trials: list[Claim]) -> optuna.Study:
+def make_study(
+    folder: Path, values: Mapping[str, object], trials: list[Claim], needs: tuple[str, ...] = ()
+) -> optuna.Study:
     """A study with the baseline and a fitting trial for each (tier, changes), as a search would have left it."""
     study = optuna.create_study(
         study_name="told", storage=open_storage(folder, create=True), directions=["minimize", "minimize"]
@@ -48,8 +53,10 @@ def make_study(folder: Path, values: Mapping[str, object], trials: list[Claim]) 
     baseline: Claim = ("neutral", {})
     for tier, changes in [baseline, *trials]:
         trial = study.ask()
-        note_candidate(trial, tier=tier, changes=changes, yaml_changes=changes)
-        fit = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1.0,))
+        note_candidate(trial, tier=tier, changes=changes, yaml_changes=changes, needs=needs)
+        fit = ProbeResult(
+            status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1.0,), completions_per_step=16
+        )
         tell(study, trial.number, fit, target_bytes=10**9)
     return study
 
@@ -196,6 +203,34 @@ def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
     assert asked[0].baseline["lora_r"] == asked[0].candidate["lora_r"] == 2
     assert (dict(proof.in_both), dict(proof.compared)) == ({"lora_r": 2, "lora_alpha": 4}, SPLIT)
     assert proof.sentence.startswith("the recipe is changed; the other changes alone differ by 2.0e-07")
+
+
+def test_a_trial_is_not_launched_without_the_packages_that_it_needs(values: dict[str, object]) -> None:
+    changes: dict[str, object] = {"optim": "adamw_8bit", "activation_checkpointing_kwargs.use_reentrant": False}
+    study = make_study(Path("autofit-studies"), values, [("approximate", changes)], needs=("no_such_package", "yaml"))
+    trial = trials_of(study)[1]
+    missing = "needs no_such_package, which is not installed (pip install no-such-package)"
+    assert trial_line(trial, record_of(study).resolved).endswith(
+        f"use_reentrant False ({missing}): fit, 1 B, 1.00 s a step, 16.00 completions/s"
+    )
+    written = promote(1, launch=False)
+    inner = yaml.safe_load(written.yaml_path.read_text())["activation_checkpointing_kwargs"]
+    assert inner == {"use_reentrant": False}
+    with pytest.raises(ConfigError, match=f"^trial 1 {re.escape(missing)}; install it and run the same command again"):
+        promote(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("activation_checkpointing_kwargs.every_n_layers", Reach.COMPARED),
+        ("activation_checkpointing_kwargs.offload", Reach.KERNEL),  # it needs pinned memory, which a CPU has none of
+        ("transformers_continuous_batching_config.max_memory_percent", Reach.HARMLESS),
+        ("model_init_kwargs.anything", Reach.OTHER),
+    ],
+)
+def test_a_key_inside_a_mapping_is_compared_where_the_mapping_is(key: str, found: Reach) -> None:
+    assert reach(TRAINER.compared, key, 1, None)[0] is found
 
 
 def test_a_kernel_of_the_recipe_itself_that_no_cpu_runs_is_not_compared_either() -> None:

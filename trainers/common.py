@@ -261,6 +261,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
             None, config=config, state_dict=state, quantization_config=quantization,
             device_map={"": 0} if on_card else None, **options,
         )  # fmt: skip
+    if kwargs.get("use_kernels"):  # as from_pretrained does
+        model.set_use_kernels(True)
     model.config._name_or_path = model_id
     return model
 

@@ -24,7 +24,7 @@ TILE_TOKENS = 4096
 # Keys that the small trainings of a gradient proof use unchanged.
 COMPARED = (
     SPLIT, "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "pad_to_multiple_of", "router_aux_loss_coef",
+    "activation_checkpointing", "activation_checkpointing_kwargs", "pad_to_multiple_of", "router_aux_loss_coef",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
     trained_half = quantised if lora else resolved.get("dtype") in ("bfloat16", "float16")
     casts = bool(resolved.get("bf16") or resolved.get("fp16")) and not trained_half
     changed = {"dtype": not lora, "use_transformers_continuous_batching": casts}
-    return {key: "recipe" for key, more in changed.items() if more}
+    return {key: "recipe" for key, more in changed.items() if more and key in resolved}
 
 
 def _tiers(split: bool, rollout: bool) -> dict[str, Tier]:

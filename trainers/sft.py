@@ -60,7 +60,7 @@ class SftTrainer(SamplesTrainer):
     auto_class = AutoModelForCausalLM
     compared = (
         *COMPARED,
-        "loss_type",
+        "loss_type", "padding_free",
     )
 
     def real(self, config: TrlConfig) -> SFTTrainer:

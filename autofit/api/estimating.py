@@ -13,6 +13,7 @@ from autofit.api.arguments import at_least_one, named_as_arguments, seconds, siz
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, describe_device, fork_server, read_recipe, source_of
 from autofit.api.tables import Shown
+from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, caution
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
@@ -22,6 +23,9 @@ from autofit.hardware.needs import card_needs
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_left_out
+from autofit.space.space import Space
+from autofit.space.space_file import space_knobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,6 +133,10 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
                 tell(Event(label="card", text=choice))
             for note in stated.notes:
                 tell(Event(label="note", text=note))
+            with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
+                left_out = Space.of(stated, space_knobs(stated), allow="recipe", device=device).left_out
+                if left_out:
+                    tell(Event(label="left out", text=describe_left_out(left_out)))
             yield Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,

@@ -17,6 +17,7 @@ from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_left_out
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
 from autofit.tuning.frontier import GOALS, Goal
@@ -111,6 +112,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         on_event(Event(label=label, text=text))
     knobs = space_knobs(recipe, asked.space)
     space = Space.of(recipe, knobs, allow=asked.allow, device=device)
+    if space.left_out:
+        on_event(Event(label="left out", text=describe_left_out(space.left_out)))
     _check_target(recipe, target - headroom, asked.allow)
     open_ended = budget_s is not None or asked.plateau is not None
     plan = Plan(

@@ -25,6 +25,7 @@ from autofit.promotion.promotion import (
     launch as launch_run,
 )
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
+from autofit.space.narrow import missing_packages
 from autofit.tuning.record import record_of
 from autofit.tuning.study import exclusive, load_study, trials_of
 
@@ -171,6 +172,12 @@ def promote(
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
                 f"to {path} (dataset_name, reward_funcs) and run: {promotion.command or 'your own program'} {path}"
+            )
+        missing = missing_packages(promotion.trial.needs)
+        if missing:
+            raise ConfigError(
+                f"trial {promotion.trial.number} {missing}; install it and run the same command again, or promote "
+                f"another trial"
             )
         with exclusive(Path(folder) / "locks", promotion.folder.name):
             how = launch_run(promotion, study_folder=Path(folder), restart=restart)

@@ -12,6 +12,7 @@ from rich.text import Text
 from autofit.api.trials import TrialResult
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes, samples_word
+from autofit.space.narrow import missing_packages
 from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
@@ -75,7 +76,7 @@ def front_table(
         table.add_row(
             f"{row.number} *" if row.number == winner else f"{row.number}",
             row.tier,
-            escape(describe_changes(row.changes, original)),
+            escape(describe_changes(row.changes, original) + _needs(row.needs)),
             _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
             _share(row, target_bytes),
             _or_dash(row.step_s, format_seconds),
@@ -89,7 +90,7 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
     """One line for a finished trial."""
     result = trial.result
     assert result is not None
-    head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}: "
+    head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}{_needs(trial.needs)}: "
     used = _or_dash(result.device_used_bytes, format_bytes)
     if result.status is ProbeStatus.FIT:
         assert result.median_step_s is not None
@@ -100,6 +101,11 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
         needs = "at least" if trial.stopped_at_oom else needs
         return f"{head}oom (pruned) during {result.oom_phase}, {needs} {used}"
     return f"{head}{result.status}: {result.reason}"
+
+
+def _needs(packages: Sequence[str]) -> str:
+    missing = missing_packages(packages)
+    return f" ({missing})" if missing else ""
 
 
 def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | None:

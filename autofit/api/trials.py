@@ -23,6 +23,7 @@ class TrialResult:
     confirmed: bool | None  # whether it held in the longer probe; None where it had none
     at_least: bool = False  # its bytes are what it held when memory ran out
     reason: str = ""  # of an oom, a failure or a loss
+    needs: tuple[str, ...] = ()  # packages without which it does not run; a simulated probe does without them
 
     @classmethod
     def of(cls, trial: Trial, base: Trial | None) -> "TrialResult":
@@ -32,7 +33,7 @@ class TrialResult:
             device_used_bytes=trial.device_used_bytes, step_s=trial.step_s,
             completions_per_s=trial.completions_per_s, speedup=trial.speedup(base),
             confirmed=None if trial.confirmed is None else not trial.fell, at_least=trial.stopped_at_oom,
-            reason="" if trial.figures is None else trial.figures.reason,
+            reason="" if trial.figures is None else trial.figures.reason, needs=trial.needs,
         )  # fmt: skip
 
     @property
@@ -52,4 +53,5 @@ class TrialResult:
             "completions_per_s": self.completions_per_s,
             "speedup": self.speedup,
             "confirmed": self.confirmed,
+            "needs": list(self.needs),
         }

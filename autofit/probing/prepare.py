@@ -35,8 +35,8 @@ def prepare(
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
-        "trainer": trainer, "values": values, "changed": [key.partition(".")[0] for key in changes or {}], "device": device,
-        "prompt_tokens": prompt_tokens,
+        "trainer": trainer, "values": values, "changed": [key.partition(".")[0] for key in changes or {}],
+        "device": device, "prompt_tokens": prompt_tokens,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
     write_json(folder / "inspect.json", request)

@@ -14,7 +14,7 @@ class Reach(StrEnum):
 
 
 # Changes of the recipe that can be applied to both baseline and candidate in the small trainings.
-IN_BOTH = ("lora_r", "lora_alpha", "max_completion_length", "num_generations")
+IN_BOTH = ("use_peft", "lora_task_type", "lora_r", "lora_alpha", "max_completion_length", "num_generations")
 _CONSTRUCTION = "neutral by construction: it changes memory or logs, not arithmetic"
 _HARMLESS = {
     "env": "neutral by construction: a setting of an allocator or library, outside the model's arithmetic",
@@ -24,12 +24,14 @@ _HARMLESS = {
         "log_completions", "num_completions_to_print", "dataloader_num_workers", "dataloader_pin_memory",
         "dataloader_prefetch_factor", "dataloader_persistent_workers", "skip_memory_metrics", "eval_strategy",
         "eval_steps", "per_device_eval_batch_size", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+        "vllm_max_model_length", "transformers_continuous_batching_config.max_memory_percent",
     ), _CONSTRUCTION),
 }  # fmt: skip
 _KERNELS = dict.fromkeys(
     ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
      "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
-     "padding_free"),
+     "activation_checkpointing_kwargs.offload", "gradient_checkpointing_kwargs.offload",
+     "model_init_kwargs.use_kernels"),
     "the same function with other kernels or on other devices, which the proof cannot run on one CPU",
 )  # fmt: skip
 _BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
@@ -45,7 +47,7 @@ def reach(compared: Collection[str], key: str, value: object, own: object) -> tu
         if not absent:
             return Reach.COMPARED, ""
         return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default replaces it"
-    if key in compared:
+    if key in compared or (key.partition(".")[0] in compared and key not in _KERNELS):
         return Reach.COMPARED, ""
     if key in _HARMLESS:
         return Reach.HARMLESS, _HARMLESS[key]

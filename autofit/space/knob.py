@@ -30,6 +30,7 @@ class Knob:
     memory_ascending: bool = False
     needs: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
+    traced: bool = True  # False: the knob changes no allocation or kernel of a trace, so it needs none of its own
     when: tuple[Condition, ...] = ()  # all must be met, or the knob has no effect and keeps the recipe's value
     sets: tuple[tuple[str, Value], ...] = ()  # keys that are set with any change of this knob
     unset: Value = None  # what an inner key means that the recipe does not give

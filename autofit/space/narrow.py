@@ -71,7 +71,7 @@ def narrowed(
             left_out[knob.name] = reason
             continue
         if device == "cpu":
-            knob = replace(knob, values=knob.values + knob.cpu_values)  # noqa: PLW2901
+            knob = replace(knob, values=knob.values + knob.cpu_values)
         unmet = _unmet(knob, free, knobs, recipe)
         if unmet:
             idle[knob.name] = unmet
@@ -114,10 +114,11 @@ def _missing(need: str, recipe: Recipe, device: str) -> str:
     if need == "card":
         return "" if device == "cuda" else "its effect is only known where it is measured, on a real card"
     if need == "fixed-reference":  # TRL refuses precomputed scores of a synchronized reference
-        return "sync_ref_model changes the reference during the training" if recipe.resolved.get("sync_ref_model") else ""
+        synced = bool(recipe.resolved.get("sync_ref_model"))
+        return "the reference changes during the training (sync_ref_model)" if synced else ""
     if need == "bf16":
         return _without_bfloat16(device)
-    return "" if simulated or is_installed(need) else how_to_install(need)
+    return "" if simulated else missing_packages([need])
 
 
 def _without_bfloat16(device: str) -> str:
@@ -128,13 +129,13 @@ def _without_bfloat16(device: str) -> str:
     return "" if spec.compute_capability >= (8, 0) else f"{spec.name} has no arithmetic in bfloat16"
 
 
-def is_installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
-def how_to_install(package: str) -> str:
-    """`vllm is not installed (pip install vllm)`."""
-    return f"{package} is not installed (pip install {package.replace('_', '-')})"
+def missing_packages(needs: Sequence[str]) -> str:
+    """`needs vllm, which is not installed (pip install vllm)`; "" where all of `needs` are installed."""
+    missing = [need for need in needs if find_spec(need) is None]
+    if not missing:
+        return ""
+    named, are = " and ".join(missing), "are" if len(missing) > 1 else "is"
+    return f"needs {named}, which {are} not installed (pip install {' '.join(missing).replace('_', '-')})"
 
 
 def packages_of(knob: Knob) -> tuple[str, ...]:

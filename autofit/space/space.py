@@ -308,7 +308,8 @@ class Space:
 
     def packages(self, candidate: Candidate) -> tuple[str, ...]:
         """The packages that a real run of `candidate` needs, installed or not, by the `needs` of the space file."""
-        params, found = self.params(candidate), []
+        params = self.params(candidate)
+        found: list[str] = []
         for knob in self.declared:
             value = params.get(knob.name, own_value(knob.name, self.recipe, knob.unset))
             if value in knob.values and value not in (False, None, "none"):

@@ -71,7 +71,7 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
-    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "when", "sets", "unset"}
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "traced", "when", "sets", "unset"}
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -97,6 +97,7 @@ def _knob(what: str, name: str, entry: object) -> Knob:
         memory_ascending=memory == "ascending",
         needs=_texts(where, "needs", entry.get("needs", [])),
         scales=_texts(where, "scales", entry.get("scales", [])),
+        traced=_switch(where, "traced", entry.get("traced", True)),
         when=_conditions(where, entry.get("when", {})),
         sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()),
         unset=entry.get("unset"),
@@ -117,6 +118,12 @@ def _settings(where: str, key: str, value: object, *, lists: bool = False) -> di
     inner = [v for found in value.values() for v in (found if lists and isinstance(found, list) else [found])]
     if any(isinstance(v, list | dict) for v in inner):
         raise ConfigError(f"{where}: the values of {key} must be plain (numbers, text, true, false); got {value!r}")
+    return value
+
+
+def _switch(where: str, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key} must be true or false; got {value!r}")
     return value
 
 

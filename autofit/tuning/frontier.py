@@ -44,6 +44,7 @@ class Trial:
     changes: Mapping[str, object]
     params: Mapping[str, object]
     yaml_changes: Mapping[str, object] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # packages without which it does not run; a simulated probe does without them
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
     comparison: Comparison | None = None

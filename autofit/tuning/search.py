@@ -245,7 +245,10 @@ class Search:
         space = self.plan.space
         candidate = space.candidate(trial.params)
         yaml_changes = space.yaml_changes(candidate)
-        note_candidate(trial, tier=space.tier(candidate), changes=space.changes(candidate), yaml_changes=yaml_changes)
+        note_candidate(
+            trial, tier=space.tier(candidate), changes=space.changes(candidate), yaml_changes=yaml_changes,
+            needs=space.packages(candidate),
+        )  # fmt: skip
         self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
 
     def _submit(self, number: int, values: dict[str, object]) -> None:

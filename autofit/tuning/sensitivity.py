@@ -69,8 +69,8 @@ def _with(space: Space, candidate: Candidate, knob: str, value: Value) -> Iterat
     micro, _, chunk, _ = space.split(candidate)
     keys = space.keys
     if knob == keys.micro_batch and keys.rollout in params and isinstance(value, int) and micro * chunk % value == 0:
-        yield space.candidate({**params, keys.rollout: micro * chunk // value})
-    yield space.candidate(params)
+        yield space.settled({**params, keys.rollout: micro * chunk // value})
+    yield space.settled(params)
 
 
 def sensitivity(

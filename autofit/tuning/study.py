@@ -5,7 +5,7 @@ import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
@@ -143,6 +143,7 @@ def to_trial(frozen: FrozenTrial) -> Trial:
         changes=attrs.get("changes", {}),
         params=frozen.params,
         yaml_changes=attrs.get("yaml_changes", {}),
+        needs=tuple(attrs.get("needs", ())),
         result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
     )
 
@@ -160,10 +161,12 @@ def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[T
 
 
 def note_candidate(
-    trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object]
-) -> None:
-    """Store the candidate's tier and changes with a new trial."""
-    for name, value in (("tier", tier), ("changes", dict(changes)), ("yaml_changes", dict(yaml_changes))):
+    trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object],
+    needs: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Store the candidate's tier and changes with a new trial, and the packages that it needs."""
+    stored = {"tier": tier, "changes": dict(changes), "yaml_changes": dict(yaml_changes), "needs": list(needs)}
+    for name, value in stored.items():
         trial.set_user_attr(name, value)
 
 

@@ -29,6 +29,8 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
               "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")  # fmt: skip
 
+OPTIONS = "activation_checkpointing_kwargs"
+
 Row = dict[str, object]
 
 
@@ -111,6 +113,13 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
         found["steps_per_generation"] = [{"steps_per_generation": 2}]
     if trainer == "dpo":
         found["precompute_ref_log_probs"] = [{"precompute_ref_log_probs": True}]
+    if trainer in ("sft", "dpo", "reward"):
+        scored_before = {"precompute_ref_log_probs": True} if trainer == "dpo" else {}
+        found[f"{OPTIONS}.every_n_layers"] = [{**scored_before, OPTIONS: {"every_n_layers": 2}}]
+    if trainer == "sft" and not settings.get("use_peft"):  # TRL 1.16 fails under LoRA
+        found[f"{OPTIONS}.selective"] = [{OPTIONS: {"selective": True}}]
+    if trainer == "sft":
+        found["padding_free"] = [{"padding_free": True}]
     return found | {
         "gradient_checkpointing": [{"gradient_checkpointing": False}],
         "attn_implementation": [{"attn_implementation": "eager"}],

@@ -8,8 +8,8 @@ from .pairs import arguments, common_factor, rows, samples_per_step, shrunken, s
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
 # Packing is off: it changes the rows, not the normalisation of the loss. The fixed rows select the tokens of the loss.
-SAME: dict[str, object] = {  # a length limit would drop or cut the fixed rows
-    "max_length": None, "packing": False, "eval_packing": None, "padding_free": False, "assistant_only_loss": False,
+SAME: dict[str, object] = {
+    "packing": False, "eval_packing": None, "assistant_only_loss": False,
     "chat_template_path": None, "dataset_kwargs": None, "activation_offloading": False, "eos_token": None,
     "pad_token": None,
 }  # fmt: skip
@@ -17,4 +17,5 @@ SAME: dict[str, object] = {  # a length limit would drop or cut the fixed rows
 
 def build(config: TrlConfig, steps: int) -> SFTTrainer:
     """TRL's trainer over `steps` optimizer steps of fixed prompts and completions."""
+    config.training.max_length = None  # a limit would drop or cut the fixed rows; TRL refuses it without padding
     return SFTTrainer(**arguments(config), train_dataset=rows(config, steps, "prompt", "completion"))
