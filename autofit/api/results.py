@@ -14,7 +14,7 @@ from autofit.tracking.front_plot import front_figure
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
 from autofit.tuning.record import record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
-from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, why
+from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, repeat_note, why
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
@@ -44,6 +44,7 @@ class SearchResult(Shown):
     stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
+    repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class SearchResult(Shown):
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
             why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
+            repeat_note=repeat_note(trials),
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
         )  # fmt: skip
@@ -111,10 +113,10 @@ class SearchResult(Shown):
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours)
-        note = self.confirmation_note
+        notes = [f"{note[:1].upper()}{note[1:]}." for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
             f"{self.why}.",
-            f"{note[:1].upper()}{note[1:]}." if note else "",
+            *notes,
             f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]

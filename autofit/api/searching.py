@@ -160,6 +160,7 @@ class _Run:
             )
             driver = Search(plan, study, server_socket=self._server.socket_path)
             driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
+            driver.on_note = self._note
             try:
                 stop = driver.run()
                 if confirming:

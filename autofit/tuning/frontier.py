@@ -36,7 +36,9 @@ class Trial:
 
     `yaml_changes` are the changes as keys of the recipe's YAML, where None removes a key.
     `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist or the baseline. If both
-    exist, all figures come from `confirmed`. `comparison` has a finalist's times in turns with the baseline.
+    exist, all figures come from `confirmed`. `first` is the first probe of a trial that was probed again because it was
+    slower than expected; `result` is then the one that other work disturbed less. `comparison` has a finalist's times
+    in turns with the baseline.
     """
 
     number: int
@@ -47,6 +49,13 @@ class Trial:
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
     comparison: Comparison | None = None
+    first: ProbeResult | None = None
+
+    def repeated(self, again: ProbeResult | None) -> "Trial":
+        """The trial with the result of its second probe, if there is one."""
+        if again is None or self.result is None or self.first is not None:
+            return self
+        return replace(self, first=self.result, result=less_disturbed(self.result, again))
 
     @property
     def status(self) -> ProbeStatus | None:
@@ -103,6 +112,15 @@ class Trial:
         return self if self.confirmed is None else replace(self, confirmed=None, comparison=None)
 
 
+def less_disturbed(first: ProbeResult, again: ProbeResult) -> ProbeResult:
+    """The result to believe of two probes of one config: the faster; or an OOM, which the first only just escaped."""
+    if again.status is ProbeStatus.OOM:
+        return again
+    if again.fastest_step_s is None or first.fastest_step_s is None:
+        return first
+    return min(first, again, key=lambda r: r.fastest_step_s or 0.0)
+
+
 def measured(trials: Iterable[Trial]) -> list[Trial]:
     """The trials that fit and have a step time."""
     return [t for t in trials if t.fits and t.step_s is not None and t.device_used_bytes is not None]
@@ -135,7 +153,7 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     speed: the fastest, unless a leaner one is as fast (`tuning.equals`). speed-at-any-tier: the same whatever the tier,
     and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target, of the highest tier that has one; if none does, the one
-    nearest to that from below.
+    nearest to that from below, of any allowed tier.
 
     Where speed is the goal and the baseline fits: once finalists were compared with it in turns, only a clearly faster
     one wins; if there is none, the baseline does.
@@ -215,7 +233,7 @@ def _steady(fitting: Sequence[Trial]) -> bool:
     None of the trials that fit may show otherwise.
     """
     for trial in fitting:
-        probes = [r for r in (trial.result, trial.confirmed) if r is not None]
+        probes = [r for r in (trial.first, trial.result, trial.confirmed) if r is not None]
         fastest = [r.fastest_step_s for r in probes if r.fastest_step_s is not None]
         steady = all(alike(r.step_s) for r in probes if r.steps_are_alike)
         if not steady or not alike(fastest) or (trial.comparison is not None and not trial.comparison.steady):
@@ -257,10 +275,9 @@ def _fastest(
     return ordered[preferred([costs[t.number] for t in ordered], equal_frac=equal, limit_bytes=target_bytes)]
 
 
-def _by_band(trial: Trial, target_bytes: int) -> tuple[bool, int, int, float]:
-    """Order of trials for the goal utilisation: in the band, then the tier, then how near to the band."""
-    away = _from_band(cost(trial)[1] / target_bytes)
-    return away[0] != 0, TIERS.index(trial.tier), *away
+def _by_band(trial: Trial, target_bytes: int) -> tuple[int, float, int]:
+    """Order of trials for the goal utilisation: in the band, then the nearest to it; then the tier."""
+    return (*_from_band(cost(trial)[1] / target_bytes), TIERS.index(trial.tier))
 
 
 def _from_band(share: float) -> tuple[int, float]:

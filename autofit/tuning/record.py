@@ -112,6 +112,10 @@ def _confirmation(number: int) -> str:
     return f"confirmation {number}"
 
 
+def _repeat(number: int) -> str:
+    return f"repeat {number}"
+
+
 def _comparison(number: int) -> str:
     return f"comparison {number}"
 
@@ -129,6 +133,17 @@ def confirmations(study: Attributed, numbers: Iterable[int]) -> dict[int, ProbeR
 def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
     """Keep the result of the confirmation run of trial `number`."""
     study.set_user_attr(_confirmation(number), result.to_json())
+
+
+def repeats(study: Attributed) -> dict[int, ProbeResult]:
+    """{trial: result of its second probe}, for the trials whose first one was doubted."""
+    numbers = (name.removeprefix("repeat ") for name in study.user_attrs if name.startswith("repeat "))
+    return {int(n): ProbeResult.from_json(study.user_attrs[_repeat(int(n))]) for n in numbers}
+
+
+def keep_repeat(study: Keeping, number: int, result: ProbeResult) -> None:
+    """Keep the result of the second probe of trial `number`."""
+    study.set_user_attr(_repeat(number), result.to_json())
 
 
 def comparisons(study: Attributed, numbers: Iterable[int]) -> dict[int, Comparison]:

@@ -6,7 +6,7 @@ from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS
 from autofit.space.describe import describe_changes, samples_word
 from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
-from autofit.tuning.pairs import Comparison
+from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
@@ -29,7 +29,7 @@ def why(
     if best is None:
         return _what_to_relax(trials, target_bytes)
     fitting = measured(trials)
-    at_any = rule["goal"] == "speed-at-any-tier"
+    at_any = rule["goal"] in ("speed-at-any-tier", "utilisation")
     rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
@@ -123,6 +123,28 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
     return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}"
+
+
+def repeat_note(trials: Sequence[Trial]) -> str:
+    """Which trials were probed again because they were slower than expected, and what came of it; "" without any."""
+    return "; ".join(repeat_words(t) for t in trials if t.first is not None)
+
+
+def repeat_words(trial: Trial) -> str:
+    """What the second probe of `trial` said of the first."""
+    first, now = trial.first, trial.result
+    assert first is not None
+    assert now is not None
+    head = f"trial {trial.number} was probed again"
+    if now.status is not ProbeStatus.FIT:
+        return f"{head} and then was {now.status}, so it does not fit"
+    before_s, after_s = first.median_step_s or 0.0, now.median_step_s or 0.0
+    if now is first or alike([before_s, after_s]):
+        return f"{head}: {format_seconds(after_s)} a step, as before"
+    return (
+        f"{head}: {format_seconds(after_s)} a step; its first probe of {format_seconds(before_s)} was disturbed and "
+        f"does not count"
+    )
 
 
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
