@@ -263,7 +263,9 @@ def _progress(found: _Progress, plan: Plan) -> Progress:
     return Progress(
         done=sum(t.result is not None for t in found.trials),
         probing=tuple(f"trial {t.number}: {describe_changes(t.changes, original)}" for t in found.probing),
-        best=None if found.best is None else TrialResult.of(found.best, baseline(found.trials)),
+        best=None if found.best is None else TrialResult.of(
+            found.best, baseline(found.trials), limit_bytes=plan.limit_bytes
+        ),
         elapsed_s=found.elapsed_s, left_s=found.left_s,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 FASTEST: tuple[Goal, ...] = ("speed", "speed-at-any-tier")
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
+_HEADROOM_FRAC = 0.02  # of the target, which the limit leaves out unless the user says otherwise
 _FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
 _BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
 
@@ -277,13 +278,20 @@ def _fastest(
 
 def _by_band(trial: Trial, target_bytes: int) -> tuple[int, float, int]:
     """Order of trials for the goal utilisation: in the band, then the nearest to it; then the tier."""
-    return (*_from_band(cost(trial)[1] / target_bytes), TIERS.index(trial.tier))
+    return (*_from_band(cost(trial)[1], target_bytes), TIERS.index(trial.tier))
 
 
-def _from_band(share: float) -> tuple[int, float]:
-    """(0 in the band, 1 below it, 2 above it; distance from the band as a share of the target)."""
-    low, high = BAND
-    return (0, 0.0) if low <= share <= high else (1, low - share) if share < low else (2, share - high)
+def _from_band(used_bytes: float, limit_bytes: int) -> tuple[int, float]:
+    """(0 in the band, 1 below it, 2 above it; distance from the band as a share of the limit)."""
+    low, high = band_bytes(limit_bytes)
+    if low <= used_bytes <= high:
+        return 0, 0.0
+    return (1, (low - used_bytes) / limit_bytes) if used_bytes < low else (2, (used_bytes - high) / limit_bytes)
+
+
+def band_bytes(limit_bytes: int) -> tuple[float, float]:
+    """(least, most) bytes of the band: between these shares of the limit and of a target 2 % above it."""
+    return BAND[0] * limit_bytes / (1 - _HEADROOM_FRAC), BAND[1] * limit_bytes
 
 
 def baseline(trials: Iterable[Trial]) -> Trial | None:

@@ -138,8 +138,8 @@ def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
 
 def repeats(study: Attributed) -> dict[int, ProbeResult]:
     """{trial: result of its second probe}, for the trials whose first one was doubted."""
-    numbers = (name.removeprefix("repeat ") for name in study.user_attrs if name.startswith("repeat "))
-    return {int(n): ProbeResult.from_json(study.user_attrs[_repeat(int(n))]) for n in numbers}
+    told = {name: content for name, content in study.user_attrs.items() if name.startswith("repeat ")}
+    return {int(name.removeprefix("repeat ")): ProbeResult.from_json(content) for name, content in told.items()}
 
 
 def keep_repeat(study: Keeping, number: int, result: ProbeResult) -> None:

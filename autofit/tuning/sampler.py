@@ -14,7 +14,7 @@ from threadpoolctl import ThreadpoolController
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
-from autofit.tuning.frontier import BAND, Goal, less_disturbed
+from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
 from autofit.tuning.grid import Grid, Mask
 from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
@@ -106,7 +106,8 @@ class CandidateSampler(BaseSampler):
     def _settles(self, told: Observation) -> bool:
         if self.goal != "utilisation" or self.target_bytes is None or not told.fits:
             return told.fits
-        return BAND[0] <= (told.device_used_bytes or 0) / self.target_bytes <= BAND[1]
+        low, high = band_bytes(self.target_bytes)
+        return low <= (told.device_used_bytes or 0) <= high
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
         """The index of the candidate to probe next, one of `free`."""
