@@ -221,7 +221,8 @@ def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
 def test_progress_is_a_line_of_text() -> None:
     best = a_result().winner
     assert str(Progress(done=3, probing=("trial 3: lora_r 4 -> 2",), best=best, elapsed_s=62.0, left_s=5.0)) == (
-        "3 done, probing trial 3: lora_r 4 -> 2 | best trial 1 at 1.00 s a step | 1m02s, about 5.00 s left"
+        "3 done, probing trial 3: lora_r 4 -> 2 | best trial 1 [neutral] at 1.00 s a step, 2.00x | 1m02s, about 5.00 s "
+        "left"
     )
     assert str(Progress(done=0, probing=(), best=None, elapsed_s=1.0, left_s=None)) == (
         "0 done, probing ... | best none yet | 1.00 s"

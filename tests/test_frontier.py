@@ -85,8 +85,9 @@ def test_at_any_tier_the_fastest_wins_and_the_highest_tier_of_equally_fast_ones(
 
 
 def test_a_lower_tier_fills_the_band_only_where_no_higher_one_does() -> None:
-    rows = [trial(0, 1.0, 3), trial(1, 2.0, 8, tier="recipe"), trial(2, 3.0, 8, tier="approximate")]
-    for count, number in ((1, 0), (2, 1), (3, 2)):
+    rows = [trial(0, 1.0, 3), trial(1, 1.0, 6, tier="recipe"), trial(2, 2.0, 8, tier="recipe"),
+            trial(3, 3.0, 8, tier="approximate")]  # fmt: skip
+    for count, number in ((1, 0), (2, 1), (3, 2), (4, 3)):
         best = winner(rows[:count], goal="utilisation", target_bytes=10 * GB)
         assert best is not None
         assert best.number == number

@@ -35,7 +35,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     assert found["baseline"]["trial"] == 0
     assert found["winner"]["tier"] == "neutral"
     assert set(found["winner"]) >= {"trial", "tier", "changes", "device_used_bytes", "step_s", "completions_per_s",
-                                    "speedup"}  # fmt: skip
+                                    "speedup", "margin_bytes", "first_step_s"}  # fmt: skip
     return folder
 
 

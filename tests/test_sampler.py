@@ -13,7 +13,7 @@ from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
-from autofit.tuning.frontier import Goal
+from autofit.tuning.frontier import Goal, band_bytes
 from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
 from autofit.tuning.stop import Stop, StopKind
@@ -235,7 +235,7 @@ def test_the_band_is_found_at_the_highest_tier_that_has_it() -> None:
         for highest in (0, 2):  # of the tiers with a candidate in the band
             allowed = law.grid.tiers >= highest
             law.target_bytes = int(1.25 * np.median(law.used[allowed]))
-            low, high = 0.75 * law.target_bytes, 0.85 * law.target_bytes
+            low, high = band_bytes(law.target_bytes)
             outside = (law.used > low) & (law.used < high) & ~allowed
             law.used[outside] *= 0.6
             law.predictions.device_used_bytes[outside] *= 0.6

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autofit.api.trials import TrialResult
-from autofit.units import format_seconds
+from autofit.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,9 @@ class Progress:
     def __str__(self) -> str:
         best = "none yet"
         if self.best is not None and self.best.step_s is not None:
-            best = f"trial {self.best.number} at {format_seconds(self.best.step_s)} a step"
+            best = f"trial {self.best.number} [{self.best.tier}] at {format_seconds(self.best.step_s)} a step"
+            best += "" if self.best.speedup is None else f", {self.best.speedup:.2f}x"
+            best += "" if self.best.margin_bytes is None else f", {format_bytes(self.best.margin_bytes)} free"
         left = "" if self.left_s is None else f", about {format_seconds(self.left_s)} left"
         now = ", ".join(self.probing) or "..."
         return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"

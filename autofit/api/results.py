@@ -1,7 +1,7 @@
 """What a search found: its trials, their front, the winner and why, read from the study."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,11 +10,12 @@ from rich.table import Table
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
 from autofit.api.trials import TrialResult
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.keys import Tier
 from autofit.tracking.front_plot import front_figure
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
 from autofit.tuning.record import record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
-from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, why
+from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, repeat_note, rule_json, why
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
@@ -44,18 +45,21 @@ class SearchResult(Shown):
     stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
+    rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
+    relaxed: str = ""  # what a lower tier offers, where nothing fits or where one is clearly faster
+    repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
 
     @classmethod
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
         target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
-        kept: Mapping[str, object] | None = None,
+        kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
         base, best = baseline(trials), winner(trials, **rule)
         probed = [t.result for t in trials if t.result is not None]
-        rows = {t.number: TrialResult.of(t, base) for t in trials}
+        rows = {t.number: TrialResult.of(t, base, limit_bytes=rule["target_bytes"]) for t in trials}
         by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
         return cls(
             study=study, folder=folder, original=original, target_bytes=target_bytes,
@@ -64,6 +68,7 @@ class SearchResult(Shown):
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
             why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
+            repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
         )  # fmt: skip
@@ -92,6 +97,8 @@ class SearchResult(Shown):
             "counts": dict(self.counts),
             "stopped": self.stopped,
             "why": self.why,
+            "rule": dict(self.rule),
+            "relaxed": self.relaxed,
             "sensitivity": None if self.neighbours is None else [asdict(row) for row in self.neighbours],
             "margin": None if self.margin is None else asdict(self.margin),
         }
@@ -111,10 +118,11 @@ class SearchResult(Shown):
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours)
-        note = self.confirmation_note
+        notes = [f"{note[:1].upper()}{note[1:]}." for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
             f"{self.why}.",
-            f"{note[:1].upper()}{note[1:]}." if note else "",
+            *notes,
+            f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
             f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
@@ -133,8 +141,8 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
     return SearchResult.of(
         trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
         screened=record.screened, stop=stop,
-        why=why(trials, original, target, rule) + predicted_note(trials, record),
-        kept=of_winner(record.sensitivity, winner(trials, **rule)),
+        why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
+        kept=of_winner(record.sensitivity, winner(trials, **rule)), allow=record.allow, relaxed=record.relaxed,
     )  # fmt: skip
 
 

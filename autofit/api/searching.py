@@ -14,6 +14,7 @@ from autofit.api.arguments import FOLDER, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
+from autofit.api.relaxing import where_a_lower_tier_is_faster, where_nothing_fits
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
@@ -25,7 +26,7 @@ from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
-from autofit.recipe.keys import Tier
+from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.space.space import Space
@@ -160,12 +161,15 @@ class _Run:
             )
             driver = Search(plan, study, server_socket=self._server.socket_path)
             driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
+            driver.on_note = self._note
             try:
                 stop = driver.run()
                 if confirming:
                     confirm(plan, study, server_socket=self._server.socket_path, say=self._note)
                 if plan.device == "cuda":
                     self._correct_clock(plan, study)
+                if stop.kind is not StopKind.BROKEN:
+                    self._keep_relaxed(replace(planned, plan=plan), study)
             except KeyboardInterrupt:
                 self._tell(Event(text="stopping the probe at work; its trial waits for the next run", interrupted=True))
                 driver.interrupt()
@@ -182,7 +186,8 @@ class _Run:
         def told(trial: Trial) -> None:
             nonlocal base
             base = base if trial.changes else trial
-            self._tell(Event(text=trial_line(trial, plan.recipe.resolved), trial=TrialResult.of(trial, base)))
+            text = trial_line(trial, plan.recipe.resolved, base, limit_bytes=plan.limit_bytes)
+            self._tell(Event(text=text, trial=TrialResult.of(trial, base, limit_bytes=plan.limit_bytes)))
 
         return told
 
@@ -200,10 +205,7 @@ class _Run:
         if device is None:
             return None
         began = time.monotonic()
-        forecaster = Forecaster(
-            device=device, worst_case=worst_case_path(scratch), server=self._server, scratch=scratch / "forecasts",
-            kept=cache_folder() / "forecasts",
-        )  # fmt: skip
+        forecaster = self._forecaster(device, worst_case_path(scratch), scratch)
         try:
             forecast = forecaster.forecast(plan.space)
         except BaseException:
@@ -220,6 +222,26 @@ class _Run:
         for problem, count in forecast.problems.items():
             self._note(f"nothing is ruled out for {count} of them: {problem}", label="predicted")
         return forecast
+
+    def _keep_relaxed(self, planned: Planned, study: optuna.Study) -> None:
+        """Keep with the study what a lower tier offers: where nothing fits, and where one is clearly faster."""
+        plan, trials, record = planned.plan, trials_of(study), record_of(study)
+        device, best, words = simulated_twin(plan.device), winner(trials, **record.rule), ""
+        if best is not None and plan.predictions is not None:
+            words = where_a_lower_tier_is_faster(planned, self._asked, trials, best, plan.predictions)
+        elif best is None and device is not None and plan.space.allow != TIERS[-1]:
+            self._note("nothing fits; predicting lower tiers")
+            scratch = plan.folder / "inspections" / f"lower-tiers-{plan.name}"
+            forecaster = self._forecaster(device, worst_case_path(plan.probes_folder), scratch)
+            words = where_nothing_fits(planned, self._asked, trials, forecaster)
+            drop(scratch)
+        keep_record(study, replace(record, relaxed=words))
+
+    def _forecaster(self, device: str, worst_case: Path, scratch: Path) -> Forecaster:
+        return Forecaster(
+            device=device, worst_case=worst_case, server=self._server, scratch=scratch / "forecasts",
+            kept=cache_folder() / "forecasts",
+        )  # fmt: skip
 
     def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:
         """Correct the clock of the card's simulated twin by the winner's measured seconds; it is kept."""
@@ -241,7 +263,9 @@ def _progress(found: _Progress, plan: Plan) -> Progress:
     return Progress(
         done=sum(t.result is not None for t in found.trials),
         probing=tuple(f"trial {t.number}: {describe_changes(t.changes, original)}" for t in found.probing),
-        best=None if found.best is None else TrialResult.of(found.best, baseline(found.trials)),
+        best=None if found.best is None else TrialResult.of(
+            found.best, baseline(found.trials), limit_bytes=plan.limit_bytes
+        ),
         elapsed_s=found.elapsed_s, left_s=found.left_s,
     )  # fmt: skip
 

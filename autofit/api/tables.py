@@ -70,7 +70,7 @@ def front_table(
     table = Table(title=f"Pareto front (step time, device-used), {fidelity}{where}", title_justify="left")
     for name in ("trial", "tier", "changes"):
         table.add_column(name, overflow="fold")
-    for name in ("device-used", "of target", "step", f"{samples_word(original)}/s", "speed-up"):
+    for name in ("device-used", "of target", "free", "step", f"{samples_word(original)}/s", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -79,6 +79,7 @@ def front_table(
             escape(describe_changes(row.changes, original) + _needs(row.needs)),
             _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
             _share(row, target_bytes),
+            _or_dash(row.margin_bytes, format_bytes),
             _or_dash(row.step_s, format_seconds),
             _or_dash(row.completions_per_s, lambda v: f"{v:.2f}"),
             _or_dash(row.speedup, lambda v: f"{v:.2f}x"),
@@ -86,8 +87,10 @@ def front_table(
     return table
 
 
-def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
-    """One line for a finished trial."""
+def trial_line(
+    trial: Trial, original: Mapping[str, object], base: Trial | None = None, *, limit_bytes: int | None = None
+) -> str:
+    """One line for a finished trial: its tier, changes and figures, its margin and its speed-up over `base`."""
     result = trial.result
     assert result is not None
     head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}{_needs(trial.needs)}: "
@@ -95,7 +98,12 @@ def trial_line(trial: Trial, original: Mapping[str, object]) -> str:
     if result.status is ProbeStatus.FIT:
         assert result.median_step_s is not None
         step = format_seconds(result.median_step_s)
-        return f"{head}fit, {used}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s"
+        row = TrialResult.of(trial, base, limit_bytes=limit_bytes)
+        free = "" if row.margin_bytes is None else f" ({format_bytes(row.margin_bytes)} free)"
+        faster = "" if row.speedup is None or not trial.changes else f", {row.speedup:.2f}x"
+        return (
+            f"{head}fit, {used}{free}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s{faster}"
+        )
     if result.status is ProbeStatus.OOM:
         needs = "needs" if result.uncapped_bytes is None else "held without the cap"
         needs = "at least" if trial.stopped_at_oom else needs

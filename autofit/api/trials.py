@@ -24,16 +24,22 @@ class TrialResult:
     at_least: bool = False  # its bytes are what it held when memory ran out
     reason: str = ""  # of an oom, a failure or a loss
     needs: tuple[str, ...] = ()  # packages without which it does not run; a simulated probe does without them
+    margin_bytes: int | None = None  # what it leaves free under the limit (target less headroom); None without a fit
+    first_step_s: float | None = None  # of its first probe, if that was doubted and repeated
 
     @classmethod
-    def of(cls, trial: Trial, base: Trial | None) -> "TrialResult":
-        """The row of `trial`, with its speed-up over `base`."""
+    def of(cls, trial: Trial, base: Trial | None, *, limit_bytes: int | None = None) -> "TrialResult":
+        """The row of `trial`, with its speed-up over `base` and its margin."""
+        used = trial.device_used_bytes if trial.fits else None
         return cls(
             number=trial.number, tier=trial.tier, status=trial.status, changes=trial.changes,
             device_used_bytes=trial.device_used_bytes, step_s=trial.step_s,
             completions_per_s=trial.completions_per_s, speedup=trial.speedup(base),
             confirmed=None if trial.confirmed is None else not trial.fell, at_least=trial.stopped_at_oom,
-            reason="" if trial.figures is None else trial.figures.reason, needs=trial.needs,
+            reason="" if trial.figures is None else trial.figures.reason,
+            margin_bytes=None if used is None or limit_bytes is None else limit_bytes - used,
+            first_step_s=None if trial.first is None else trial.first.median_step_s,
+            needs=trial.needs,
         )  # fmt: skip
 
     @property
@@ -52,6 +58,8 @@ class TrialResult:
             "step_s": self.step_s,
             "completions_per_s": self.completions_per_s,
             "speedup": self.speedup,
+            "margin_bytes": self.margin_bytes,
+            "first_step_s": self.first_step_s,
             "confirmed": self.confirmed,
             "needs": list(self.needs),
         }

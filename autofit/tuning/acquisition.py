@@ -8,7 +8,7 @@ import numpy as np
 
 from autofit.recipe.keys import TIERS
 from autofit.tuning.equals import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
-from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Goal
+from autofit.tuning.frontier import FASTEST, SLOWER_FRAC, Goal, band_bytes
 from autofit.tuning.grid import Floats, Grid, Mask
 from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
@@ -97,8 +97,9 @@ class _Stage:
         measured = [(math.log(o.step_s or 1.0), math.log(o.device_used_bytes or 1.0)) for o in rivals]
         self._points = np.array([*measured, *zip(steps, used, strict=True)]).reshape(-1, 2)
         self._best_place = min(rivals, key=lambda o: o.step_s or 0.0).place if rivals else None
-        low, high = BAND
-        self._in_band = [o for o in rivals if target_bytes and low <= (o.device_used_bytes or 0) / target_bytes <= high]
+        self._band = (0.0, math.inf) if target_bytes is None else band_bytes(target_bytes)
+        low, high = self._band
+        self._in_band = [o for o in rivals if low <= (o.device_used_bytes or 0) <= high]
 
     @property
     def _for_band(self) -> bool:
@@ -155,10 +156,10 @@ class _Stage:
         reference = self._points[:, 0].min() if len(self._points) else float(np.median(step))
         promise = expected_gain(reference, step, np.full(len(places), _GUESS))
         if self._target is not None and model.predicted:
-            most = math.log(self._target * (BAND[1] if self._for_band else 1.0))
+            most = math.log(self._band[1] if self._for_band else self._target)
             promise = promise * probability_below(most, used, np.full(len(places), _GUESS))
             if self._for_band:
-                low = math.log(self._target * BAND[0])
+                low = math.log(self._band[0])
                 promise = promise * (1 - probability_below(low, used, np.full(len(places), _GUESS)))
         chosen = np.argpartition(-promise, _POOL)[:_POOL]
         if self._best_place is not None:
@@ -197,8 +198,7 @@ class _Stage:
             return expected_gain(best, step, spread) * within
         if within.max() >= _HOPELESS:
             return expected_gain(_reference(step, within), step, spread) * within
-        assert self._target is not None
-        low, high = (math.log(share * self._target) for share in BAND)
+        low, high = map(math.log, self._band)
         used, doubt = self._model.log_used_at(pool)
         below = [u for u in self._points[:, 1] if u < low]
         nearer = np.minimum(used, low) - max(below, default=float(used.min()) - _FIRST_FIT)
@@ -206,8 +206,7 @@ class _Stage:
 
     def _within_band(self, pool: Places) -> Floats:
         """The probability that each candidate of the pool uses 75 to 85 % of the target."""
-        assert self._target is not None
-        low, high = (math.log(share * self._target) for share in BAND)
+        low, high = map(math.log, self._band)
         used, doubt = self._model.log_used_at(pool)
         return np.asarray(probability_below(high, used, doubt) - probability_below(low, used, doubt))
 

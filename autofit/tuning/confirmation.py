@@ -4,18 +4,16 @@ For goal speed they are in turns with probes of the baseline, so that both meet 
 is not clearly faster, the next one is probed. The study keeps every result, so no confirmation is repeated.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import optuna
 
-from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
+from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.recipe import merge
 from autofit.tuning.frontier import Rule, Trial, compared_with, finalist
 from autofit.tuning.pairs import Comparison, Pair
+from autofit.tuning.prober import Prober
 from autofit.tuning.record import keep_comparison, keep_confirmation
 from autofit.tuning.search import Plan
 from autofit.tuning.sentences import confirmation_note
@@ -23,7 +21,6 @@ from autofit.tuning.study import database_errors, database_path, trials_of
 from autofit.units import format_seconds
 
 MEASURED_STEPS = 5
-_POLL_S = 0.03
 
 
 def confirm(
@@ -47,9 +44,12 @@ class _Confirmation:
     def __init__(
         self, plan: Plan, study: optuna.Study, server_socket: str | None, launcher: Launcher, say: Callable[[str], None]
     ) -> None:
-        self._plan, self._study, self._launcher, self._say = plan, study, launcher, say
-        self._setup = plan.setup(server_socket=server_socket)
+        self._plan, self._study, self._say = plan, study, say
         self._steps = max(MEASURED_STEPS, plan.measured_steps)
+        self._prober = Prober(
+            setup=plan.setup(server_socket=server_socket), home=plan.probes_folder, values=plan.recipe.values,
+            launcher=launcher, measured_steps=self._steps,
+        )  # fmt: skip
 
     def run(self) -> None:
         rule = Rule(goal=self._plan.goal, target_bytes=self._plan.limit_bytes)
@@ -66,7 +66,7 @@ class _Confirmation:
 
     def _alone(self, trial: Trial) -> Trial | None:
         """`trial` with its confirmation, one probe; None if that was killed."""
-        result = self._probe(trial, f"confirm-{trial.number:04d}")
+        result = self._prober.probe(trial, f"confirm-{trial.number:04d}")
         return None if result is None else self._kept(trial, result)
 
     def _in_turns(self, trial: Trial, base: Trial) -> Trial | None:
@@ -81,7 +81,7 @@ class _Confirmation:
             number = len(comparison.pairs) + 1
             turns = (base, trial, theirs), (trial, base, ours)
             for one, other, results in turns if number % 2 else turns[::-1]:
-                result = self._probe(one, f"confirm-{one.number:04d}-with-{other.number:04d}-{number:02d}")
+                result = self._prober.probe(one, f"confirm-{one.number:04d}-with-{other.number:04d}-{number:02d}")
                 if result is None:
                     return None
                 if result.status is not ProbeStatus.FIT:
@@ -101,36 +101,6 @@ class _Confirmation:
     def _kept(self, trial: Trial, result: ProbeResult) -> Trial:
         keep_confirmation(self._study, trial.number, result)
         return replace(trial, confirmed=result)
-
-    def _probe(self, trial: Trial, name: str) -> ProbeResult | None:
-        """The result of the probe `name` of `trial`; None if every attempt was killed."""
-        values = merge(self._plan.recipe.values, trial.yaml_changes)
-        attempts = Attempts(home=self._plan.probes_folder, name=name)
-        earlier = attempts.folders()
-        folder = earlier[-1] if earlier else self._start(attempts, values)
-        started = 0 if earlier else 1  # by this run of the command
-        while True:
-            result = self._wait(folder)
-            follows = what_next(result, folder, attempts=started)
-            if follows is Next.FREE_SPACE and started:
-                raise no_space_left(folder)
-            if follows is Next.KEEP:
-                return None if result.was_killed else result
-            folder, started = self._start(attempts, values), started + 1
-
-    def _wait(self, folder: Path) -> ProbeResult:
-        try:
-            while (result := self._launcher.result(folder)) is None:
-                time.sleep(_POLL_S)
-        except KeyboardInterrupt:
-            self._launcher.cancel(folder)
-            raise
-        return result
-
-    def _start(self, attempts: Attempts, values: dict[str, object]) -> Path:
-        folder = attempts.new_folder()
-        self._launcher.submit(self._setup.request(folder, values, measured_steps=self._steps))
-        return folder
 
 
 def _fastest(results: Sequence[ProbeResult]) -> ProbeResult:

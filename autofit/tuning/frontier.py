@@ -16,6 +16,7 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 FASTEST: tuple[Goal, ...] = ("speed", "speed-at-any-tier")
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
+_HEADROOM_FRAC = 0.02  # of the target, which the limit leaves out unless the user says otherwise
 _FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
 _BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
 
@@ -36,7 +37,9 @@ class Trial:
 
     `yaml_changes` are the changes as keys of the recipe's YAML, where None removes a key.
     `result` is the probe of the search, `confirmed` the longer confirmation run of a finalist or the baseline. If both
-    exist, all figures come from `confirmed`. `comparison` has a finalist's times in turns with the baseline.
+    exist, all figures come from `confirmed`. `first` is the first probe of a trial that was probed again because it was
+    slower than expected; `result` is then the one that other work disturbed less. `comparison` has a finalist's times
+    in turns with the baseline.
     """
 
     number: int
@@ -48,6 +51,13 @@ class Trial:
     result: ProbeResult | None = None
     confirmed: ProbeResult | None = None
     comparison: Comparison | None = None
+    first: ProbeResult | None = None
+
+    def repeated(self, again: ProbeResult | None) -> "Trial":
+        """The trial with the result of its second probe, if there is one."""
+        if again is None or self.result is None or self.first is not None:
+            return self
+        return replace(self, first=self.result, result=less_disturbed(self.result, again))
 
     @property
     def status(self) -> ProbeStatus | None:
@@ -104,6 +114,15 @@ class Trial:
         return self if self.confirmed is None else replace(self, confirmed=None, comparison=None)
 
 
+def less_disturbed(first: ProbeResult, again: ProbeResult) -> ProbeResult:
+    """The result to believe of two probes of one config: the faster; or an OOM, which the first only just escaped."""
+    if again.status is ProbeStatus.OOM:
+        return again
+    if again.fastest_step_s is None or first.fastest_step_s is None:
+        return first
+    return min(first, again, key=lambda r: r.fastest_step_s or 0.0)
+
+
 def measured(trials: Iterable[Trial]) -> list[Trial]:
     """The trials that fit and have a step time."""
     return [t for t in trials if t.fits and t.step_s is not None and t.device_used_bytes is not None]
@@ -136,7 +155,7 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
     speed: the fastest, unless a leaner one is as fast (`tuning.equals`). speed-at-any-tier: the same whatever the tier,
     and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target, of the highest tier that has one; if none does, the one
-    nearest to that from below.
+    nearest to that from below, of any allowed tier.
 
     Where speed is the goal and the baseline fits: once finalists were compared with it in turns, only a clearly faster
     one wins; if there is none, the baseline does.
@@ -216,7 +235,7 @@ def _steady(fitting: Sequence[Trial]) -> bool:
     None of the trials that fit may show otherwise.
     """
     for trial in fitting:
-        probes = [r for r in (trial.result, trial.confirmed) if r is not None]
+        probes = [r for r in (trial.first, trial.result, trial.confirmed) if r is not None]
         fastest = [r.fastest_step_s for r in probes if r.fastest_step_s is not None]
         steady = all(alike(r.step_s) for r in probes if r.steps_are_alike)
         if not steady or not alike(fastest) or (trial.comparison is not None and not trial.comparison.steady):
@@ -258,16 +277,22 @@ def _fastest(
     return ordered[preferred([costs[t.number] for t in ordered], equal_frac=equal, limit_bytes=target_bytes)]
 
 
-def _by_band(trial: Trial, target_bytes: int) -> tuple[bool, int, int, float]:
-    """Order of trials for the goal utilisation: in the band, then the tier, then how near to the band."""
-    away = _from_band(cost(trial)[1] / target_bytes)
-    return away[0] != 0, TIERS.index(trial.tier), *away
+def _by_band(trial: Trial, target_bytes: int) -> tuple[int, float, int]:
+    """Order of trials for the goal utilisation: in the band, then the nearest to it; then the tier."""
+    return (*_from_band(cost(trial)[1], target_bytes), TIERS.index(trial.tier))
 
 
-def _from_band(share: float) -> tuple[int, float]:
-    """(0 in the band, 1 below it, 2 above it; distance from the band as a share of the target)."""
-    low, high = BAND
-    return (0, 0.0) if low <= share <= high else (1, low - share) if share < low else (2, share - high)
+def _from_band(used_bytes: float, limit_bytes: int) -> tuple[int, float]:
+    """(0 in the band, 1 below it, 2 above it; distance from the band as a share of the limit)."""
+    low, high = band_bytes(limit_bytes)
+    if low <= used_bytes <= high:
+        return 0, 0.0
+    return (1, (low - used_bytes) / limit_bytes) if used_bytes < low else (2, (used_bytes - high) / limit_bytes)
+
+
+def band_bytes(limit_bytes: int) -> tuple[float, float]:
+    """(least, most) bytes of the band: between these shares of the limit and of a target 2 % above it."""
+    return BAND[0] * limit_bytes / (1 - _HEADROOM_FRAC), BAND[1] * limit_bytes
 
 
 def baseline(trials: Iterable[Trial]) -> Trial | None:

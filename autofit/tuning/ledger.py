@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.probing.result import ProbeStatus
+from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.tuning.grid import Grid, Mask
 
 
@@ -38,6 +38,8 @@ class Ledger:
         self._tried = np.zeros(len(grid), dtype=bool)
         self._ruled_out = np.zeros(len(grid), dtype=bool) if cannot_fit is None else cannot_fit.copy()
         self.observations: list[Observation] = []
+        self._told_at: dict[int, int] = {}  # trial number -> its index in `observations`
+        self._repeated: set[int] = set()
         self.pending: tuple[int, ...] = ()
 
     def read(self, trials: Iterable[FrozenTrial], *, but: int | None = None) -> None:
@@ -60,9 +62,34 @@ class Ledger:
         observation = observe(place, trial, target_bytes=self._target_bytes)
         if observation is None:
             return
+        self._told_at[trial.number] = len(self.observations)
         self.observations.append(observation)
         if not observation.fits:
             self._ruled_out |= self._grid.needs_no_less(place)
+
+    def repeat(self, number: int, result: ProbeResult) -> None:
+        """Replace what trial `number` told by `result`: the one of its two probes that counts."""
+        if number in self._repeated or number not in self._told_at:
+            return
+        self._repeated.add(number)
+        index = self._told_at[number]
+        place, fits = self.observations[index].place, result.status is ProbeStatus.FIT
+        self.observations[index] = Observation(
+            place=place, step_s=result.median_step_s, device_used_bytes=result.device_used_bytes, fits=fits,
+            at_least=not fits and not result.is_graded, rollout_s=_rollout_s(result.step_s, result.rollout_s),
+        )  # fmt: skip
+        if not fits:
+            self._ruled_out |= self._grid.needs_no_less(place)
+
+    @property
+    def repeated(self) -> frozenset[int]:
+        """The trials that were probed twice."""
+        return frozenset(self._repeated)
+
+    def number_of(self, observation: Observation) -> int:
+        """The trial that told `observation`."""
+        index = next(i for i, told in enumerate(self.observations) if told is observation)
+        return next(number for number, at in self._told_at.items() if at == index)
 
     @property
     def free(self) -> Mask:
@@ -107,9 +134,14 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
         needed = cast("int | None", result.get("least_capacity_bytes") or result.get("uncapped_bytes"))
         exact, step_s = bool(needed), median(steps) if steps else None  # as ProbeResult.is_graded and median_step_s
         held = float(needed) if needed else bytes_told or target_bytes
-    rollout_s = None
-    if step_s is not None and steps and len(steps) == len(rollouts):
-        rollout_s = step_s * sum(rollouts) / sum(steps)
+    rollout_s = None if step_s is None else _rollout_s(steps, rollouts, step_s=step_s)
     return Observation(
         place=place, step_s=step_s, device_used_bytes=held, at_least=not exact, fits=fits, rollout_s=rollout_s
     )
+
+
+def _rollout_s(steps: Sequence[float], rollouts: Sequence[float], *, step_s: float | None = None) -> float | None:
+    """The part of `step_s` (the median of `steps`) before the update; None if the probe did not report it."""
+    if not steps or len(steps) != len(rollouts):
+        return None
+    return (median(steps) if step_s is None else step_s) * sum(rollouts) / sum(steps)

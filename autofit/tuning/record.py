@@ -53,6 +53,7 @@ class StudyRecord:
     baseline_predicted: Mapping[str, float] | None = None  # floor_bytes, device_used_bytes, step_s, where known
     least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
+    relaxed: str = ""  # what a lower tier offers, in words; of the last search
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property
@@ -112,6 +113,10 @@ def _confirmation(number: int) -> str:
     return f"confirmation {number}"
 
 
+def _repeat(number: int) -> str:
+    return f"repeat {number}"
+
+
 def _comparison(number: int) -> str:
     return f"comparison {number}"
 
@@ -129,6 +134,17 @@ def confirmations(study: Attributed, numbers: Iterable[int]) -> dict[int, ProbeR
 def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
     """Keep the result of the confirmation run of trial `number`."""
     study.set_user_attr(_confirmation(number), result.to_json())
+
+
+def repeats(study: Attributed) -> dict[int, ProbeResult]:
+    """{trial: result of its second probe}, for the trials whose first one was doubted."""
+    told = {name: content for name, content in study.user_attrs.items() if name.startswith("repeat ")}
+    return {int(name.removeprefix("repeat ")): ProbeResult.from_json(content) for name, content in told.items()}
+
+
+def keep_repeat(study: Keeping, number: int, result: ProbeResult) -> None:
+    """Keep the result of the second probe of trial `number`."""
+    study.set_user_attr(_repeat(number), result.to_json())
 
 
 def comparisons(study: Attributed, numbers: Iterable[int]) -> dict[int, Comparison]:

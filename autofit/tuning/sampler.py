@@ -14,11 +14,13 @@ from threadpoolctl import ThreadpoolController
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
-from autofit.tuning.frontier import BAND, Goal
+from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
 from autofit.tuning.grid import Grid, Mask
 from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
+from autofit.tuning.record import repeats
 from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.study import to_trial
 
 SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
@@ -68,7 +70,12 @@ class CandidateSampler(BaseSampler):
         if self._study != study.study_name:  # one sampler may serve one study after another
             self._study = study.study_name
             self._begin()
-        self.ledger.read(study.get_trials(deepcopy=False), but=but)
+        trials = study.get_trials(deepcopy=False)
+        self.ledger.read(trials, but=but)
+        for number, again in repeats(study).items():
+            first = to_trial(trials[number]).result
+            if first is not None:
+                self.ledger.repeat(number, less_disturbed(first, again))
         return self.ledger
 
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -99,7 +106,8 @@ class CandidateSampler(BaseSampler):
     def _settles(self, told: Observation) -> bool:
         if self.goal != "utilisation" or self.target_bytes is None or not told.fits:
             return told.fits
-        return BAND[0] <= (told.device_used_bytes or 0) / self.target_bytes <= BAND[1]
+        low, high = band_bytes(self.target_bytes)
+        return low <= (told.device_used_bytes or 0) <= high
 
     def choose(self, study: Study, trial: FrozenTrial, free: NDArray[np.intp]) -> int:
         """The index of the candidate to probe next, one of `free`."""
@@ -199,7 +207,7 @@ class PriorSampler(CandidateSampler):
     def proposal(self) -> Proposal | None:
         """The next candidate and its expected gain, given the ledger; cached until the ledger changes."""
         ledger = self.ledger
-        known = (self._study, len(ledger.observations), ledger.pending, int(ledger.free.sum()))
+        known = (self._study, len(ledger.observations), ledger.pending, int(ledger.free.sum()), ledger.repeated)
         if known != self._known:
             with _BLAS.limit(limits=1):
                 self._model.learn(ledger.observations, ledger.pending)

@@ -25,7 +25,9 @@ from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.frontier import Goal, Trial, winner
 from autofit.tuning.grid import Grid
-from autofit.tuning.record import StudyRecord, keep_record, record_of
+from autofit.tuning.prober import Prober
+from autofit.tuning.record import StudyRecord, keep_record, record_of, repeats
+from autofit.tuning.repeating import Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import database_errors, database_path, note_candidate, open_storage, requeue, tell, to_trial
@@ -171,12 +173,19 @@ class Search:
         self._launcher = launcher or Launcher()
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
+        self.on_note: Callable[[str], None] = lambda _: None
         sampler = study.sampler
         assert isinstance(sampler, CandidateSampler)
         self._sampler = sampler
         self._live: dict[int, Path] = {}  # trial number -> the folder of its attempt
         self._began = time.monotonic()
         self._told: dict[int, Trial] = {}  # finished trials, each read once
+        prober = Prober(
+            setup=self._setup, home=plan.probes_folder, values=plan.recipe.values, launcher=self._launcher,
+            measured_steps=plan.measured_steps,
+        )  # fmt: skip
+        measured = not plan.device.startswith("sim:")  # a simulated probe says the same each time
+        self._repeats = Repeats(study, sampler, prober) if measured else None
 
     def run(self) -> Stop:
         """Probe until a stop rule holds (trials, time, plateau, gain, empty space); returns that rule."""
@@ -192,6 +201,8 @@ class Search:
                     keep_record(self.study, replace(record_of(self.study), screened=screened))
                     return stop
                 self._wait_for_one()
+                if self._repeats is not None and not self._out_of_time():
+                    self._repeats.probe_doubted(self._trials, self.on_note)
 
     def interrupt(self) -> None:
         """Stop the running probes; their trials wait in the queue for the next run."""
@@ -213,19 +224,22 @@ class Search:
 
     def _trials(self) -> tuple[Trial, ...]:
         """All trials as plain values; each finished trial is converted only once."""
-        trials = []
+        trials, again = [], {} if self._repeats is None else repeats(self.study)
         for frozen in self._frozen():
             trial = self._told.get(frozen.number) or to_trial(frozen)
             if frozen.state.is_finished():
                 self._told[frozen.number] = trial
-            trials.append(trial)
+            trials.append(trial.repeated(again.get(frozen.number)))
         return tuple(trials)
+
+    def _out_of_time(self) -> bool:
+        return self.plan.budget_s is not None and time.monotonic() - self._began > self.plan.budget_s
 
     def _enough(self) -> Stop | None:
         """The reason to ask for no further trial, or None."""
         plan, frozen = self.plan, self._frozen()
         waiting = sum(t.state is TrialState.WAITING for t in frozen)
-        if plan.budget_s is not None and time.monotonic() - self._began > plan.budget_s:
+        if self._out_of_time():
             return Stop(StopKind.BUDGET, f"the time budget of {plan.budget_s:.0f} s is spent")
         if waiting:
             return None

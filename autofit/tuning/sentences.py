@@ -3,14 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 from autofit.probing.result import Fidelity, ProbeStatus
-from autofit.recipe.keys import TIERS
+from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
+from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC
 from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
-from autofit.tuning.pairs import Comparison
+from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
-_RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --target-vram"
+_RELAX: dict[Tier, str] = {
+    "neutral": "allow a lower tier (--allow approximate, then recipe) or raise --target-vram",
+    "approximate": "allow the recipe tier (--allow recipe) or raise --target-vram",
+    "recipe": "raise --target-vram: every tier is allowed already",
+}
 
 _WINS = {
     "speed": "the fastest",
@@ -21,15 +26,16 @@ _WINS = {
 
 
 def why(
-    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None
-) -> str:
+    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
+    allow: Tier = "neutral",
+) -> str:  # fmt: skip
     """One sentence: the reason why the winner won, or advice when nothing fits."""
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
-        return _what_to_relax(trials, target_bytes)
+        return _what_to_relax(trials, target_bytes, allow)
     fitting = measured(trials)
-    at_any = rule["goal"] == "speed-at-any-tier"
+    at_any = rule["goal"] in ("speed-at-any-tier", "utilisation")
     rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
@@ -86,7 +92,7 @@ def _spread(comparison: Comparison) -> str:
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
-def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tier) -> str:
     ooms = [t for t in trials if t.status is ProbeStatus.OOM]
     broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
     if not ooms and broken:
@@ -105,7 +111,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
-    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX}"
+    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX[allow]}"
 
 
 def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
@@ -117,12 +123,34 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
             return "; run the same command again to go on"
         return (
             f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
-            f"{format_bytes(int(least))} or more; {_RELAX}"
+            f"{format_bytes(int(least))} or more; {_RELAX[record.allow]}"
         )
     if predicted is None or limit is None or baseline(trials) is not None:
         return ""
     used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
     return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}"
+
+
+def repeat_note(trials: Sequence[Trial]) -> str:
+    """Which trials were probed again because they were slower than expected, and what came of it; "" without any."""
+    return "; ".join(repeat_words(t) for t in trials if t.first is not None)
+
+
+def repeat_words(trial: Trial) -> str:
+    """What the second probe of `trial` said of the first."""
+    first, now = trial.first, trial.result
+    assert first is not None
+    assert now is not None
+    head = f"trial {trial.number} was probed again"
+    if now.status is not ProbeStatus.FIT:
+        return f"{head} and then was {now.status}, so it does not fit"
+    before_s, after_s = first.median_step_s or 0.0, now.median_step_s or 0.0
+    if now is first or alike([before_s, after_s]):
+        return f"{head}: {format_seconds(after_s)} a step, as before"
+    return (
+        f"{head}: {format_seconds(after_s)} a step; its first probe of {format_seconds(before_s)} was disturbed and "
+        f"does not count"
+    )
 
 
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
@@ -199,6 +227,17 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
              "comparison": _comparison_json(t)}
             for t in trials if t.confirmed is not None and _had_its_chance(t) and t is not best
         ],
+    }  # fmt: skip
+
+
+def rule_json(rule: Rule, allow: Tier) -> dict[str, object]:
+    """The rule that picked the winner, as `--json` prints it; the shares are those of tuning.equals."""
+    by_speed = rule["goal"] in FASTEST
+    return {
+        "goal": rule["goal"], "allow": allow, "limit_bytes": rule["target_bytes"],
+        "tiers": "all compete" if rule["goal"] == "speed-at-any-tier" else "the highest that has a fit",
+        "equal_frac": EQUAL_FRAC if by_speed else None, "leaner_frac": LEANER_FRAC if by_speed else None,
+        "edge_frac": EDGE_FRAC if by_speed else None, "edge_equal_frac": EDGE_EQUAL_FRAC if by_speed else None,
     }  # fmt: skip
 
 

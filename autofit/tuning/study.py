@@ -20,7 +20,7 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Trial
-from autofit.tuning.record import comparisons, confirmations, record_of
+from autofit.tuning.record import comparisons, confirmations, record_of, repeats
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -154,10 +154,14 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 
 
 def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[Trial]:
-    """`frozen`, trials of `study`, as plain values with their confirmations, like `trials_of`."""
+    """`frozen`, trials of `study`, as plain values with their repeats and confirmations, like `trials_of`."""
     numbers = [t.number for t in frozen]
-    confirmed, compared = confirmations(study, numbers), comparisons(study, numbers)
-    return [replace(to_trial(t), confirmed=confirmed.get(t.number), comparison=compared.get(t.number)) for t in frozen]
+    confirmed, compared, again = confirmations(study, numbers), comparisons(study, numbers), repeats(study)
+    return [
+        replace(to_trial(t).repeated(again.get(t.number)), confirmed=confirmed.get(t.number),
+                comparison=compared.get(t.number))
+        for t in frozen
+    ]  # fmt: skip
 
 
 def note_candidate(

@@ -1,0 +1,100 @@
+"""Probes that other work on the machine slowed down: which are doubted, and their second probe.
+
+A probe is doubted if its steps differ from each other by more than undisturbed ones do, or if it is slower than its
+prediction and the other probes lead to expect, by more than `_DOUBT` standard deviations and `_SLOWER`. Other work
+makes a probe slower and never faster (tuning.pairs), so only slow ones are doubted, the baseline's too: a slow baseline
+is found out by the first probe after it. The faster of the two probes counts.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import optuna
+
+from autofit.tuning.frontier import Trial
+from autofit.tuning.ledger import Ledger, Observation
+from autofit.tuning.model import Model
+from autofit.tuning.pairs import alike
+from autofit.tuning.prober import Prober
+from autofit.tuning.record import keep_repeat
+from autofit.tuning.sampler import CandidateSampler
+from autofit.tuning.sentences import repeat_words
+from autofit.units import format_seconds
+
+_DOUBT = 2.0
+_SLOWER = 1.25  # times the expectation: less is not worth a probe
+_NOISE = 0.02  # standard deviation of one probe's seconds, as tuning.model assumes
+_MOST = 4  # repeats of a study: on a machine that is always busy each probe would need one
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A trial whose probe is doubted, and why."""
+
+    number: int
+    words: str
+
+
+class Repeats:
+    """Finds the trials of a study to probe again, and probes them."""
+
+    def __init__(self, study: optuna.Study, sampler: CandidateSampler, prober: Prober) -> None:
+        self._study, self._sampler, self._prober = study, sampler, prober
+        self._model = Model(sampler.grid, sampler.predictions, target_bytes=sampler.target_bytes)
+
+    def probe_doubted(self, trials: Callable[[], tuple[Trial, ...]], say: Callable[[str], None]) -> None:
+        """Probe again what is doubted, the most doubtful first, until nothing is or `_MOST` were."""
+        failed: set[int] = set()
+        while (doubt := self._doubt(trials(), failed)) is not None:
+            trial = next(t for t in trials() if t.number == doubt.number)
+            say(f"trial {trial.number} is probed again: {doubt.words}")
+            again = self._prober.probe(trial, f"repeat-{trial.number:04d}")
+            if again is None:  # killed: the next run of the command asks anew
+                failed.add(trial.number)
+                continue
+            keep_repeat(self._study, trial.number, again)
+            say(repeat_words(trial.repeated(again)))
+
+    def _doubt(self, trials: tuple[Trial, ...], failed: Collection[int]) -> Doubt | None:
+        ledger = self._sampler.read(self._study)
+        if len(ledger.repeated) + len(failed) >= _MOST:
+            return None
+        done = ledger.repeated | set(failed)
+        for trial in trials:
+            result = trial.result
+            if trial.number in done or not trial.fits or result is None or len(result.step_s) < 2:
+                continue
+            if result.steps_are_alike and not alike(result.step_s):
+                least, most = (format_seconds(f(result.step_s)) for f in (min, max))
+                return Doubt(trial.number, f"its steps took {least} to {most}")
+        return self._slower_than_expected(ledger, done)
+
+    def _slower_than_expected(self, ledger: Ledger, done: Collection[int]) -> Doubt | None:
+        timed = [o for o in ledger.observations if o.step_s is not None]
+        found: list[tuple[float, Doubt]] = []
+        for told in timed:
+            number = ledger.number_of(told)
+            if number in done or not told.fits:
+                continue
+            others = [o for o in ledger.observations if o is not told]
+            if not self._model.predicted and len(timed) < 2:
+                continue
+            sure, doubt = self._judged(told, others)
+            if doubt is not None:
+                found.append((sure, Doubt(number, doubt)))
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _judged(self, told: Observation, others: list[Observation]) -> tuple[float, str | None]:
+        """(standard deviations above what is expected, what to say of it if it is doubted)."""
+        assert told.step_s is not None
+        self._model.learn(others, ())
+        mean, spread = (float(v[0]) for v in self._model.log_step_at(np.array([told.place], dtype=np.intp)))
+        above = math.log(told.step_s) - mean
+        sure = above / math.hypot(spread, _NOISE)
+        if sure < _DOUBT or above < math.log(_SLOWER):
+            return sure, None
+        source = "the other probes" if not self._model.predicted else "its prediction and the other probes"
+        seconds = format_seconds(told.step_s)
+        return sure, f"it took {seconds} a step, where {source} let {format_seconds(math.exp(mean))} be expected"
