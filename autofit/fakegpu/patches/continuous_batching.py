@@ -25,7 +25,7 @@ Target = tuple[object, str, object, str]
 _DEFAULT_SHARE = 0.9  # of transformers; TRL sets 0.5
 _NOTE = (
     "transformers' continuous batching was not run: its cache takes its whole share of the memory that is left, "
-    "prompts share nothing, sequences without a place wait for all others, and its scheduler's own Python is not counted"
+    "prompts share nothing, sequences without a place wait for all others, and its scheduler takes no time"
 )
 _FLASH_NOTE = (
     "with flash attention, continuous batching replays CUDA graphs and masks nothing; it was played with masks and "
