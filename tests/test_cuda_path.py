@@ -182,6 +182,9 @@ def test_the_weights_of_a_quantised_model_take_no_memory_before_they_are_quantis
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+        ValueError(
+            "Free memory on device cuda:0 (7.3/15.5 GiB) on startup is less than desired GPU memory utilization"
+        ),
         MemoryError(),
     ],
     ids=lambda error: f"{type(error).__name__}: {error}"[:50],

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.autograd import launched_by_autograd
+from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
 from autofit.fakegpu.rates.error import HOST
@@ -59,7 +60,7 @@ class OperationLog(Protocol):
 
     def decode_end(self) -> None: ...
 
-    def engine(self, law: VllmEngine) -> None: ...
+    def engine(self, law: VllmEngine | PagedBatching) -> None: ...
 
 
 class Clock:

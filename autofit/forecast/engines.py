@@ -10,8 +10,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats
+from autofit.fakegpu.formula.seconds import DECODE
 from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
 
 
@@ -59,7 +61,10 @@ def held_bytes(engine: VllmEngine, phase: str) -> int:
 
 
 def with_engine(
-    engine: VllmEngine | None, rollouts: Sequence[Rollout], peaks: Mapping[str, Floats], seconds: Mapping[str, Floats]
+    engine: VllmEngine | PagedBatching | None,
+    rollouts: Sequence[Rollout],
+    peaks: Mapping[str, Floats],
+    seconds: Mapping[str, Floats],
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """The peaks of each phase and the seconds of each segment of a mass model, with its engine's.
 
@@ -67,6 +72,8 @@ def with_engine(
     """
     if engine is None:
         return dict(peaks), dict(seconds)
+    if isinstance(engine, PagedBatching):
+        return _with_batching(engine, rollouts, peaks, seconds)
     engines = [rollout.engine(engine) for rollout in rollouts]
     found = {
         phase: bytes_ + np.array([held_bytes(each, phase) for each in engines], float)
@@ -75,4 +82,27 @@ def with_engine(
     lacking = np.array([e.spec.capacity_bytes + e.missing_bytes if e.missing_bytes else 0 for e in engines], float)
     found[LOAD] = np.maximum(found.get(LOAD, np.zeros(len(engines))), lacking)
     spent = np.array([rollout.seconds(engine) for rollout in rollouts])
-    return found, {**seconds, ROLLOUT: seconds.get(ROLLOUT, np.zeros(len(engines))) + spent}
+    return found, _with(seconds, spent)
+
+
+def _with_batching(
+    engine: PagedBatching, rollouts: Sequence[Rollout], peaks: Mapping[str, Floats], seconds: Mapping[str, Floats]
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """The same for continuous batching of transformers, whose traced steps are among the seconds."""
+    found, none = dict(peaks), np.zeros(len(rollouts))
+    live, steps = peaks.get(ROLLOUT, none), seconds.get(DECODE, none)
+    spent, lacking = none.copy(), none.copy()
+    for i, rollout in enumerate(rollouts):
+        prompts, held = [rollout.prompt] * rollout.completions, float(live[i])
+        law = replace(engine, step_s=float(steps[i]) / max(1, rollout.tokens))
+        spent[i] = law.added_s(prompts, rollout.tokens, held)
+        if not law.waves(prompts, rollout.tokens, held):
+            one = law.decoder.kv_bytes_per_token * (rollout.prompt + rollout.tokens)
+            lacking[i] = law.spec.capacity_bytes + one
+    for phase in (name for name in peaks if name.removesuffix("+") == ROLLOUT):
+        found[phase] = np.maximum(peaks[phase] + engine.cache_bytes(peaks[phase]), lacking)
+    return found, _with(seconds, spent)
+
+
+def _with(seconds: Mapping[str, Floats], spent: Floats) -> dict[str, Floats]:
+    return {**seconds, ROLLOUT: seconds.get(ROLLOUT, np.zeros(len(spent))) + spent}

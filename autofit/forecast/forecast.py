@@ -350,9 +350,7 @@ def _prompt(facts: Mapping[str, Any]) -> int:
     return int(facts.get("longest_prompt_tokens", facts.get("prompt_tokens", 0)))
 
 
-def _evaluate(
-    model: MassModel, layers: int, shapes: list[_Shape], prompt: int = 0
-) -> tuple[Floats, Floats, Floats]:
+def _evaluate(model: MassModel, layers: int, shapes: list[_Shape], prompt: int = 0) -> tuple[Floats, Floats, Floats]:
     """(peak live bytes, seconds of an optimizer step, seconds before its update), each (len(shapes),).
 
     Equal shapes are evaluated once.

@@ -17,6 +17,7 @@ _WORDS = (
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # cuDNN 9, cudnn_graph.h
     "Triton Error [CUDA]: out of memory",  # Triton, third_party/nvidia/backend/driver.c: a RuntimeError
     "No available memory for the cache blocks",  # vLLM, a ValueError (vllm-project/vllm#2248)
+    "less than desired GPU memory utilization",  # vLLM, a ValueError: its share is not free when it starts
     "larger than the available KV cache memory",  # vLLM, the same for one sequence of the longest length
     "Cuda failure 2 'out of memory'",  # NCCL's last error, in torch's DistBackendError
 )

@@ -1,4 +1,4 @@
-"""GRPO with a colocated vLLM that is not installed: its share of the card, its sleep, completions and seconds."""
+"""GRPO with an engine that cannot run here: its share of the card, its sleep, completions and seconds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from autofit.fakegpu import FakeGpu, FakeGpuError, fake_gpu
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.formula.kernel_log import KernelLog
 
 from .tiny_trainers import Case, build_model, tokenizer
 
@@ -28,17 +30,22 @@ def _train(
     tokens: int = 32,
     mode: str = "colocate",
     shape: Mapping[str, object] = {},
+    engine: Mapping[str, object] | None = None,
+    log: KernelLog | None = None,
 ) -> tuple[FakeGpu, float]:
     """One step of GRPO on the card; the card, and the mean completion length that the trainer logged."""
+    vllm = {
+        "use_vllm": True, "vllm_mode": mode, "vllm_gpu_memory_utilization": share, "vllm_enable_sleep_mode": sleep,
+    }  # fmt: skip
     with fake_gpu(gpu) as card:
+        card.clock.log = log
         trainer = GRPOTrainer(
             model=build_model(Case(kind="grpo"), **shape),
             reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
             args=GRPOConfig(
                 output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_steps=2, report_to=[],
-                max_completion_length=tokens, bf16=True, save_strategy="no", disable_tqdm=True, use_vllm=True,
-                vllm_mode=mode, vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=sleep,
-                logging_steps=1,
+                max_completion_length=tokens, bf16=True, save_strategy="no", disable_tqdm=True,
+                logging_steps=1, **(vllm if engine is None else engine),
             ),
             train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3", "t4 t5 t6 t7"] * 8}),
             processing_class=tokenizer(),
@@ -103,6 +110,32 @@ def test_a_server_takes_nothing_of_this_card_and_its_seconds_count(tmp_path: Pat
     assert short.peak_allocated_bytes < GIB
     assert long.elapsed_s > short.elapsed_s
     assert any("vLLM's server was not run" in note for note in short.notes)
+
+
+def test_continuous_batching_takes_its_share_of_what_is_left_and_ends_with_a_model_in_bfloat16(tmp_path: Path) -> None:
+    gpu, length = _train(tmp_path, share=0.3, sleep=False, engine={"use_transformers_continuous_batching": True})
+    assert length == 32
+    assert 0.45 < gpu.peak_allocated_bytes / gpu.spec.capacity_bytes < 0.55  # TRL's max_memory_percent is 0.5
+    assert _held(gpu) < GIB
+    assert any("continuous batching was not run" in note for note in gpu.notes)
+
+
+def test_continuous_batching_without_memory_for_one_sequence_says_which_setting(tmp_path: Path) -> None:
+    engine = {"use_transformers_continuous_batching": True,
+              "transformers_continuous_batching_config": {"max_memory_percent": 0.001}}  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError, match="raise max_memory_percent"):
+        _train(tmp_path, share=0.3, sleep=False, engine=engine)
+
+
+def test_a_forecast_is_told_the_engine_and_counts_nothing_of_it_twice(tmp_path: Path) -> None:
+    log = KernelLog()
+    gpu, length = _train(tmp_path, share=0.3, sleep=True, log=log)
+    engine = log.kinds({}).engine
+    assert isinstance(engine, VllmEngine)
+    assert (engine.utilization, engine.sleeps, engine.most_sequences) == (0.3, True, 4)
+    assert engine.sync_s > 0
+    assert length == 32
+    assert gpu.peak_allocated_bytes < GIB
 
 
 def test_trl_knows_no_vllm_after_the_block(tmp_path: Path) -> None:

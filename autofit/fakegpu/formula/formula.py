@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import (
     Affine,
@@ -126,7 +127,7 @@ class MassModel:
     row_phases: tuple[str, ...]
     time: KernelRows
     unmatched: Mapping[str, int] = field(default_factory=dict)
-    engine: VllmEngine | None = None  # of a rollout; its bytes and seconds are not among the model's
+    engine: VllmEngine | PagedBatching | None = None  # of a rollout; its bytes and seconds are not among the model's
 
     @classmethod
     def fit(
@@ -196,7 +197,7 @@ class MassModel:
             exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
-            engine=None if rest["engine"] is None else VllmEngine.from_json(rest["engine"]),
+            engine=_engine(rest["engine"]),
         )  # fmt: skip
 
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
@@ -334,6 +335,12 @@ def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float
 
 def _spec(kept: dict[str, Any]) -> GpuSpec:
     return GpuSpec(**kept | {"compute_capability": tuple(kept["compute_capability"])})
+
+
+def _engine(kept: dict[str, Any] | None) -> VllmEngine | PagedBatching | None:
+    if kept is None:
+        return None
+    return PagedBatching.from_json(kept) if "continuous" in kept else VllmEngine.from_json(kept)
 
 
 def _itemsize(dtype: str) -> int:

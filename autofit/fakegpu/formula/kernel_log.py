@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.rates.kernels import Work
@@ -64,7 +65,7 @@ class KernelKinds:
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
-    engine: VllmEngine | None = None  # what generates, if not the model itself
+    engine: VllmEngine | PagedBatching | None = None  # what generates, if not the model itself
 
     @staticmethod
     def segment(kind: Kind) -> str:
@@ -99,7 +100,7 @@ class KernelLog:
         self._counts: dict[Kind, int] = {}
         self._infos: dict[Kind, Info] = {}
         self._hosts: dict[str, list[int]] = {}
-        self._engine: VllmEngine | None = None
+        self._engine: VllmEngine | PagedBatching | None = None
 
     def decode_step(self, number: int) -> None:
         """Start decode step `number` of this rollout."""
@@ -112,7 +113,7 @@ class KernelLog:
     def decode_end(self) -> None:
         self._decoding = False
 
-    def engine(self, law: VllmEngine) -> None:
+    def engine(self, law: VllmEngine | PagedBatching) -> None:
         """What generates; the last one told, after a synchronisation of its weights."""
         self._engine = law
 

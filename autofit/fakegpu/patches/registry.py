@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.patches import (
     bitsandbytes,
+    continuous_batching,
     cuda_api,
     distributed,
     flash_attention,
@@ -247,6 +248,7 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.modeling_flash_attention_utils": flash_attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "transformers.core_model_loading": libraries.transformers_loading,
+    "transformers.generation.continuous_batching.continuous_api": continuous_batching.transformers_batching,
     "transformers.generation.utils": rollout.transformers_generation,
     "transformers.cache_utils": libraries.transformers_cache,
     "trl.kernels.chunked_logprob": libraries.trl_triton,

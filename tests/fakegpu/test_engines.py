@@ -1,0 +1,129 @@
+"""Rollout engines by their laws: order of sequences, blocks of the cache, seconds of a step, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autofit.fakegpu import FakeGpuError
+from autofit.fakegpu.engines.continuous import PagedBatching
+from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import Batch
+from autofit.fakegpu.engines.schedule import Scheduler, Stretch
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.specs import HostCosts, gpu_spec
+
+QWEN3_4B = Decoder(
+    hidden=2560, layers=36, heads=32, key_heads=8, head_dim=128, intermediate=9728, vocab=151936
+)  # fmt: skip
+ENGINE = VllmEngine(
+    spec=gpu_spec("a100-80gb"), costs=HostCosts(), decoder=QWEN3_4B, weights_bytes=8_044_936_192, utilization=0.3,
+    longest=4096, most_sequences=64,
+)  # fmt: skip
+
+
+def generated(stretches: list[Stretch]) -> int:
+    return sum(s.steps * s.decoding + s.ends for s in stretches)
+
+
+def prefilled(stretches: list[Stretch]) -> int:
+    return round(sum(s.prefilling * s.queries for s in stretches))
+
+
+def step_s(engine: VllmEngine, sequences: int, context: int) -> float:
+    batch = Batch(*(np.array([float(x)]) for x in (sequences, context, 0, 0, 0)))
+    return float(engine.steps_s(batch, np.array([float(sequences)]))[0])
+
+
+def test_every_sequence_gets_its_tokens_and_equal_steps_are_one_stretch() -> None:
+    scheduler = Scheduler(budget=4096, most_sequences=64, blocks=100_000)
+    stretches, preempted = scheduler.play([1024] * 64, 256, group=1)
+    assert generated(stretches) == 64 * 256
+    assert prefilled(stretches) == 64 * 1024
+    assert preempted == 0
+    assert max(s.decoding + s.prefilling * s.queries for s in stretches) <= 4096
+    assert len(stretches) < 40  # 16 steps with prompts, then all decode together until the first ends
+
+
+def test_completions_of_a_group_share_the_full_blocks_of_their_prompt() -> None:
+    scheduler = Scheduler(budget=4096, most_sequences=64, blocks=100_000)
+    alike, _ = scheduler.play([1024] * 64, 8, group=16)
+    alone, _ = replace(scheduler, shares_prompts=False).play([1024] * 64, 8, group=16)
+    assert prefilled(alike) == 4 * (1024 + 15 * 16)  # the last block of a prompt is computed for each
+    assert prefilled(alone) == 64 * 1024
+    assert generated(alike) == generated(alone) == 64 * 8
+
+
+def test_without_blocks_the_latest_sequence_waits_and_all_are_still_worked_off() -> None:
+    scheduler = Scheduler(budget=4096, most_sequences=64, blocks=1200)
+    stretches, preempted = scheduler.play([100] * 64, 1000, group=1)
+    assert preempted > 0
+    assert generated(stretches) == 64 * 1000
+    roomy, _ = replace(scheduler, blocks=10_000).play([100] * 64, 1000, group=1)
+    assert sum(s.steps for s in stretches) > 1.5 * sum(s.steps for s in roomy)
+
+
+def test_a_step_takes_the_time_of_its_weights_and_its_cache() -> None:
+    weights_s = ENGINE.weights_bytes / gpu_spec("a100-80gb").bandwidth_bytes_per_s
+    assert weights_s < step_s(ENGINE, 1, 512) < 2 * weights_s
+    assert step_s(ENGINE, 64, 512) < 3 * step_s(ENGINE, 1, 512)
+    cache_s = 64 * 3584 * QWEN3_4B.kv_bytes_per_token / gpu_spec("a100-80gb").bandwidth_bytes_per_s
+    assert step_s(ENGINE, 64, 4096) - step_s(ENGINE, 64, 512) == pytest.approx(cache_s / 0.85, rel=0.25)
+    assert step_s(replace(ENGINE, waits=True), 64, 512) > step_s(ENGINE, 64, 512)
+
+
+def test_a_small_share_runs_fewer_sequences_at_once_and_takes_longer() -> None:
+    prompts = [1024] * 256
+    wide = replace(ENGINE, utilization=0.9, most_sequences=256)
+    narrow = replace(wide, utilization=0.16)
+    assert narrow.blocks * 16 < 256 * 1024 < wide.blocks * 16
+    assert narrow.generation_s(prompts, 512, group=8) > 1.2 * wide.generation_s(prompts, 512, group=8)
+
+
+def test_the_share_is_weights_cache_graphs_and_the_profiling_run() -> None:
+    held = ENGINE.held_bytes(weights=True, cache=True, computing=True)
+    assert held == ENGINE.share_bytes == int(0.3 * gpu_spec("a100-80gb").capacity_bytes)
+    asleep = ENGINE.held_bytes(weights=False, cache=False)
+    assert 0 < asleep < 2**30
+    assert ENGINE.graph_sizes[-1] == 128  # twice the sequences
+    assert replace(ENGINE, eager=True).graph_sizes == []
+    assert replace(ENGINE, remote=True).held_bytes(weights=True, cache=True) == 0
+
+
+def test_an_engine_that_cannot_serve_one_sequence_says_what_to_change() -> None:
+    assert ENGINE.refusal == ""
+    small = replace(ENGINE, longest=262_144)
+    assert small.missing_bytes == QWEN3_4B.kv_bytes_per_token * 262_144 - small.cache_bytes
+    assert "set a lower vllm_max_model_length" in small.refusal
+    assert "No available memory for the cache blocks" in replace(ENGINE, utilization=0.05).refusal
+    with pytest.raises(FakeGpuError, match=r"at most 1; got 1\.2"):
+        replace(ENGINE, utilization=1.2)
+
+
+def test_an_engine_survives_its_json() -> None:
+    assert VllmEngine.from_json(ENGINE.to_json()) == ENGINE
+    batching = PagedBatching(spec=ENGINE.spec, costs=ENGINE.costs, decoder=QWEN3_4B, share=0.5, step_s=0.04)
+    assert PagedBatching.from_json(batching.to_json()) == batching
+
+
+def test_continuous_batching_waits_for_places_and_its_attention_grows_with_all_sequences() -> None:
+    batching = PagedBatching(spec=gpu_spec("a100-40gb"), costs=HostCosts(), decoder=QWEN3_4B, share=0.5, step_s=0.04)
+    held = 12e9
+    tokens = batching.cache_tokens(held, 64)
+    assert 0.4 < tokens * QWEN3_4B.kv_bytes_per_token / float(batching.cache_bytes(held)) < 0.95
+    assert batching.waves([1024] * 8, 512, held) == 1
+    assert batching.waves([1024] * 8, tokens, held) == 0  # not even one sequence has a place
+    many = batching.waves([1024] * 128, 512, held)
+    assert many > 1
+    assert batching.added_s([1024] * 128, 512, held) > (many - 1) * 512 * 0.04
+    few, more = (batching.added_s([128] * n, 512, held) for n in (8, 16))
+    assert more > 1.2 * few
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_mixture_reads_the_experts_that_its_tokens_have(sparse: bool) -> None:
+    mixture = replace(QWEN3_4B, experts=128, experts_per_token=8, intermediate=768)
+    engine = replace(ENGINE, decoder=mixture if sparse else QWEN3_4B)
+    assert (step_s(engine, 64, 512) > 3 * step_s(engine, 1, 512)) == sparse
