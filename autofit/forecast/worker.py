@@ -39,7 +39,7 @@ from autofit.files import read_json, write_json
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
 from autofit.plugin.registry import load
-from autofit.probing.simulated import needs_all_layers
+from autofit.probing.simulated import layers_alike, needs_all_layers
 from autofit.recipe.keys import BatchKeys
 
 MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
@@ -95,7 +95,7 @@ class Recording:
     def _card(self, stack: Stack | None, *, follow_layers: bool = False) -> Iterator[FakeGpu]:
         gc.collect()
         spec = gpu_spec(self.device.removeprefix("sim:"))
-        few = nullcontext() if stack is None else shallow_models(stack)
+        few = nullcontext() if stack is None else shallow_models(stack, pattern=layers_alike(self.values))
         card = fake_gpu(
             spec, host_costs=host_costs(self.device)[0], enforce_capacity=False, follow_layers=follow_layers
         )
@@ -242,15 +242,16 @@ class Structure:
     @cached_property
     def stack(self) -> Stack | None:
         """The fewest layers with every kind of allocation; None: all, or NotRepeatingError if these are too many."""
+        every = layers_alike(self.values)
         try:
             if needs_all_layers(self.values):
                 raise NotRepeatingError("the LoRA settings name single layers")
-            stack = plan_stack(self._config)
+            stack = plan_stack(self._config, pattern=every)
         except NotRepeatingError:
             if self._config.num_hidden_layers > MOST_LAYERS:
                 raise
             return None
-        prints = layer_prints(self._config)
+        prints = [(layer, i % every == 0) for i, layer in enumerate(layer_prints(self._config))]
         middle = set(prints[stack.first : stack.first + stack.period])
         edges = {prints[i] for i in replace(stack, traced_units=0).kept}
         return replace(stack, traced_units=0 if middle <= edges else 1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import yaml
+
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.layers import LayerClock
@@ -64,8 +66,11 @@ class SimMemory:
         return None
 
     @contextmanager
-    def card(self, *, shallow: bool) -> Iterator[None]:
-        """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern."""
+    def card(self, *, shallow: bool, pattern: int = 1) -> Iterator[None]:
+        """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern.
+
+        `pattern` is the number of layers after which the training treats them alike.
+        """
         self._marks, self._steps = [], []
         self._traced_s, self._began = {}, {}
         with fake_gpu(
@@ -73,7 +78,7 @@ class SimMemory:
         ) as gpu:
             self._gpu = gpu
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
-            with shallow_models() if shallow else nullcontext():
+            with shallow_models(pattern=pattern) if shallow else nullcontext():
                 yield
 
     def start(self) -> None:
@@ -189,3 +194,14 @@ def needs_all_layers(values: Mapping[str, object]) -> bool:
     """Whether the LoRA settings of a recipe name single layers, which a model with fewer layers does not have."""
     named = [str(value) for key, value in values.items() if key.startswith("lora_") and not isinstance(value, float)]
     return any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)
+
+
+def layers_alike(values: Mapping[str, object]) -> int:
+    """After how many layers a recipe treats them alike: `every_n_layers` of its activation checkpointing, or 1."""
+    for key in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # the new name wins
+        given = values.get(key)
+        options = yaml.safe_load(given) if isinstance(given, str) else given
+        if options:
+            found = options.get("every_n_layers", 1) if isinstance(options, dict) else 1
+            return found if isinstance(found, int) and found > 1 else 1
+    return 1

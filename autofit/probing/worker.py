@@ -152,8 +152,10 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 
 def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
+    from autofit.probing.simulated import layers_alike
+
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
-    with memory.card(shallow=shallow):
+    with memory.card(shallow=shallow, pattern=layers_alike(request.values)):
         recorder.enter(LOAD)
         run = trainer.build(request.values, _task(request, steps=2))
         run.train(_StepMarks(recorder, memory, measure_after=1))

@@ -7,6 +7,7 @@ clipping, release of a cache) the tag follows the data: the result of an operati
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -90,12 +91,25 @@ class LayerRecorder:
         self.stacks.append(stack)
         for i, layer in enumerate(layers):
             self._own(layer, Tag(DATA, number, i).encode())
+            if i == 0:
+                layer.register_forward_pre_hook(partial(self._check_flags, stack, weakref.ref(layers)))
             layer.register_forward_pre_hook(partial(self._enters, number, i))
             layer.register_forward_hook(partial(self._leaves, number, i, i == len(layers) - 1))
         prints = [fingerprint(layer) for layer in layers]
         middle = prints[stack.first : stack.first + stack.period * stack.traced_units]
         if any(a != b for a, b in zip(middle, middle[stack.period :], strict=False)):
             self.problem = "the layers that were built do not repeat"
+
+    def _check_flags(
+        self, stack: Stack, layers: weakref.ref[torch.nn.ModuleList], module: torch.nn.Module, args: object
+    ) -> None:
+        """A training may have checkpointing for some layers only, which it says after they were built."""
+        flags = [getattr(layer, "gradient_checkpointing", False) for layer in layers() or ()]
+        middle = flags[stack.first : stack.first + stack.period * stack.traced_units]
+        if any(a != b for a, b in zip(middle, middle[stack.period :], strict=False)):
+            self.problem = "checkpointing is on in some layers only, and does not repeat with them"
+        elif len(set(middle)) == 1 and len(set(flags)) > 1:
+            self.problem = "checkpointing is on in some layers only, outside of those that repeat"
 
     def _own(self, module: torch.nn.Module, code: int) -> None:
         for part in module.modules():

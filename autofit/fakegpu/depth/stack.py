@@ -61,19 +61,23 @@ class Stack:
 
 
 # ---------------------------------------------------------------------- what repeats
-def plan_stack(config: Any) -> Stack:
-    """The smallest stack that represents a transformers text config. Raises NotRepeatingError with the reason."""
+def plan_stack(config: Any, *, pattern: int = 1) -> Stack:
+    """The smallest stack that represents a transformers text config. Raises NotRepeatingError with the reason.
+
+    `pattern` is the number of layers after which a training treats them alike (`every_n_layers` of checkpointing).
+    """
     prints, _ = _prints(config)
     numbers: dict[Fingerprint, int] = {}
     layers = [numbers.setdefault(layer, len(numbers)) for layer in prints]
     plans = [
         Stack(first=first, period=period, units=units, layers=len(layers))
-        for period in range(1, len(layers) // _LEAST_UNITS + 1)
+        for period in range(pattern, len(layers) // _LEAST_UNITS + 1, pattern)
         for first in range(1, len(layers) - _LEAST_UNITS * period)
         if (units := _repeats(layers, first, period)) >= _LEAST_UNITS
     ]
     if not plans:
-        raise NotRepeatingError(f"the model's {len(layers)} layers do not repeat {_LEAST_UNITS} times")
+        alike = f" in patterns of {pattern}" if pattern > 1 else ""
+        raise NotRepeatingError(f"the model's {len(layers)} layers do not repeat {_LEAST_UNITS} times{alike}")
     stack = min(plans, key=lambda stack: (len(stack.kept), stack.period))
     _fewer(config, stack)
     return stack
@@ -149,13 +153,13 @@ def _shapes(module: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 # ---------------------------------------------------------------------- fewer layers
-def shrink(config: Any, *, traced_units: int = TRACED_UNITS) -> Stack:
+def shrink(config: Any, *, traced_units: int = TRACED_UNITS, pattern: int = 1) -> Stack:
     """Reduce the layers of a transformers config in place and keep the original. Raises NotRepeatingError.
 
     Each layer of the reduced config's model is equal to the one that it stands for, and all else is the same.
     """
     text = text_config(config)
-    stack = replace(plan_stack(text), traced_units=traced_units)
+    stack = replace(plan_stack(text, pattern=pattern), traced_units=traced_units)
     full, few = copy.deepcopy(text), _fewer(text, stack)
     vars(text).update(vars(few))
     _FULL_CONFIGS[id(full)] = full
@@ -191,7 +195,7 @@ def with_layers(config: Any, kept: Sequence[int]) -> Any:
 
 
 @contextlib.contextmanager
-def shallow_models(only: Stack | None = None) -> Iterator[None]:
+def shallow_models(only: Stack | None = None, *, pattern: int = 1) -> Iterator[None]:
     """Inside, `AutoConfig.from_pretrained` returns configs with fewer layers, for models whose layers repeat.
 
     With `only`, that is for models of that stack, and with its `traced_units`; all other models keep their layers.
@@ -205,11 +209,11 @@ def shallow_models(only: Stack | None = None) -> Iterator[None]:
         found = original(*args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found
         try:
-            planned = plan_stack(text_config(config))
+            planned = plan_stack(text_config(config), pattern=pattern)
         except NotRepeatingError:
             return found
         if only is None or planned == replace(only, traced_units=TRACED_UNITS):
-            shrink(config, traced_units=TRACED_UNITS if only is None else only.traced_units)
+            shrink(config, traced_units=TRACED_UNITS if only is None else only.traced_units, pattern=pattern)
         return found
 
     with mock.patch.object(AutoConfig, "from_pretrained", read):
