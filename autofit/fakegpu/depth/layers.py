@@ -218,11 +218,28 @@ class Delay(NamedTuple):
             max(host_s + self.host_gpu, gpu_s + self.gpu_gpu),
         )
 
-    def grown(self, before: Delay, times: int) -> Delay:
+    def repeated(self, times: int) -> Delay:
+        """The segment `times` times in a row."""
+        whole, power = Delay(), self
+        while times:
+            if times & 1:
+                whole = whole.then(power)
+            power, times = power.then(power), times >> 1
+        return whole
+
+    def grown(self, before: Delay, times: float) -> Delay:
         """The segment `times` steps later, by linear extrapolation from `before` (one step earlier)."""
         return Delay(
             *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
         )
+
+
+class Repeat(NamedTuple):
+    """Segments `start` to `end`, which happen `times` times in a row."""
+
+    start: int
+    end: int
+    times: int
 
 
 class LayerClock(Clock):
@@ -231,6 +248,7 @@ class LayerClock(Clock):
     def __init__(self, spec: GpuSpec, costs: HostCosts, recorder: LayerRecorder) -> None:
         super().__init__(spec, costs)
         self.stretches: list[tuple[int, Delay]] = []
+        self.repeats: list[Repeat] = []
         self._recorder = recorder
         self._delay = [0.0, NEVER, NEVER, 0.0]
 
@@ -266,7 +284,9 @@ class LayerClock(Clock):
         to_host, to_gpu = max(hh, hg) + self.gpu_s - before, max(gh, gg) + self.gpu_s - before
         self._delay = [to_host, to_gpu, to_host, to_gpu]
 
-    def play(self, stretches: Sequence[tuple[int, Delay]]) -> None:
-        """Append segments of time without a traced kernel."""
-        self.cut()
+    def play(self, stretches: Sequence[tuple[int, Delay]], *, times: int = 1) -> None:
+        """Append segments of time without a traced kernel, which happen `times` times in a row."""
+        start = self.cut()
         self.stretches += stretches
+        if times > 1:
+            self.repeats.append(Repeat(start, len(self.stretches), times))
