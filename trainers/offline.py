@@ -43,7 +43,9 @@ _TEMPLATE = (
 def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     """{key: value} by which a probe overrides the recipe, to use the stand-ins in the inspection's `folder`."""
     changes: dict[str, object] = {
-        key: str((folder / home).resolve()) for key, home in _MODELS.items() if values.get(key) and (folder / home).is_dir()
+        key: str((folder / home).resolve())
+        for key, home in _MODELS.items()
+        if values.get(key) and (folder / home).is_dir()
     }
     rewards = values.get("reward_funcs")
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
