@@ -25,6 +25,7 @@ from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
 from .offline import or_stated
 from .padding import padded, shorter_prompts, unmasked_is_larger
+from .reward_models import check_reward_model, random_reward_models, tokenizers
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
 
@@ -58,6 +59,8 @@ def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
     for name in config.script.reward_funcs or []:
         if name in own:
             found.append(own[name])
+        elif "/" in name:
+            raise ConfigError(f"reward_funcs takes functions; set reward_model_name_or_path: {name} for a reward model")
         elif "." in name:
             found.append(_imported(name))
         else:
@@ -145,9 +148,14 @@ class RolloutTrainer(TrlTrainer):
         """A trainer with random weights on the longest prompt; every completion has `max_completion_length` tokens."""
         training = config.training
         training.generation_kwargs = {**(training.generation_kwargs or {}), "eos_token_id": [_NEVER]}
-        with random_weights(self.trl_module):
+        rewards = reward_functions(config)
+        longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
+        with random_weights(self.trl_module), random_reward_models(self.trl_module):
             rows = _repeat(worst_case["rows"], training)
-            trainer = made(self.trl_class, config, reward_funcs=reward_functions(config), train_dataset=rows)
+            trainer = made(
+                self.trl_class, config, reward_funcs=rewards, train_dataset=rows,
+                reward_processing_classes=tokenizers(rewards, longest),
+            )  # fmt: skip
         trainer.eos_token_ids = [_NEVER]
         if padded(config, worst_case):
             trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)
@@ -155,6 +163,7 @@ class RolloutTrainer(TrlTrainer):
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
         rewards = reward_functions(config)  # first: a wrong path is reported before a large dataset is read
+        check_reward_model(config)
         with or_stated(inspection):
             rows = prompts(config)
         index, tokens, least = longest_prompt(rows, config)

@@ -41,6 +41,11 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     loading = {"revision": config.model.model_revision, "trust_remote_code": trust}
     model = stand_in_model(name, folder, **loading)
     changes: dict[str, object] = {"model_name_or_path": model}
+    reward_model = getattr(config.script, "reward_model_name_or_path", None)
+    if reward_model:
+        changes["reward_model_name_or_path"] = stand_in_model(
+            reward_model, folder, key="reward_model_name_or_path", trust_remote_code=trust
+        )
     if prompt_tokens is None:
         if model != name:
             raise ConfigError(
@@ -49,7 +54,10 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     else:
         tokenizer = AutoTokenizer.from_pretrained(model, **(loading if model == name else {}))
         column = getattr(config.training, "dataset_text_field", None)
-        made_up = made_up_dataset(trainer, prompt_tokens, tokenizer, folder, text_column=column)
+        made_up = made_up_dataset(
+            trainer, prompt_tokens, tokenizer, folder, text_column=column,
+            max_length=getattr(config.training, "max_length", None),
+        )  # fmt: skip
         changes |= {"dataset_name": made_up, "dataset_train_split": "train", "dataset_streaming": False}
         values = {k: v for k, v in values.items() if k not in ("datasets", "dataset_config")}
     return parse(trainer, values, overrides={"use_cpu": True, **changes})

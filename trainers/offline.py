@@ -17,6 +17,7 @@ from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
 _MODEL = "stand_in_model"  # subfolders of the folder that an inspection passes to its probes
+_REWARD_MODEL = "stand_in_reward_model"
 _SAMPLES = "made_up_samples"
 _WORDS = 260  # tokens of the small tokenizer, which loads in 2 ms; bytes and times depend on the model's vocabulary
 _VOCABULARIES = (
@@ -24,6 +25,7 @@ _VOCABULARIES = (
     "tekken.json", "tokenizer.tiktoken",
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+_MODELS = {"model_name_or_path": _MODEL, "reward_model_name_or_path": _REWARD_MODEL}
 # Columns of a synthetic sample, each with its share of the tokens; DPO's answers follow its prompt.
 _COLUMNS = {
     "grpo": {"prompt": 1.0},
@@ -40,10 +42,11 @@ _TEMPLATE = (
 
 def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     """{key: value} by which a probe overrides the recipe, to use the stand-ins in the inspection's `folder`."""
-    model = folder / _MODEL
-    changes: dict[str, object] = {}
-    if model.is_dir():
-        changes["model_name_or_path"] = str(model.resolve())
+    changes: dict[str, object] = {
+        key: str((folder / home).resolve())
+        for key, home in _MODELS.items()
+        if values.get(key) and (folder / home).is_dir()
+    }
     rewards = values.get("reward_funcs")
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
         changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
@@ -66,7 +69,7 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
 
 def clear(folder: Path) -> None:
     """Remove the stand-ins of an earlier inspection from `folder`."""
-    for name in (_MODEL, _SAMPLES):
+    for name in (*_MODELS.values(), _SAMPLES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -78,7 +81,7 @@ def no_reward(completions: list[object], **_: object) -> list[float]:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
+def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", **loading: Any) -> str:
     """`name` if its config and tokenizer can be loaded, else a folder below `folder` with both.
 
     Search order for the config: a local folder (its config.json is enough), the hub's cache and the hub, the catalogue.
@@ -86,7 +89,7 @@ def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    home = folder / _MODEL
+    home = folder / _MODELS[key]
     if Path(name).is_dir():
         config: Mapping[str, object] = read_config(Path(name))
     else:
@@ -95,7 +98,7 @@ def stand_in_model(name: str, folder: Path, **loading: Any) -> str:
             config = AutoConfig.from_pretrained(name, **loading).to_dict()
         except (OSError, ValueError, KeyError) as error:
             if known is None:
-                raise ConfigError(unknown_model(name)) from error
+                raise ConfigError(unknown_model(name, key=key)) from error
             config = known.config
             return _write(home, config, copied=None)
     try:
@@ -117,18 +120,18 @@ def _has_vocabulary(name: str, revision: str | None) -> bool:
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _VOCABULARIES)
 
 
-def unknown_model(name: str, *, simulated: bool = True) -> str:
+def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_or_path") -> str:
     """The error text for an unknown model (no folder, not on the hub, not in the catalogue), with similar names."""
     if not simulated and catalogue.architecture(name) is not None:
         return (
-            f"model_name_or_path must be a folder with a config.json or a name on the model hub; got {name!r}, but "
+            f"{key} must be a folder with a config.json or a name on the model hub; got {name!r}, but "
             f"the hub does not answer; a simulated card does not need it: --gpu NAME"
         )
     names = {n.lower(): n for n in catalogue.names()} | {n.lower().split("/")[1]: n for n in catalogue.names()}
     close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
     near = f"; similar names: {', '.join(close)}" if close else ""
     return (
-        f"model_name_or_path must be a folder with a config.json, a name on the model hub (if reachable) or a name in "
+        f"{key} must be a folder with a config.json, a name on the model hub (if reachable) or a name in "
         f"autofit's catalogue; got {name!r}{near}"
     )
 
@@ -205,8 +208,15 @@ def _tokenizer(words: int) -> Any:
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 
-def made_up_dataset(trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None) -> str:
-    """The path of a dataset for TRL below `folder`, with one sample (for GRPO, one prompt) of `tokens` tokens."""
+def made_up_dataset(
+    trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None, max_length: int | None = None
+) -> str:
+    """The path of a dataset for TRL below `folder`, with one sample (for GRPO, one prompt) of `tokens` tokens.
+
+    TRL's reward trainer adds an end token to each answer, and drops answers over `max_length`: they have that length.
+    """
+    if trainer == "reward":
+        tokens = min(tokens, max_length or tokens) - 1
     home = folder / _SAMPLES
     home.mkdir(parents=True, exist_ok=True)
     row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}

@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
+from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
@@ -48,6 +49,17 @@ class RewardModelTrainer(SamplesTrainer):
         *COMPARED,
         "center_rewards_coefficient",
     )
+
+    def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
+        config = super().parse(values, overrides=overrides)
+        task = config.model.lora_task_type
+        if config.model.use_peft and task != "SEQ_CLS":
+            raise ConfigError(
+                f"lora_task_type must be SEQ_CLS for a reward model with LoRA, or PEFT takes it for a language model; "
+                f"got {task} ({'given' if 'lora_task_type' in values else 'the default of TRL'}); set "
+                "lora_task_type: SEQ_CLS"
+            )
+        return config
 
     def real(self, config: TrlConfig) -> RewardTrainer:
         return real(RewardTrainer, config)

@@ -14,6 +14,7 @@ from autofit.errors import ConfigError, nearest
 from autofit.plugin.fields import accepts, readable
 from autofit.recipe.recipe import merge
 
+from .foreign_keys import foreign_file, instead
 from .names import installed, renamed
 
 _NAMED = 4  # unknown keys that one error names
@@ -78,6 +79,9 @@ def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
 
 
 def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
+    foreign = foreign_file(trainer, values)
+    if foreign is not None:
+        raise ConfigError(foreign)
     unknown = [key for key in values if key not in hints]
     if unknown:
         each = "; ".join(f"unknown key {key!r}{_instead(key, hints)}" for key in unknown[:_NAMED])
@@ -87,7 +91,9 @@ def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, 
 
 
 def _instead(key: str, known: Mapping[str, Any]) -> str:
-    new = renamed(key, known)
+    new, other = renamed(key, known), instead(key, known)
+    if other is not None and new is None:
+        return other
     return nearest(key, known) if new is None else f", which is called {new!r} here: use {new!r}"
 
 

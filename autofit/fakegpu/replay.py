@@ -140,29 +140,41 @@ class Unlimited:
         same = [c for c in self._checkpoints if c.allocator.peak_reserved_bytes <= capacity_bytes]
         return _go_on(self.log, same[-1].resumed(capacity_bytes))
 
-    def least_capacity(self, tolerance_bytes: int = 8 * ROUND_LARGE_BYTES) -> int:
+    def least_capacity(self, tolerance_bytes: int | None = None, *, first_bytes: int | None = None) -> int:
         """The smallest allocator capacity, to within `tolerance_bytes` above, at which the log runs through.
 
+        `first_bytes` is tried first, so the answer is on the right side of it: a limit, whose verdict has to be exact.
         The reserved bytes that a failed replay wanted are often the answer: they are tried next, and then slightly
-        less, to show that it is not enough. After a number of such guesses the search is a bisection.
+        less, to show that it is not enough. Guesses that fail grow in doubled steps, since a cache that grows for
+        10^4 tokens always wants slightly more. After a number of such guesses the search is a bisection.
         """
+        tolerance = self.tolerance_bytes if tolerance_bytes is None else tolerance_bytes
         low, high = self.peaks[0] - 1, self.peaks[1]
-        tried = low + 1 + tolerance_bytes
-        guesses, less = _GUESSES, tolerance_bytes
-        while high - low > tolerance_bytes:
+        tried = low + 1 + tolerance
+        if first_bytes is not None and low < first_bytes < high:
+            tried = first_bytes
+        guesses, less, more = _GUESSES, tolerance, tolerance
+        while high - low > tolerance:
             run = self.replay(tried)
             if run.fits:
                 high = min(tried, run.peak_reserved_bytes)  # the replay is the same with exactly its reserved bytes
                 wanted, less = high - less, 4 * less
             else:
-                low, wanted = tried, max(run.wanted_bytes, tried + tolerance_bytes)
+                low, wanted, more = tried, max(run.wanted_bytes, tried + more), 2 * more
+            if tried == first_bytes:
+                wanted = max(wanted, low + 1 + tolerance) if low == tried else self.peaks[0] + tolerance
             guesses -= 1
             tried = wanted if guesses >= 0 and low < wanted < high else (low + high) // 2
         return high
 
+    @property
+    def tolerance_bytes(self) -> int:
+        """How exactly a least capacity is told: to 0.2 % of the live tensors."""
+        return max(8 * ROUND_LARGE_BYTES, self.peaks[0] // 512)
+
 
 def least_capacity(
-    log: EventLog, *, settings: AllocatorSettings | None = None, tolerance_bytes: int = 8 * ROUND_LARGE_BYTES
+    log: EventLog, *, settings: AllocatorSettings | None = None, tolerance_bytes: int | None = None
 ) -> int:
     """The smallest allocator capacity, to within `tolerance_bytes` above, at which `log` runs through."""
     return Unlimited(log, settings=settings).least_capacity(tolerance_bytes)

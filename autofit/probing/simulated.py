@@ -167,7 +167,7 @@ class SimMemory:
         used = unlimited.peaks[1] + outside
         least = None
         if self.least_of_fits or used > self._limit_bytes:
-            least = min(used, unlimited.least_capacity() + outside)
+            least = min(used, unlimited.least_capacity(first_bytes=self._limit_bytes - outside) + outside)
             if used > self._limit_bytes >= least:  # the allocator returns cached blocks before it raises OOM
                 room = self._limit_bytes - outside
                 used = unlimited.replay(room).peak_reserved_bytes + outside

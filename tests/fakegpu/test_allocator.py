@@ -155,3 +155,12 @@ def test_least_capacity_runs_and_a_little_less_does_not() -> None:
     least = least_capacity(log, tolerance_bytes=2 * MIB)
     assert replay(log, capacity_bytes=least).fits
     assert not replay(log, capacity_bytes=least - 2 * MIB).fits
+
+
+def test_the_least_capacity_is_on_the_right_side_of_the_limit_that_was_tried_first() -> None:
+    log = _random_log(steps=2000)
+    least = least_capacity(log, tolerance_bytes=2 * MIB)
+    for limit in (least - 4 * MIB, least + 4 * MIB):
+        found = Unlimited(log).least_capacity(64 * MIB, first_bytes=limit)
+        assert replay(log, capacity_bytes=found).fits
+        assert (found <= limit) == replay(log, capacity_bytes=limit).fits

@@ -18,6 +18,7 @@ from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, run_of
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import NotRepeatingError, plan_stack, shrink
+from autofit.fakegpu.patches import rollout
 from autofit.fakegpu.replay import least_capacity, replay
 
 from . import tiny_trainers
@@ -122,7 +123,10 @@ def _config(kind: str, **changes: object) -> AutoConfig:
         ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}, False),
     ],
 )  # fmt: skip
-def test_patterns_experts_and_rollouts_expand(kind: str, changes: dict[str, object], generate: bool) -> None:
+def test_patterns_experts_and_rollouts_expand(
+    kind: str, changes: dict[str, object], generate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "MOST_PLAYED", 12)  # of 48 tokens, so that one played step stands for several
     full, few = _config(kind, **changes), _config(kind, **changes)
     shrink(few)
     assert few.num_hidden_layers < full.num_hidden_layers

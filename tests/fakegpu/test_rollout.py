@@ -46,3 +46,16 @@ def test_a_played_rollout_peaks_where_a_simulated_one_does(
     assert played.memory.allocator.allocated_bytes == simulated.memory.allocator.allocated_bytes
     assert played.elapsed_s == pytest.approx(simulated.elapsed_s, rel=0.05)
     assert played.timeline.at_peak["KV cache"] > 0
+
+
+def test_a_long_rollout_played_in_strides_peaks_and_lasts_as_one_played_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = _generate(expandable=False, padded=False, tokens=400)
+    monkeypatch.setattr(rollout, "MOST_PLAYED", 40)
+    strides = _generate(expandable=False, padded=False, tokens=400)
+    assert len(strides.memory.log) < len(whole.memory.log) / 2
+    assert strides.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
+    assert strides.least_capacity_bytes == pytest.approx(whole.least_capacity_bytes, rel=0.02)
+    assert strides.memory.allocator.allocated_bytes == whole.memory.allocator.allocated_bytes
+    assert strides.elapsed_s == pytest.approx(whole.elapsed_s, rel=1e-6)

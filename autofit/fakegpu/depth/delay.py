@@ -81,11 +81,28 @@ class Delay(NamedTuple):
         host, gpu, copies = (max(s + d for s, d in zip(start, row, strict=True)) for row in self.rows)
         return host, gpu, copies
 
-    def grown(self, before: Delay, times: int) -> Delay:
+    def repeated(self, times: int) -> Delay:
+        """The segment `times` times in a row."""
+        whole, power = Delay(), self
+        while times:
+            if times & 1:
+                whole = whole.then(power)
+            power, times = power.then(power), times >> 1
+        return whole
+
+    def grown(self, before: Delay, times: float) -> Delay:
         """The segment `times` steps later, by linear extrapolation from `before` (one step earlier)."""
         return Delay(
             *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
         )
+
+
+class Repeat(NamedTuple):
+    """Segments `start` to `end`, which happen `times` times in a row."""
+
+    start: int
+    end: int
+    times: int
 
 
 class LayerClock(Clock):
@@ -97,6 +114,7 @@ class LayerClock(Clock):
     def __init__(self, spec: GpuSpec, costs: HostCosts, recorder: FollowedLayers) -> None:
         super().__init__(spec, costs)
         self.stretches: list[tuple[int, Delay]] = []
+        self.repeats: list[Repeat] = []
         self._recorder = recorder
         self._segment = 0
         self._host, self._gpu, self._copies = _START
@@ -161,7 +179,9 @@ class LayerClock(Clock):
         else:
             self._copies = _later(self._copies, row)
 
-    def play(self, stretches: Sequence[tuple[int, Delay]]) -> None:
-        """Append segments of time without a traced kernel."""
-        self.cut()
+    def play(self, stretches: Sequence[tuple[int, Delay]], *, times: int = 1) -> None:
+        """Append segments of time without a traced kernel, which happen `times` times in a row."""
+        start = self.cut()
         self.stretches += stretches
+        if times > 1:
+            self.repeats.append(Repeat(start, len(self.stretches), times))

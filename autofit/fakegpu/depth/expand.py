@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Protocol
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, Tag
+from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, Repeat, Tag
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import EventLog
@@ -58,6 +58,7 @@ class Run:
     categories: Ints  # category of each event's storage, as an index of CATEGORIES
     stretches: tuple[tuple[int, Delay], ...]
     marks: tuple[Mark, ...]
+    repeats: tuple[Repeat, ...] = ()
     streams: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -72,11 +73,19 @@ class Run:
         now = (0.0, 0.0, 0.0)
         found, done = [], 0
         for mark in self.marks:
-            for _, delay in self.stretches[done : mark.stretch]:
+            for delay in self._delays(done, mark.stretch):
                 now = delay.after(*now)
             done = max(done, mark.stretch)
             found.append(max(now))
         return found
+
+    def _delays(self, start: int, end: int) -> Iterator[Delay]:
+        """The delays of the segments `start` to `end`, repeated ones joined to one."""
+        for first, last, times in (r for r in self.repeats if start <= r.start and r.end <= end):
+            yield from (delay for _, delay in self.stretches[start:first])
+            yield reduce(Delay.then, (delay for _, delay in self.stretches[first:last])).repeated(times)
+            start = last
+        yield from (delay for _, delay in self.stretches[start:end])
 
 
 def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
@@ -99,6 +108,7 @@ def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
         tags=tags,
         categories=category[ids] if len(ids) else ids,
         stretches=tuple(clock.stretches),
+        repeats=tuple(clock.repeats),
         marks=tuple(marks),
         streams=dict(log.streams),
     )
@@ -377,7 +387,8 @@ class Expansion:
             moved.append((end, len(stretches)))
         stretches += self._run.stretches[at:]
         marks = [Mark(name=m.name, event=_moved(m.event, places), stretch=_moved(m.stretch, moved)) for m in run.marks]
-        return replace(run, stretches=tuple(stretches), marks=tuple(marks))
+        repeats = [Repeat(_moved(r.start, moved), _moved(r.end, moved), r.times) for r in run.repeats]
+        return replace(run, stretches=tuple(stretches), repeats=tuple(repeats), marks=tuple(marks))
 
 
 def _moved(place: int, places: list[tuple[int, int]]) -> int:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from autofit.fakegpu.autograd import in_backward
-from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock
+from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
 from autofit.fakegpu.memory import SimulatedMemory
 
-__all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Tag"]
+__all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
 
 
 # ---------------------------------------------------------------------- tags

@@ -5,12 +5,17 @@ the same allocations and frees in the same order, the remaining steps are played
 extrapolated sizes. Most of these steps play only the tensors that grow or outlive the step, since all others reuse the
 same cached blocks. Every 16th step also plays the tensors of the large pool, because a growing cache may have taken
 their block. The last two steps are played completely, so the peak is that of a complete last step.
+
+Of a rollout of more than MOST_PLAYED tokens every n-th step is played, with the time of n. Against all steps, Qwen3-8B
+with 2,048 tokens: the same peak and seconds, least capacity and reserved bytes within 0.4 % (16,384 tokens, against
+every 8th: 2.5 %, for a native allocator with such a cache fragments, and its least capacity is not smooth).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Protocol, cast
 
@@ -25,6 +30,7 @@ from autofit.fakegpu.patches.redirect import untouched
 FIRST_TRY = 4  # traced steps before the first comparison; the first ones contain the prefill
 LAST_TRY = 40
 LARGE_EVERY = 16
+MOST_PLAYED = 512  # decode steps of one rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,48 +123,47 @@ class RolloutSynthesis:
         large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
         templates = [memory.allocations[index] for index in last.ids]
         steps_of = [_step_of(memory.allocations[a].shape, t.shape) for a, t in zip(before.ids, templates, strict=True)]
-        ids: dict[int, dict[int, int]] = {
-            done - 2: dict(enumerate(before.ids)),
-            done - 1: dict(enumerate(last.ids)),
-        }
         seconds, slope = last.seconds, last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock
         start_s, end_s = self._traced_s
         like = {part: max(0.0, seconds - start_s[part]) for part, seconds in end_s.items()}
-        first = max(done, self.total_steps - 2) if self.gpu.only_last_decode_steps else done
-        if first > done:  # the first played step frees allocations of the last traced steps
-            ids |= {first - 2: ids[done - 2], first - 1: ids[done - 1]}
-            skipped = first - done
-            seconds += slope * skipped
-            clock.advance(max(0.0, skipped * (seconds - slope * skipped / 2)), like=like)
-        for step in range(first, self.total_steps):
-            mine = ids[step] = {}
-            whole = step >= self.total_steps - 2
-            for event in last.events if whole else large if step % LARGE_EVERY == 0 else short:
+        steps = self._played_steps(done)
+        ids: dict[int, dict[int, int]] = {-2: dict(enumerate(before.ids)), -1: dict(enumerate(last.ids))}
+        for place, (step, covered) in enumerate(steps):
+            mine = ids[place] = {}
+            later = step - done + 1  # how many steps after the last traced one
+            whole = place >= len(steps) - 2
+            for event in last.events if whole else large if place % LARGE_EVERY == 0 else short:
                 if layers is not None:
                     layers.set(event.layer)
                 if event.is_allocation:
                     template = templates[event.position]
-                    nbytes = last.sizes[event.position] + growth[event.position] * (step - done + 1)
-                    shape = _grown(template.shape, steps_of[event.position], step - done + 1)
+                    nbytes = last.sizes[event.position] + growth[event.position] * later
+                    shape = _grown(template.shape, steps_of[event.position], later)
                     mine[event.position] = memory.allocate_like(template, max(nbytes, 1), shape)
                 else:
-                    memory.release(ids[step - event.steps_ago][event.position])
-            ids.pop(step - 3, None)
-            seconds += slope
-            clock.advance(max(seconds, 0.0), like=like)
+                    memory.release(ids[place - event.steps_ago][event.position])
+            ids.pop(place - 3, None)
+            mean = later - (covered - 1) / 2
+            clock.advance(max(last.seconds + slope * mean, 0.0) * covered, like=like)
             if isinstance(clock, LayerClock) and len(before.stretches) == len(last.stretches):
                 pairs = zip(before.stretches, last.stretches, strict=True)
-                clock.play([(tag, b.grown(a, step - done + 1)) for (_, a), (tag, b) in pairs])
+                clock.play([(tag, b.grown(a, mean)) for (_, a), (tag, b) in pairs], times=covered)
         if layers is not None:
             layers.set(0)
-        self._hand_over(ids, before, last)
+        self._hand_over([(ids[len(steps) - 1], last), (ids[len(steps) - 2], before)])
 
-    def _hand_over(self, ids: dict[int, dict[int, int]], before: _Step, last: _Step) -> None:
+    def _played_steps(self, done: int) -> list[tuple[int, int]]:
+        """(step, number of steps that it stands for) of the steps to play; the last two always are."""
+        end = self.total_steps - 2
+        stride = self.total_steps if self.gpu.only_last_decode_steps else -(-self.total_steps // MOST_PLAYED)
+        steps = [*range(done + stride - 1, end, stride), *(step for step in (end, end + 1) if step >= done)]
+        return [(step, step - before) for before, step in pairwise([done - 1, *steps])]
+
+    def _hand_over(self, last_steps: Sequence[tuple[dict[int, int], _Step]]) -> None:
         """Map the tensors alive now to the allocations of the last played steps."""
         stand_ins: dict[int, int] = {}
-        for steps_ago, step in ((0, last), (1, before)):
-            played = ids.get(self.total_steps - 1 - steps_ago, {})
+        for played, step in last_steps:
             for position, index in enumerate(step.ids):
                 if position in played and self.gpu.memory.is_live(played[position]):
                     stand_ins[index] = played[position]
