@@ -22,8 +22,9 @@ KEPT = (
 def answer(thread: Thread, *, advice: bool) -> dict[str, object]:
     """The figures of the estimate, the recipe's own values of the keys that accepted fixes change, and the advice."""
     notes: list[str] = []
+    rewards = REWARD if thread.trainer == "grpo" else {}
     estimate = autofit.estimate(
-        {**(REWARD if thread.trainer == "grpo" else {}), **thread.recipe}, gpu=thread.gpu, target_vram=thread.target_vram, trainer=thread.trainer,
+        {**rewards, **thread.recipe}, gpu=thread.gpu, target_vram=thread.target_vram, trainer=thread.trainer,
         prompt_tokens=thread.prompt_tokens, advice=advice, on_event=lambda event: notes.append(event.text),
     )  # fmt: skip
     said = json.loads(json.dumps(estimate.to_dict()))
