@@ -42,7 +42,7 @@ def figures(answer: dict[str, object]) -> str:
     used, capacity = judge.device_used_bytes(answer), cast(float, answer["capacity_bytes"])
     share = judge.rollout_share(answer)
     text = f"{'fits' if answer['fits'] else 'does not fit'}: {format_bytes(int(used))} of {format_bytes(int(capacity))}"
-    text += "" if share is None else f", rollout {share:.0%} of the step"
+    text += "" if not share else f", rollout {share:.0%} of the step"
     return f"{text}; advice: {answer['error']}" if "error" in answer else text
 
 
