@@ -1,0 +1,53 @@
+"""One thread's estimate, in a process of its own: `python -m experiments.field.estimating NAME OUT [--no-advice]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import autofit
+from autofit.files import write_json
+from experiments.field.threads import Thread, read_threads
+
+REWARD = {"reward_funcs": ["think_format_reward"]}  # TRL's own; where a thread has others, they need no memory either
+KEPT = (
+    "fits", "device_used_bytes", "least_capacity_bytes", "peak_allocated_bytes", "capacity_bytes", "rollout_s",
+    "step_s", "fidelity",
+)  # fmt: skip
+
+
+def answer(thread: Thread, *, advice: bool) -> dict[str, object]:
+    """The figures of the estimate, the recipe's own values of the keys that accepted fixes change, and the advice."""
+    notes: list[str] = []
+    rewards = REWARD if thread.trainer == "grpo" else {}
+    estimate = autofit.estimate(
+        {**rewards, **thread.recipe}, gpu=thread.gpu, target_vram=thread.target_vram, trainer=thread.trainer,
+        prompt_tokens=thread.prompt_tokens, advice=advice, on_event=lambda event: notes.append(event.text),
+    )  # fmt: skip
+    said = json.loads(json.dumps(estimate.to_dict()))
+    own = {key: estimate.recipe.resolved.get(key) for fix in thread.accepted for key in fix}
+    return {
+        **{key: said[key] for key in KEPT},
+        "own": own,
+        **({"advice": pieces(said)} if advice else {}),
+        "notes": notes[1:],  # the first names the model and the card
+    }
+
+
+def pieces(said: Mapping[str, object]) -> list[object]:
+    """The changes of each piece of advice, best first."""
+    listed = cast("Sequence[Mapping[str, object]]", said.get("advice") or said.get("changes") or ())
+    return [piece["changes"] for piece in listed]
+
+
+def main() -> None:
+    name, out, *options = sys.argv[1:]
+    thread = next(thread for thread in read_threads() if thread.name == name)
+    write_json(Path(out), answer(thread, advice="--no-advice" not in options))
+
+
+if __name__ == "__main__":
+    main()

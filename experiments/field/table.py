@@ -1,0 +1,93 @@
+"""The table of threads: symptom predicted, accepted fix among the first pieces of advice, seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from autofit.units import format_bytes
+from experiments.field import judge
+from experiments.field.threads import Thread
+
+Answers = Mapping[str, dict[str, object] | None]
+MARKS = {True: "yes", False: "no", None: "-"}
+HEAD = "| thread | need | card | said | predicted | symptom predicted | fix among the first 3 | CPU s |"
+
+
+def read(folder: Path, thread: Thread) -> dict[str, object] | None:
+    """The thread's kept result, or None."""
+    file = folder / f"{thread.name}.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
+def line(thread: Thread, answer: dict[str, object]) -> str:
+    """One thread in one line, for the terminal."""
+    symptom, fix = MARKS[judge.symptom_predicted(thread, answer)], fix_mark(thread, answer)
+    return f"{thread.name:<26} symptom {symptom:<4} fix {fix:<4} {figures(answer)} ({answer.get('cpu_s')} CPU s)"
+
+
+def fix_mark(thread: Thread, answer: dict[str, object]) -> str:
+    """yes or no; - where no fix is known, or no advice was asked for."""
+    if not thread.accepted or ("advice" not in answer and "error" not in answer):
+        return "-"
+    return MARKS[judge.fix_found(thread, answer) is not None]
+
+
+def figures(answer: dict[str, object]) -> str:
+    """What was predicted, in a few words."""
+    if "fits" not in answer:
+        return f"failed: {answer.get('error')}"
+    used, capacity = judge.device_used_bytes(answer), cast(float, answer["capacity_bytes"])
+    share = judge.rollout_share(answer)
+    text = f"{'fits' if answer['fits'] else 'does not fit'}: {format_bytes(int(used))} of {format_bytes(int(capacity))}"
+    text += "" if not share else f", rollout {share:.0%} of the step"
+    return f"{text}; advice: {answer['error']}" if "error" in answer else text
+
+
+def advice(answer: dict[str, object]) -> list[str]:
+    """The first pieces of advice, in words."""
+    pieces = cast("Sequence[Mapping[str, object]]", answer.get("advice") or ())[: judge.FIRST]
+    return [", ".join(f"{key}={value}" for key, value in piece.items()) for piece in pieces]
+
+
+def table(threads: Sequence[Thread], answers: Answers) -> str:
+    """Markdown: the totals, a row a thread, and beneath it the advice beside the accepted fix."""
+    ran = [(thread, answer) for thread in threads if (answer := answers[thread.name]) is not None]
+    counted = [(thread, answer) for thread, answer in ran if thread.counts]
+    older = [(thread, answer) for thread, answer in ran if not thread.counts]
+    lines = [*totals(counted, [t for t in threads if t.counts]), "", HEAD, "|---|---|---|---|---|---|---|---|"]
+    lines += [row(thread, answer) for thread, answer in counted]
+    lines += [
+        "",
+        "Older libraries, marked before they were run; they do not count:",
+        "",
+        HEAD,
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [row(thread, answer) for thread, answer in older]
+    lines += ["", "| thread | accepted | advice, in its order |", "|---|---|---|"]
+    lines += [f"| {t.name} | {t.solved_by} | {'<br>'.join(advice(a)) or '-'} |" for t, a in ran if t.accepted]
+    return "\n".join(lines) + "\n"
+
+
+def totals(counted: Sequence[tuple[Thread, dict[str, object]]], all_counted: Sequence[Thread]) -> list[str]:
+    """Two sentences: symptoms and fixes, of how many."""
+    symptoms = [judge.symptom_predicted(thread, answer) is True for thread, answer in counted]
+    fixes = [judge.fix_found(thread, answer) is not None for thread, answer in counted if thread.accepted]
+    with_advice = sum("advice" in answer for thread, answer in counted if thread.accepted)
+    return [
+        f"Symptom predicted: {sum(symptoms)} of {len(symptoms)} threads run ({len(all_counted)} count). Accepted fix "
+        f"among the first {judge.FIRST} pieces of advice: {sum(fixes)} of {len(fixes)} threads with a known fix "
+        f"({with_advice} were advised)."
+    ]
+
+
+def row(thread: Thread, answer: dict[str, object]) -> str:
+    """The thread's row."""
+    cells = [
+        f"[{thread.name}]({thread.url})", thread.need, thread.gpu, thread.said, figures(answer),
+        MARKS[judge.symptom_predicted(thread, answer)], fix_mark(thread, answer), str(answer.get("cpu_s", "-")),
+    ]  # fmt: skip
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

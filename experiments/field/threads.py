@@ -1,0 +1,69 @@
+"""Public threads as recipes: what a user ran, on which card, what went wrong, and what was accepted as its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from autofit.errors import ConfigError
+
+HERE = Path(__file__).parent
+NEEDS = ("A", "B", "C", "D", "E")
+CLAIMS = ("fits", "rollout_share_above", "device_used_above", "device_used_near", "peak_allocated_near")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    """One thread. `recipe` has TRL's keys; `assumed` says what the thread leaves open."""
+
+    name: str
+    need: str  # of field-needs.md: A engine, B rollout, C late, D levers, E size
+    url: str
+    date: str
+    versions: str
+    said: str
+    solved_by: str
+    assumed: str
+    trainer: str
+    gpu: str
+    prompt_tokens: int
+    recipe: Mapping[str, object]
+    symptom: Mapping[str, object]  # one of CLAIMS, and its bounds
+    accepted: tuple[Mapping[str, object], ...]  # each of them alone is an accepted fix; () where none is known
+    older_library: str | None = None  # why the symptom cannot occur with today's libraries; the thread does not count
+    target_vram: str | None = None  # where the card is not in the catalogue, or smaller than the one that stands for it
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a thread that cannot be judged."""
+        if self.need not in NEEDS:
+            raise ConfigError(f"{self.name}: need must be one of {', '.join(NEEDS)}; got {self.need!r}")
+        if len(self.symptom.keys() & set(CLAIMS)) != 1:
+            raise ConfigError(f"{self.name}: symptom must be one of {', '.join(CLAIMS)}; got {dict(self.symptom)}")
+
+    @property
+    def counts(self) -> bool:
+        """Whether the symptom can occur with today's libraries."""
+        return self.older_library is None
+
+
+def read_threads(folder: Path = HERE / "recipes") -> tuple[Thread, ...]:
+    """Every thread in `folder`, by need and name. Raises ConfigError for one that cannot be judged."""
+    entries = [entry for path in sorted(folder.glob("*.yaml")) for entry in yaml.safe_load(path.read_text("utf-8"))]
+    threads = [_thread(entry) for entry in entries]
+    names = [thread.name for thread in threads]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"each thread needs a name of its own; given twice: {', '.join(twice)}")
+    return tuple(sorted(threads, key=lambda thread: (thread.need, thread.name)))
+
+
+def _thread(entry: Mapping[str, object]) -> Thread:
+    wrong = sorted(entry.keys() - {field.name for field in fields(Thread)})
+    if wrong:
+        raise ConfigError(f"{entry.get('name')}: a thread has no {', '.join(wrong)}")
+    accepted = cast("list[Mapping[str, object]]", entry["accepted"])
+    return Thread(**cast("dict[str, object]", {**entry, "accepted": tuple(accepted)}))  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""The recipes of public threads: they can be read and judged, and one runs from its file to the table."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from autofit.errors import ConfigError
+from autofit.fakegpu.specs import gpu_spec
+from autofit.units import parse_bytes
+from experiments.field import estimating, judge, table
+from experiments.field.threads import Thread, read_threads
+
+THREADS = read_threads()
+
+
+def named(name: str) -> Thread:
+    return next(thread for thread in THREADS if thread.name == name)
+
+
+def test_each_thread_says_its_source_and_what_is_assumed_so_that_another_can_judge_it() -> None:
+    for thread in THREADS:
+        assert thread.url.startswith("https://github.com/")
+        assert all((thread.said, thread.solved_by, thread.assumed, thread.date))
+        assert thread.trainer in ("grpo", "sft", "dpo", "reward")
+        room = parse_bytes(thread.target_vram) if thread.target_vram else 0
+        assert room <= gpu_spec(thread.gpu).capacity_bytes
+
+
+def test_enough_threads_count_and_every_need_is_among_them() -> None:
+    counted = [thread for thread in THREADS if thread.counts]
+    assert len(counted) >= 20
+    assert {thread.need for thread in counted} == {"A", "B", "C", "D", "E"}
+
+
+def test_a_thread_without_a_claim_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "- {name: a, need: D, symptom: {slow: true}, accepted: [], trainer: sft}\n", "utf-8"
+    )
+    with pytest.raises((ConfigError, TypeError)):
+        read_threads(tmp_path)
+
+
+def test_a_symptom_is_predicted_only_where_the_estimate_shows_it() -> None:
+    memory, share = named("litgpt-781-a100"), named("trl-2751-l4")
+    assert judge.symptom_predicted(memory, {"fits": False}) is True
+    assert judge.symptom_predicted(memory, {"fits": True}) is False
+    assert judge.symptom_predicted(memory, {"error": "failed"}) is None
+    assert judge.symptom_predicted(share, {"fits": True, "rollout_s": 9.0, "step_s": 10.0}) is True
+    assert judge.symptom_predicted(share, {"fits": True, "rollout_s": 5.0, "step_s": 10.0}) is False
+    assert judge.symptom_predicted(share, {"fits": False, "rollout_s": None, "step_s": None}) is False
+
+
+def test_a_fix_must_be_among_the_first_three_pieces_and_go_the_accepted_way() -> None:
+    batch, paged = named("litgpt-781-a100"), named("openrlhf-698-a100")
+    own = {"per_device_train_batch_size": 4}
+    other, smaller = {"lora_r": 4}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 64}
+    assert judge.fix_found(batch, {"advice": [other, smaller], "own": own}) == smaller
+    assert judge.fix_found(batch, {"advice": [other, other, other, smaller], "own": own}) is None
+    assert judge.fix_found(batch, {"advice": [{"per_device_train_batch_size": 8}], "own": own}) is None
+    assert judge.fix_found(paged, {"advice": [{"optim": "paged_adamw_8bit"}]}) is not None
+    assert judge.fix_found(paged, {"advice": [{"optim": "adamw_8bit"}]}) is None
+
+
+def test_the_newer_name_of_checkpointing_is_the_same_fix() -> None:
+    assert judge.fix_found(named("openrl-99-a100"), {"advice": [{"activation_checkpointing": True}]}) is not None
+
+
+def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:
+    thread = replace(
+        named("litgpt-781-a100"), gpu="t4", prompt_tokens=24,
+        recipe={
+            "model_name_or_path": str(tiny.write_model(tmp_path / "model")), "per_device_train_batch_size": 2,
+            "bf16": False, "max_length": 24,
+        },
+        symptom={"fits": True},
+    )  # fmt: skip
+    answer = estimating.answer(thread, advice=False)
+    assert judge.symptom_predicted(thread, answer) is True
+    assert answer["own"] == {"per_device_train_batch_size": 2}
+    assert f"| [{thread.name}]({thread.url}) |" in table.table([thread], {thread.name: answer})
