@@ -34,6 +34,7 @@ class Knob:
     memory_ascending: bool = False
     needs: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
+    traced: bool = True  # False: the knob changes no allocation or kernel of a trace, so it needs none of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
-    known = {"tier", "values", "cpu_values", "memory", "needs", "scales"}
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "traced"}
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -94,7 +94,14 @@ def _knob(what: str, name: str, entry: object) -> Knob:
         memory_ascending=memory == "ascending",
         needs=_texts(where, "needs", entry.get("needs", [])),
         scales=_texts(where, "scales", entry.get("scales", [])),
+        traced=_switch(where, "traced", entry.get("traced", True)),
     )
+
+
+def _switch(where: str, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key} must be true or false; got {value!r}")
+    return value
 
 
 def _texts(where: str, key: str, value: object) -> tuple[str, ...]:
