@@ -1,5 +1,6 @@
 """Answers of simulated probes, kept on disk under a hash of all their inputs: such a probe always answers the same."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,10 +26,8 @@ def kept_answer(request: ProbeRequest) -> dict[str, object] | None:
 def keep_answer(request: ProbeRequest, answer: Mapping[str, object]) -> None:
     """Keep `answer` for a later probe with the same inputs, if it is a measurement. Ignores a full disk."""
     if _is_kept(request) and answer.get("status") in _KEPT:
-        try:
+        with contextlib.suppress(EnvironmentFault):
             write_json(_path(request), answer)
-        except EnvironmentFault:
-            pass
 
 
 def _is_kept(request: ProbeRequest) -> bool:
