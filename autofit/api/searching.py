@@ -20,6 +20,7 @@ from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
 from autofit.errors import EnvironmentFault
 from autofit.files import cache_folder
+from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.hardware import calibration
@@ -207,7 +208,7 @@ class _Run:
         began = time.monotonic()
         forecaster = self._forecaster(device, worst_case_path(scratch), scratch)
         try:
-            forecast = forecaster.forecast(plan.space)
+            forecast = forecaster.forecast(plan.space, limit_bytes=plan.limit_bytes)
         except BaseException:
             drop(scratch)
             raise
@@ -219,6 +220,12 @@ class _Run:
             f"{too_large} cannot fit",
             label="predicted",
         )
+        if composed := forecast.sources.count(Source.COMPOSED):
+            self._note(
+                f"{composed} of them from the effects of single settings, so none of these is ruled out; "
+                f"{forecast.traced} structures were traced",
+                label="predicted",
+            )
         for problem, count in forecast.problems.items():
             self._note(f"nothing is ruled out for {count} of them: {problem}", label="predicted")
         return forecast

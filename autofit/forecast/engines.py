@@ -16,6 +16,8 @@ from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.formula.seconds import DECODE
 from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
 
+Engine = VllmEngine | PagedBatching
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -61,7 +63,7 @@ def held_bytes(engine: VllmEngine, phase: str) -> int:
 
 
 def with_engine(
-    engine: VllmEngine | PagedBatching | None,
+    engine: Engine | None,
     rollouts: Sequence[Rollout],
     peaks: Mapping[str, Floats],
     seconds: Mapping[str, Floats],

@@ -59,7 +59,7 @@ class Estimator:
         setup = ProbeSetup(
             trainer=self.recipe.trainer, device=self.device, limit_bytes=self.capacity_bytes,
             worst_case=self.worst_case, deadline_s=self.deadline_s, parallel=PARALLEL,
-            server_socket=self.server.socket_path,
+            server_socket=self.server.socket_path, recipe_hash=self.recipe.named_hash,
         )  # fmt: skip
         request = setup.request(Path(tempfile.mkdtemp(dir=self.folder)), values)
         write_json(request.request_path, request.to_json())

@@ -227,6 +227,7 @@ class Structure:
     varies_rank: bool
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
+    sketch: bool = False  # True: `hold_out` has the completion, rank and chunk of a model of the micro-batch alone
 
     @cached_property
     def recording(self) -> Recording:
@@ -259,8 +260,11 @@ class Structure:
     def model(self) -> tuple[MassModel, float]:
         """(mass model, its hold-out error: largest error of a phase's peak, relative to the largest peak).
 
-        The hold-out is a point that no trace of the model has, with all layers. Raises NotRepeatingError.
+        The hold-out is a point that no trace of the model has, with all layers; a sketch has none, and the error 0.
+        Raises NotRepeatingError.
         """
+        if self.sketch:
+            return self._sketched(), 0.0
         stack, recording = self.stack, self.recording
         base = self._base()
         at, varied = self._variations(base)
@@ -268,14 +272,43 @@ class Structure:
         low, high = (
             traced if stack is None else recording.trace(base, replace(stack, traced_units=units)) for units in DEPTHS
         )
-        costs = host_costs(self.device)[0] or HostCosts()
         model = MassModel.fit(
             traced,
             [Variation(variable=n, value=v, trace=recording.trace(p, stack), instead_of=i) for n, v, p, i in varied],
             depths=(low, high), at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
-            seconds=KernelSeconds(gpu_spec(self.device.removeprefix("sim:")), costs),
+            seconds=self._seconds,
         )  # fmt: skip
         return model, self._mismatch(model)
+
+    def _sketched(self) -> MassModel:
+        """A model of the micro-batch alone: three traces, one micro-batch a step, at the recipe's completion and rank.
+
+        The first of its two depths is also the base of the variation.
+        """
+        own, recording = self.hold_out, self.recording
+        micro = self._base().micro_batch
+        base = Point(
+            micro_batch=micro, completion=own.get("C", 0), rank=own["r"] if self.varies_rank else None,
+            accumulation=1, chunk=own["chunk"],
+        )  # fmt: skip
+        stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
+        low = recording.trace(base, stacks[0])
+        high = low if self.stack is None else recording.trace(base, stacks[1])
+        wider = self._wider(micro)
+        more = recording.trace(replace(base, micro_batch=wider), stacks[0])
+        ranges = {name: self.ranges[name] for name in ("B", "C") if name == "B" or self._generates}
+        return MassModel.fit(
+            low, [Variation(variable="B", value=wider, trace=more)], depths=(low, high), at={"B": micro},
+            ranges=ranges, layers=recording.layers, seconds=self._seconds,
+        )  # fmt: skip
+
+    @property
+    def _seconds(self) -> KernelSeconds:
+        costs = host_costs(self.device)[0] or HostCosts()
+        return KernelSeconds(gpu_spec(self.device.removeprefix("sim:")), costs)
+
+    def _wider(self, micro: int) -> int:
+        return micro + (4 if self._generates else 2 if micro > 2 else 1)
 
     def _base(self) -> Point:
         """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
@@ -313,7 +346,7 @@ class Structure:
 
     def _variations(self, base: Point) -> tuple[dict[str, float], list[tuple[str, float, Point, str | None]]]:
         """({variable: base value}, [(variable, other value, point to trace, variable that must change with it)])."""
-        wider = base.micro_batch + (4 if self._generates else 2 if base.micro_batch > 2 else 1)
+        wider = self._wider(base.micro_batch)
         at: dict[str, float] = {"B": base.micro_batch}
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]
         if base.rank is not None:

@@ -17,7 +17,7 @@ import submitit
 
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full, read_json, write_json
-from autofit.probing.job import cancel, run_probe
+from autofit.probing.job import answered, cancel, run_probe
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 
 _ATTEMPTS = 2  # a killed probe is repeated once
@@ -70,9 +70,10 @@ class Launcher:
         self._function = function
 
     def submit(self, request: ProbeRequest) -> None:
-        """Write the request and start its job."""
+        """Write the request and start its job, unless an earlier simulated probe answers it."""
         write_json(request.request_path, request.to_json())
-        start_job(request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + 3600)
+        if self._function is not run_probe or not answered(request):
+            start_job(request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + 3600)
 
     def result(self, folder: Path) -> ProbeResult | None:
         """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""

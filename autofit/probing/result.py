@@ -55,6 +55,7 @@ class ProbeRequest:
     server_socket: str | None = None
     slots: tuple[str, ...] = ("cpu-0",)
     least_of_fits: bool = True  # simulated: find the least capacity of a fit too (takes a second or more)
+    recipe_hash: str | None = None  # of what the values only name (data, code, architecture); None: not known
     capped: bool = True  # False: no cap during the run; the bytes are compared with the limit afterwards
 
     @property
@@ -104,6 +105,7 @@ class ProbeSetup:
     parallel: int = 1
     server_socket: str | None
     least_of_fits: bool = True
+    recipe_hash: str | None = None
 
     def request(self, folder: Path, values: Mapping[str, object], *, measured_steps: int | None = None) -> ProbeRequest:
         """The request to probe the recipe `values` in `folder`; the deadline grows with the measured steps."""
@@ -112,7 +114,7 @@ class ProbeSetup:
             folder=folder, trainer=self.trainer, values=values, device=self.device, limit_bytes=self.limit_bytes,
             worst_case=self.worst_case, measured_steps=steps, deadline_s=self.deadline_s * steps / self.measured_steps,
             server_socket=self.server_socket, slots=slot_names(self.device, self.parallel),
-            least_of_fits=self.least_of_fits,
+            least_of_fits=self.least_of_fits, recipe_hash=self.recipe_hash,
         )  # fmt: skip
 
 

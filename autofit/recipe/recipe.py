@@ -100,6 +100,11 @@ class Recipe:
     content_hash: str = ""
     architecture_hash: str = ""
 
+    @property
+    def named_hash(self) -> str:
+        """Of what the values only name: the data, the code and the architecture."""
+        return f"{self.content_hash} {self.architecture_hash} {self.model_parameters}"
+
     def integer(self, key: str) -> int:
         """The resolved value of `key`, an integer after TRL's parser."""
         value = self.resolved[key]

@@ -94,7 +94,7 @@ class Plan:
             trainer=self.recipe.trainer, device=self.device, limit_bytes=self.limit_bytes,
             worst_case=worst_case_path(self.probes_folder), deadline_s=self.deadline_s,
             measured_steps=self.measured_steps, parallel=self.parallel, server_socket=server_socket,
-            least_of_fits=False,
+            least_of_fits=False, recipe_hash=self.recipe.named_hash,
         )  # fmt: skip
 
 

@@ -1,0 +1,203 @@
+"""Predictions of structures without a mass model of their own, phase by phase.
+
+The recipe's own structure has a model of all variables. Others have *sketches*: models of the micro-batch alone, at the
+recipe's own completion length and rank, which take a fifth of the traces. What a structure adds to the bytes of a
+phase, and the factor of a segment's seconds, are those of its sketch over the sketch of the recipe's own structure. A
+structure without a sketch starts from the nearest one that has, and takes the effect of each other setting from a pair
+of sketches that differ in it alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+
+from autofit.fakegpu.formula.formula import Floats
+from autofit.forecast.evaluation import Parts, Sketched, passes, plain
+from autofit.forecast.models import Made
+from autofit.forecast.structures import Setting, Shape, Structure, differences
+
+
+class Source(StrEnum):
+    """What the prediction of a structure is made from."""
+
+    WHOLE = "whole"  # a model of this structure, of all variables
+    SKETCHED = "sketched"  # a sketch of this structure
+    COMPOSED = "composed"  # the effects of single settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The prediction of one structure for several shapes."""
+
+    parts: Parts
+    least_live_bytes: Floats  # what it may need if the effects do not add up but multiply
+    source: Source
+
+    @property
+    def live_bytes(self) -> Floats:
+        return self.parts.live_bytes
+
+
+def pairs(own: Structure, structures: Sequence[Structure]) -> dict[Setting, tuple[Structure, Structure]]:
+    """{setting that is not the recipe's: (a structure with it, the same without)}, to see its effect alone.
+
+    The structure has the fewest other changes: a setting that only exists beside another is compared with that other.
+    """
+    nearest: dict[Setting, tuple[int, Structure]] = {}
+    for structure in structures:
+        found = differences(structure, own)
+        for name, value, _ in found:
+            if (name, value) not in nearest or len(found) < nearest[name, value][0]:
+                nearest[name, value] = len(found), structure
+    known = {*structures, own}
+    result = {}
+    for (name, value), (_, with_it) in nearest.items():
+        without = tuple((n, dict(own)[n] if n == name else v) for n, v in with_it)
+        result[name, value] = with_it, without if without in known else own
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composer:
+    """Predictions of every structure: `whole` and `sketches` are the models so far, by structure."""
+
+    own: Structure
+    pairs: Mapping[Setting, tuple[Structure, Structure]]
+    sketches: dict[Structure, Made]
+    whole: Mapping[Structure, Made]
+    completion: int  # of the sketches
+    chunk: int  # micro-batches of a rollout of the sketches
+    prompt_tokens: int = 0  # of the longest prompt
+
+    def told(self, structure: Structure, shapes: tuple[Shape, ...]) -> Told | None:
+        """The prediction, or None if a model or the effect of a setting is missing."""
+        structure = self.plain(structure)
+        start = structure if structure in self.whole else self.own
+        made = self.whole[start]
+        if made.model is None:
+            return None
+        parts = self._parts(start, shapes)
+        if structure == start:
+            parts = parts.with_engine(made.model.engine, self.prompt_tokens)
+            return Told(parts=parts, least_live_bytes=parts.live_bytes, source=Source.WHOLE)
+        if (effects := self._effects(structure, shapes)) is None:
+            return None
+        sum_, product, seconds = dict(parts.peaks), dict(parts.peaks), dict(parts.seconds)
+        engine = made.model.engine
+        for before, after in effects:
+            _change_bytes(sum_, product, before.peaks, after.peaks)
+            _change_seconds(seconds, before.seconds, after.seconds, shapes)
+            engine = after.engine if after.engine != before.engine else engine
+        added, multiplied = (
+            Parts(shapes=shapes, peaks=peaks, seconds=seconds).with_engine(engine, self.prompt_tokens)
+            for peaks in (sum_, product)
+        )
+        live = added.live_bytes
+        if structure in self.sketches:
+            return Told(parts=added, least_live_bytes=live, source=Source.SKETCHED)
+        least = np.clip(np.minimum(live, multiplied.live_bytes), 0.0, None)
+        return Told(parts=added, least_live_bytes=least, source=Source.COMPOSED)
+
+    def _effects(self, structure: Structure, shapes: tuple[Shape, ...]) -> list[tuple[Sketched, Sketched]] | None:
+        """Sketches (before, after) whose changes together lead from the recipe's own structure to this one."""
+        if structure in self.sketches and self.sketches[structure].model is None:
+            return None
+        sketched = [s for s, made in self.sketches.items() if made.model is not None]
+        if not sketched:
+            return None
+        near = min(sketched, key=lambda s: (len(differences(structure, s)), len(differences(s, self.own))))
+        found = [(self._sketch(self.own, shapes), self._sketch(near, shapes))]
+        for name, value, of_near in differences(structure, near):
+            for of_setting, forward in ((of_near, False), (value, True)):
+                if of_setting != dict(self.own)[name]:
+                    pair = self._pair((name, of_setting), shapes)
+                    found.append(pair[::-1] if forward else pair)
+        known = [(before, after) for before, after in found if before is not None and after is not None]
+        return known if len(known) == len(found) else None
+
+    def plain(self, structure: Structure) -> Structure:
+        """`structure` without the settings that changed nothing in their sketches."""
+        own = dict(self.own)
+        return tuple((n, own[n] if (n, v) in self._idle else v) for n, v in structure)
+
+    @cached_property
+    def _idle(self) -> frozenset[Setting]:
+        """Settings with a sketch that equals the sketch without them."""
+        shapes = tuple(Shape(b, 1, self.chunk, self.completion, 0) for b in (1, 4, 16, 64))
+        return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
+
+    def _pair(self, setting: Setting, shapes: tuple[Shape, ...]) -> tuple[Sketched | None, Sketched | None]:
+        """The sketches (with the setting, without it) at `shapes`; None for one that failed."""
+        with_it, without = (self._sketch(s, shapes) for s in self.pairs.get(setting, (None, None)))
+        return with_it, without
+
+    def _sketch(self, structure: Structure | None, shapes: tuple[Shape, ...]) -> Sketched | None:
+        made = None if structure is None else self.sketches.get(structure)
+        if structure is None or made is None or made.model is None:
+            return None
+        key = structure, shapes
+        if key not in self._sketched:
+            self._sketched[key] = Sketched.of(
+                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunk
+            )
+        return self._sketched[key]
+
+    def _parts(self, structure: Structure, shapes: tuple[Shape, ...]) -> Parts:
+        made = self.whole[structure]
+        assert made.model is not None
+        key = structure, shapes
+        if key not in self._of_whole:
+            self._of_whole[key] = Parts.of(made.model, made.layers, shapes)
+        return self._of_whole[key]
+
+    @cached_property
+    def _sketched(self) -> dict[tuple[Structure, tuple[Shape, ...]], Sketched]:
+        return {}
+
+    @cached_property
+    def _of_whole(self) -> dict[tuple[Structure, tuple[Shape, ...]], Parts]:
+        return {}
+
+
+def _change_bytes(
+    sum_: dict[str, Floats], product: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats]
+) -> None:
+    """Add to `sum_` what the setting adds to each phase, and multiply `product` by what it multiplies it by."""
+    for phase in (*sum_, *_new(sum_, after)):
+        name = plain(phase)
+        if name in before or name in after:
+            zero = np.zeros_like(next(iter(sum_.values())))
+            old, new = before.get(name, zero), after.get(name, zero)
+            sum_[phase] = sum_.get(phase, zero) + new - old
+            product[phase] = np.where(old > 0, product.get(phase, zero) * new / np.maximum(old, 1.0), new)
+
+
+def _change_seconds(
+    seconds: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats], shapes: Sequence[Shape]
+) -> None:
+    """Multiply each segment by the ratio of its sketches; a segment that only the setting has is added."""
+    for segment in (*seconds, *_new(seconds, after)):
+        old, new = before.get(plain(segment)), after.get(plain(segment))
+        if old is not None:
+            ratio = (0.0 if new is None else new) / np.maximum(old, 1e-12)
+            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) * ratio
+        elif new is not None:
+            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes) * new
+
+
+def _new(known: Mapping[str, Floats], sketched: Mapping[str, Floats]) -> list[str]:
+    """The phases or segments of a sketch that are not known under any suffix."""
+    names = {plain(name) for name in known}
+    return [name for name in sketched if plain(name) not in names]
+
+
+def _alike(one: Sketched | None, other: Sketched | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.engine == other.engine and all(
+        a.keys() == b.keys() and all(np.allclose(a[k], b[k], rtol=1e-9, atol=0) for k in a)
+        for a, b in ((one.peaks, other.peaks), (one.seconds, other.seconds))
+    )

@@ -1,0 +1,118 @@
+"""Bytes and seconds of shapes by a mass model, phase by phase."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autofit.fakegpu.formula.formula import Floats, MassModel
+from autofit.fakegpu.formula.seconds import DECODE, REPEATED
+from autofit.forecast.engines import Engine, Rollout, with_engine
+from autofit.forecast.structures import Shape
+from autofit.plugin.protocol import ROLLOUT, WAKE_UP
+
+LATER = "+"  # suffix of a phase in which gradients of an earlier micro-batch are alive
+_ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
+_OF_MICRO_BATCH = ("update", *_ONCE)
+_OF_ROLLOUT = (ROLLOUT, WAKE_UP, DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Peak live bytes of each phase, and seconds of each segment in one optimizer step; an entry for each shape."""
+
+    shapes: tuple[Shape, ...]
+    peaks: Mapping[str, Floats]
+    seconds: Mapping[str, Floats]
+
+    @classmethod
+    def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...]) -> "Parts":
+        rows = np.array([(s.micro, s.generated, s.completion, s.rank) for s in shapes], float)
+        values = dict(zip(("B", "G", "C", "r"), rows.T, strict=True))
+        seconds = {s: passes(s, shapes) * each for s, each in model.seconds(values, layers, values["C"]).items()}
+        return cls(shapes=shapes, peaks=model.peaks(values, layers), seconds=seconds)
+
+    def with_engine(self, engine: Engine | None, prompt_tokens: int) -> "Parts":
+        """These parts and those of a rollout engine, which no mass model has among its own."""
+        if engine is None:
+            return self
+        rollouts = [
+            Rollout(completions=s.generated, group=s.group, prompt=prompt_tokens, tokens=s.completion, share=s.share,
+                    longest=s.longest)
+            for s in self.shapes
+        ]  # fmt: skip
+        once = {name: each / passes(name, self.shapes) for name, each in self.seconds.items()}
+        peaks, spent = with_engine(engine, rollouts, self.peaks, once)
+        seconds = {name: passes(name, self.shapes) * each for name, each in spent.items()}
+        return Parts(shapes=self.shapes, peaks=peaks, seconds=seconds)
+
+    @property
+    def live_bytes(self) -> Floats:
+        """Peak live bytes of the whole training."""
+        return live_bytes(self.peaks, self.shapes)
+
+    @property
+    def step_s(self) -> Floats:
+        return _sum(self.seconds.values(), len(self.shapes))
+
+    @property
+    def before_update_s(self) -> Floats:
+        """Seconds of an optimizer step before its update."""
+        before = [each for segment, each in self.seconds.items() if plain(segment) not in _OF_MICRO_BATCH]
+        return _sum(before, len(self.shapes))
+
+
+def _sum(each: Iterable[Floats], count: int) -> Floats:
+    return np.asarray(np.sum([np.zeros(count), *each], axis=0), dtype=np.float64)
+
+
+def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
+    """The maximum over the phases that happen in a training of these shapes."""
+    accumulation = np.array([s.accumulation for s in shapes])
+    chunk = np.array([s.chunk for s in shapes])
+    live = np.zeros(len(shapes))
+    for phase, peak in peaks.items():
+        later = phase.endswith(LATER)
+        happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
+        live = np.maximum(live, np.where(happens, peak, 0.0))
+    return live
+
+
+def passes(segment: str, shapes: Sequence[Shape]) -> Floats:
+    """How often `segment` runs in an optimizer step."""
+    accumulation = np.array([s.accumulation for s in shapes], float)
+    if segment.endswith(REPEATED) or segment == "update":
+        return accumulation
+    return np.ones(len(shapes)) if segment in _ONCE else accumulation / np.array([s.chunk for s in shapes], float)
+
+
+def plain(segment: str) -> str:
+    """The segment or phase without its suffix."""
+    return segment.removesuffix(REPEATED).removesuffix(LATER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketched:
+    """What a sketch (a model of the micro-batch alone) says of shapes: bytes of a phase, seconds of one pass."""
+
+    peaks: Mapping[str, Floats]
+    seconds: Mapping[str, Floats]
+    engine: Engine | None = None  # of the rollout; its bytes and seconds are not among these
+
+    @classmethod
+    def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...], *, completion: int, chunk: int) -> "Sketched":
+        """A rollout of the sketch is `chunk` micro-batches, so rollouts are evaluated at a micro-batch of their size.
+
+        `completion` is that of the sketch, whatever the shapes say.
+        """
+        steps = np.full(len(shapes), float(completion))
+        micro = np.array([s.micro for s in shapes], float)
+        generated = np.array([s.generated / chunk for s in shapes], float)
+        at_micro, at_rollout = (
+            (model.peaks({"B": b}, layers), model.seconds({"B": b}, layers, steps)) for b in (micro, generated)
+        )
+        peaks, seconds = (
+            {name: (at_rollout if plain(name) in _OF_ROLLOUT else at_micro)[which][name] for name in at_micro[which]}
+            for which in (0, 1)
+        )
+        return cls(peaks=peaks, seconds=seconds, engine=model.engine)

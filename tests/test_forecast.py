@@ -1,0 +1,193 @@
+"""Predictions of many structures from few traces: of a law that is known everywhere, and of real traces of a model."""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from architectures import ROLLOUTS, random_config, write_model
+from recipes import grpo_recipe
+
+from autofit.fakegpu.formula.formula import Floats, MassModel
+from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast import worker
+from autofit.forecast.composed import Source
+from autofit.forecast.forecast import Forecast, Forecaster
+from autofit.forecast.models import Made, Workshop
+from autofit.recipe.recipe import Recipe
+from autofit.space.space import Knob, Space
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONTEXT_BYTES = gpu_spec("l4").context_bytes
+ENGINE, IDLE, BROKEN, WATCH = "use_vllm", "use_cache", "torch_compile", "torch_empty_cache_steps"
+SWITCHES = {  # of knobs that are off in the recipe: factors of (weights, activations, update, decode), bytes, seconds
+    "gradient_checkpointing": (1.0, 0.11, 1.3, 1.0, 0.0, 0.0),
+    "dtype": (2.0, 1.9, 2.8, 1.6, 0.0, 0.0),
+    "optim": (1.0, 1.0, 1.0, 1.0, -2e8, 0.1),
+    "cast_lm_head_to_fp32": (1.0, 1.05, 1.1, 1.05, 6e8, 0.0),
+    "use_liger_kernel": (1.0, 0.8, 0.9, 1.0, 0.0, 0.0),
+    ENGINE: (1.0, 1.0, 1.0, 0.2, 3e9, 0.4),
+    IDLE: (1.0, 1.0, 1.0, 1.0, 0.0, 0.0),
+}
+KNOBS = (
+    Knob(name="per_device_train_batch_size", tier="neutral", solved=True),
+    Knob(name="steps_per_generation", tier="neutral", solved=True),
+    *(Knob(name=name, tier="approximate", values=(False, True)) for name in SWITCHES),
+)
+
+
+class Law:
+    """A mass model in place of a traced one: a law of the settings, some of which change what others do."""
+
+    variables, base = ("B", "G", "C", "r"), (10.0, 10.0, 129.0, 7.0)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        on = np.array([factors for name, factors in SWITCHES.items() if values.get(name)]).reshape(-1, 6)
+        self._weights, self._activations, self._update, self._decode = on[:, :4].prod(axis=0)
+        self._bytes, self._seconds = on[:, 4:].sum(axis=0)
+
+    def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+        micro, generated = values["B"], values.get("G", values["B"])
+        weights = 4e9 * self._weights + self._bytes
+        update = weights + 1.8e9 * self._activations * micro
+        return {"rollout": weights + 1e8 * generated, "update": update, "update+": update + 1e8}
+
+    def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
+        micro, generated = values["B"], values.get("G", values["B"])
+        return {
+            "decode": 1e-2 * decode_steps * self._decode * (1 + 0.01 * generated),
+            "update": self._update * (0.1 + 0.2 * micro), "optimizer": np.full(len(micro), 0.1 + self._seconds),
+        }  # fmt: skip
+
+
+def lawful(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The list to which every request is added; the law answers it, and a trace of BROKEN fails."""
+    asked: list[dict[str, Any]] = []
+
+    def made(_: Workshop, request: dict[str, Any]) -> Made:
+        asked.append(request)
+        if request["values"].get(BROKEN):
+            return Made(reason="it does not compile")
+        return Made(model=cast(MassModel, Law(request["values"])), layers=1)
+
+    monkeypatch.setattr(Workshop, "_made", made)
+    return asked
+
+
+def forecast_of(space: Space, folder: Path, *, limit_bytes: int | None = None) -> Forecast:
+    worst_case = folder / "worst_case.json"
+    if not worst_case.exists():
+        worst_case.write_text(json.dumps({}))
+    forecaster = Forecaster(
+        device="sim:l4", worst_case=worst_case, server=cast(Any, Here()), scratch=folder / "scratch",
+        kept=folder / "kept", workers=1,
+    )  # fmt: skip
+    return forecaster.forecast(space, limit_bytes=limit_bytes)
+
+
+def law_space(*more: Knob) -> Space:
+    recipe = grpo_recipe(
+        per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=8, num_generations=4,
+        max_completion_length=256, use_peft=False,
+        **dict.fromkeys((*SWITCHES, BROKEN, WATCH), False),
+    )  # fmt: skip
+    return Space.of(recipe, (*KNOBS, *more), allow="approximate", device="sim:l4")
+
+
+def truth(forecast: Forecast) -> tuple[Floats, Floats]:
+    """(device-used bytes, step seconds) of every candidate by the law."""
+    used, step = (np.zeros(len(forecast.found.candidates)) for _ in range(2))
+    for place, (candidate, shape) in enumerate(zip(forecast.found.candidates, forecast.found.shapes, strict=True)):
+        law = Law(forecast.space.params(candidate))
+        one = {"B": np.array([float(shape.micro)]), "G": np.array([float(shape.generated)])}
+        used[place] = CONTEXT_BYTES + max(float(peak[0]) for peak in law.peaks(one, 1).values())
+        seconds = law.seconds(one, 1, np.array([float(shape.completion)]))
+        often = {"decode": shape.accumulation / shape.chunk, "update": shape.accumulation, "optimizer": 1}
+        step[place] = sum(often[name] * float(each[0]) for name, each in seconds.items())
+    return used, step
+
+
+@pytest.mark.parametrize("limit_gb", [6, 8, 11, 15, 20, 40])
+def test_the_predicted_best_of_many_structures_is_the_optimum_of_all_within_1_percent(
+    limit_gb: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = lawful(monkeypatch)
+    limit = limit_gb * 10**9
+    forecast = forecast_of(law_space(), tmp_path, limit_bytes=limit)
+    used, step = truth(forecast)
+    fits = forecast.predictions.device_used_bytes <= limit
+    best = np.flatnonzero(fits)[np.argmin(forecast.predictions.step_s[fits])]
+    assert len(forecast.found.places) >= 2 ** len(SWITCHES)
+    assert len(asked) <= 3 + len(SWITCHES) + 12
+    assert used[best] <= limit
+    assert step[best] <= 1.01 * step[used <= limit].min()
+    assert forecast.sources[best] is not Source.COMPOSED
+    composed = np.array([source is Source.COMPOSED for source in forecast.sources])
+    assert not forecast.predictions.floor_bytes[composed].any()
+
+
+def test_a_setting_without_effect_is_sketched_once_and_one_that_changes_no_trace_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = lawful(monkeypatch)
+    forecast = forecast_of(law_space(Knob(name=WATCH, tier="neutral", values=(1,), traced=False)), tmp_path)
+    assert sum(bool(request["values"].get(IDLE)) for request in asked) == 1
+    assert not any(request["values"].get(WATCH) for request in asked)
+    assert np.isfinite(forecast.predictions.step_s).all()
+
+
+def test_a_setting_that_cannot_be_traced_leaves_only_its_own_candidates_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lawful(monkeypatch)
+    space = law_space(Knob(name=BROKEN, tier="approximate", values=(False, True)))
+    forecast = forecast_of(space, tmp_path)
+    broken = np.array([bool(space.params(c)[BROKEN]) for c in forecast.found.candidates])
+    assert (np.isnan(forecast.predictions.step_s) == broken).all()
+    assert forecast.problems == {"it does not compile": int(broken.sum())}
+    assert forecast.of(space, forecast.found.candidates[int(np.argmax(broken))]) is None
+    assert forecast.of(space, space.baseline, completion_tokens=512) is not None
+
+
+class Here:
+    """A fork server that runs its calls in this process."""
+
+    def call(self, message: Mapping[str, object]) -> None:
+        worker.run(str(message["argument"]))
+
+
+@pytest.mark.slow
+def test_two_settings_together_are_predicted_from_sketches_of_a_real_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path, random_config("llama", random.Random(0), layers=6))
+    values: dict[str, Any] = {
+        "model": str(model), "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "chunk": 2,
+        "group": 2, "completion": 24, "checkpointing": True, "dtype": "bfloat16", "lora_r": 0,
+    }  # fmt: skip
+    recipe = Recipe(
+        trainer="architectures:ROLLOUTS", values=values, resolved={**values, "generation_batch_size": 16},
+        keys=ROLLOUTS.keys,
+    )  # fmt: skip
+    knobs = (
+        Knob(name="per_device_train_batch_size", tier="neutral", solved=True),
+        Knob(name="chunk", tier="neutral", solved=True),
+        Knob(name="checkpointing", tier="neutral", values=(False, True)),
+        Knob(name="dtype", tier="neutral", values=("bfloat16", "float32")),
+    )
+    space = Space.of(recipe, knobs, device="sim:l4")
+    told = forecast_of(space, tmp_path)
+    monkeypatch.setattr("autofit.forecast.forecast._FEW", 4)
+    exact = forecast_of(space, tmp_path)
+    assert set(exact.sources) == {Source.WHOLE}
+    for source, most_bytes, most_s in ((Source.WHOLE, 0, 0), (Source.SKETCHED, 0.01, 0.02), (Source.COMPOSED, 0.3, 0.1)):
+        mine = [place for place, each in enumerate(told.sources) if each is source]
+        for name, most in (("device_used_bytes", most_bytes), ("step_s", most_s)):
+            ours, theirs = (getattr(f.predictions, name)[mine] - 0.0 for f in (told, exact))
+            if name == "device_used_bytes":
+                ours, theirs = ours - told.context_bytes, theirs - exact.context_bytes
+            print(source, name, len(mine), np.abs(ours / theirs - 1).max() if len(mine) else None)
+            assert not len(mine) or np.abs(ours / theirs - 1).max() <= most, (source, name)
