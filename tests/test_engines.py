@@ -17,7 +17,8 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import read_json
 from autofit.forecast.engines import Rollout, with_engine
-from autofit.forecast.forecast import _evaluate, _prompt, _Shape
+from autofit.forecast.evaluation import Parts
+from autofit.forecast.structures import Shape
 from autofit.forecast.worker import Structure
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load
@@ -125,6 +126,7 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
     with fake_gpu("l4", enforce_capacity=False) as gpu:
         task = Task(device="sim:l4", output=tmp_path / "o", worst_case=WorstCase(path=worst_case), steps=2)
         load("grpo").build(changed, task).train(Report())
-    live, step_s, _ = _evaluate(model, 4, [_Shape(2, 4, 2, 48, 6, 4, 0.6, 512)], _prompt(read_json(worst_case) or {}))
-    assert live[0] == pytest.approx(gpu.memory.allocator.peak_requested_bytes, rel=1e-5)
-    assert 2 * step_s[0] == pytest.approx(gpu.elapsed_s, rel=0.3)
+    prompt_tokens = (read_json(worst_case) or {})["longest_prompt_tokens"]
+    parts = Parts.of(model, 4, (Shape(2, 4, 2, 48, 6, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
+    assert parts.live_bytes[0] == pytest.approx(gpu.memory.allocator.peak_requested_bytes, rel=1e-5)
+    assert 2 * parts.step_s[0] == pytest.approx(gpu.elapsed_s, rel=0.3)
