@@ -126,7 +126,7 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
     with fake_gpu("l4", enforce_capacity=False) as gpu:
         task = Task(device="sim:l4", output=tmp_path / "o", worst_case=WorstCase(path=worst_case), steps=2)
         load("grpo").build(changed, task).train(Report())
-    prompt_tokens = (read_json(worst_case) or {})["longest_prompt_tokens"]
+    prompt_tokens = int(WorstCase(path=worst_case).facts["prompt_tokens"])
     parts = Parts.of(model, 4, (Shape(2, 4, 2, 48, 6, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
     assert parts.live_bytes[0] == pytest.approx(gpu.memory.allocator.peak_requested_bytes, rel=1e-5)
     assert 2 * parts.step_s[0] == pytest.approx(gpu.elapsed_s, rel=0.3)
