@@ -6,7 +6,7 @@ from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
 from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC
-from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
+from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, in_band, measured, winner
 from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
@@ -53,7 +53,9 @@ def why(
     if level and not compared:
         note = f"; {_level(best, min(level, key=cost))}{note}"
     change = describe_changes(best.changes, original)
-    tier = f", the {best.tier} tier," if at_any else f" and keep the {best.tier} tier"
+    if rule["goal"] == "utilisation" and not in_band(best, rule["target_bytes"]):
+        note = f"; no trial is between {BAND[0]:.0%} and {BAND[1]:.0%}{note}"
+    tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and keep the {best.tier} tier"
     return (
         f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit{tier}"
         f"{against}, at {used}{of}, with {change}{note}"
