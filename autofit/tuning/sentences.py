@@ -147,7 +147,9 @@ def repeat_words(trial: Trial) -> str:
     if now.status is not ProbeStatus.FIT:
         return f"{head} and then was {now.status}, so it does not fit"
     before_s, after_s = first.median_step_s or 0.0, now.median_step_s or 0.0
-    if now is first or alike([before_s, after_s]):
+    if now is first:
+        return f"{head} and was no faster than {format_seconds(before_s)} a step"
+    if alike([before_s, after_s]):
         return f"{head}: {format_seconds(after_s)} a step, as before"
     return (
         f"{head}: {format_seconds(after_s)} a step; its first probe of {format_seconds(before_s)} was disturbed and "
