@@ -61,6 +61,7 @@ def test_of_equally_fast_trials_the_one_with_clearly_less_memory_wins(
     assert best.number == number + 1
     said = why(trials, {}, limit, {"goal": "speed", "target_bytes": limit})
     assert ("is faster by " in said) is (costs_of(trials[0]) < costs_of(best)), said
+    assert ("but needs 7.65 GB more and leaves 70.0 MB free" in said) is (rows[1] == (3.22, 55.0)), said
 
 
 def costs_of(one: Trial) -> float:

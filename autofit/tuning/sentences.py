@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC
+from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
 from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, in_band, measured, winner
 from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
@@ -51,7 +51,7 @@ def why(
         )
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] in FASTEST else []
     if level and not compared:
-        note = f"; {_level(best, min(level, key=cost))}{note}"
+        note = f"; {_level(best, min(level, key=cost), rule['target_bytes'])}{note}"
     change = describe_changes(best.changes, original)
     if rule["goal"] == "utilisation" and not in_band(best, rule["target_bytes"]):
         note = f"; no trial is between {BAND[0]:.0%} and {BAND[1]:.0%}{note}"
@@ -62,16 +62,20 @@ def why(
     )
 
 
-def _level(best: Trial, quick: Trial) -> str:
+def _level(best: Trial, quick: Trial, limit_bytes: int | None) -> str:
     """Why `quick`, which is faster than the winner `best`, did not win."""
     ahead_s, more_bytes = cost(best)[0] - cost(quick)[0], cost(quick)[1] - cost(best)[1]
     ahead = format_seconds(ahead_s)
     if more_bytes <= 0:
         return f"trial {quick.number} was {ahead} a step faster, within the noise of two probes"
     share = ahead_s / cost(quick)[0]
+    most = edge_bytes(limit_bytes)
+    at_edge = ""
+    if limit_bytes is not None and most is not None and cost(quick)[1] > most:
+        at_edge = f" and leaves {format_bytes(limit_bytes - cost(quick)[1])} free"
     return (
-        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, and needs "
-        f"{format_bytes(more_bytes)} more"
+        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, but needs "
+        f"{format_bytes(more_bytes)} more{at_edge}"
     )
 
 
