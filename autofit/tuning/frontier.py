@@ -16,6 +16,7 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 FASTEST: tuple[Goal, ...] = ("speed", "speed-at-any-tier")
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)
+_AS_NEAR = 0.02  # shares of the limit that two trials may differ by and be as near to the band
 _HEADROOM_FRAC = 0.02  # of the target, which the limit leaves out unless the user says otherwise
 _FINALISTS = 4  # goal speed: how many of the search's fastest trials may be compared with the baseline
 _BUSY = 2.0  # how much slower than on an idle machine a probe of the search may have been
@@ -277,9 +278,10 @@ def _fastest(
     return ordered[preferred([costs[t.number] for t in ordered], equal_frac=equal, limit_bytes=target_bytes)]
 
 
-def _by_band(trial: Trial, target_bytes: int) -> tuple[int, float, int]:
-    """Order of trials for the goal utilisation: in the band, then the nearest to it; then the tier."""
-    return (*_from_band(cost(trial)[1], target_bytes), TIERS.index(trial.tier))
+def _by_band(trial: Trial, target_bytes: int) -> tuple[int, int, int]:
+    """Order of trials for the goal utilisation: in the band, then the nearest to it; of those as near the tier."""
+    where, away = _from_band(cost(trial)[1], target_bytes)
+    return where, round(away / _AS_NEAR), TIERS.index(trial.tier)
 
 
 def _from_band(used_bytes: float, limit_bytes: int) -> tuple[int, float]:
@@ -288,6 +290,11 @@ def _from_band(used_bytes: float, limit_bytes: int) -> tuple[int, float]:
     if low <= used_bytes <= high:
         return 0, 0.0
     return (1, (low - used_bytes) / limit_bytes) if used_bytes < low else (2, (used_bytes - high) / limit_bytes)
+
+
+def in_band(trial: Trial, limit_bytes: int | None) -> bool:
+    """Whether a trial that fits fills the band of goal utilisation."""
+    return limit_bytes is not None and _from_band(cost(trial)[1], limit_bytes)[0] == 0
 
 
 def band_bytes(limit_bytes: int) -> tuple[float, float]:

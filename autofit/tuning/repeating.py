@@ -1,7 +1,7 @@
 """Probes that other work on the machine slowed down: which are doubted, and their second probe.
 
 A probe is doubted if its steps differ from each other by more than undisturbed ones do, or if it is slower than its
-prediction and the other probes lead to expect, by more than `_DOUBT` standard deviations and `_SLOWER`. Other work
+prediction and the other probes lead to expect: by more than `_DOUBT` standard deviations and `_SLOWER`. Other work
 makes a probe slower and never faster (tuning.pairs), so only slow ones are doubted, the baseline's too: a slow baseline
 is found out by the first probe after it. The faster of the two probes counts.
 """
@@ -25,6 +25,7 @@ from autofit.units import format_seconds
 
 _DOUBT = 2.0
 _SLOWER = 1.25  # times the expectation: less is not worth a probe
+_LEAST_S = 0.3  # seconds: a smaller difference is not worth the start of a probe
 _NOISE = 0.02  # standard deviation of one probe's seconds, as tuning.model assumes
 _MOST = 4  # repeats of a study: on a machine that is always busy each probe would need one
 
@@ -66,9 +67,10 @@ class Repeats:
             result = trial.result
             if trial.number in done or not trial.fits or result is None or len(result.step_s) < 2:
                 continue
-            if result.steps_are_alike and not alike(result.step_s):
-                least, most = (format_seconds(f(result.step_s)) for f in (min, max))
-                return Doubt(trial.number, f"its steps took {least} to {most}")
+            least_s, most_s = min(result.step_s), max(result.step_s)
+            if result.steps_are_alike and not alike(result.step_s) and most_s - least_s >= _LEAST_S:
+                words = f"its steps took {format_seconds(least_s)} to {format_seconds(most_s)}"
+                return Doubt(trial.number, words)
         return self._slower_than_expected(ledger, done)
 
     def _slower_than_expected(self, ledger: Ledger, done: Collection[int]) -> Doubt | None:
@@ -93,7 +95,7 @@ class Repeats:
         mean, spread = (float(v[0]) for v in self._model.log_step_at(np.array([told.place], dtype=np.intp)))
         above = math.log(told.step_s) - mean
         sure = above / math.hypot(spread, _NOISE)
-        if sure < _DOUBT or above < math.log(_SLOWER):
+        if sure < _DOUBT or above < math.log(_SLOWER) or told.step_s - math.exp(mean) < _LEAST_S:
             return sure, None
         source = "the other probes" if not self._model.predicted else "its prediction and the other probes"
         seconds = format_seconds(told.step_s)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC
-from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
+from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
+from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, in_band, measured, winner
 from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
@@ -51,25 +51,31 @@ def why(
         )
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] in FASTEST else []
     if level and not compared:
-        note = f"; {_level(best, min(level, key=cost))}{note}"
+        note = f"; {_level(best, min(level, key=cost), rule['target_bytes'])}{note}"
     change = describe_changes(best.changes, original)
-    tier = f", the {best.tier} tier," if at_any else f" and keep the {best.tier} tier"
+    if rule["goal"] == "utilisation" and not in_band(best, rule["target_bytes"]):
+        note = f"; no trial is between {BAND[0]:.0%} and {BAND[1]:.0%}{note}"
+    tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and keep the {best.tier} tier"
     return (
         f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit{tier}"
         f"{against}, at {used}{of}, with {change}{note}"
     )
 
 
-def _level(best: Trial, quick: Trial) -> str:
+def _level(best: Trial, quick: Trial, limit_bytes: int | None) -> str:
     """Why `quick`, which is faster than the winner `best`, did not win."""
     ahead_s, more_bytes = cost(best)[0] - cost(quick)[0], cost(quick)[1] - cost(best)[1]
     ahead = format_seconds(ahead_s)
     if more_bytes <= 0:
         return f"trial {quick.number} was {ahead} a step faster, within the noise of two probes"
     share = ahead_s / cost(quick)[0]
+    most = edge_bytes(limit_bytes)
+    at_edge = ""
+    if limit_bytes is not None and most is not None and cost(quick)[1] > most:
+        at_edge = f" and leaves {format_bytes(limit_bytes - cost(quick)[1])} free"
     return (
-        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, and needs "
-        f"{format_bytes(more_bytes)} more"
+        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, but needs "
+        f"{format_bytes(more_bytes)} more{at_edge}"
     )
 
 
@@ -145,7 +151,9 @@ def repeat_words(trial: Trial) -> str:
     if now.status is not ProbeStatus.FIT:
         return f"{head} and then was {now.status}, so it does not fit"
     before_s, after_s = first.median_step_s or 0.0, now.median_step_s or 0.0
-    if now is first or alike([before_s, after_s]):
+    if now is first:
+        return f"{head} and was no faster than {format_seconds(before_s)} a step"
+    if alike([before_s, after_s]):
         return f"{head}: {format_seconds(after_s)} a step, as before"
     return (
         f"{head}: {format_seconds(after_s)} a step; its first probe of {format_seconds(before_s)} was disturbed and "
