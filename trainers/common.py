@@ -262,6 +262,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
             device_map={"": 0} if on_card else None, **options,
         )  # fmt: skip
     model.config._name_or_path = model_id
+    if kwargs.get("use_kernels"):
+        model.set_use_kernels(True)
     return model
 
 

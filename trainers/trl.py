@@ -99,7 +99,7 @@ class TrlTrainer:
         given, resolved = dict(named.values), named.resolved
         if inspection.simulated:
             config = with_stand_ins(self.name, given, config, inspection)
-        model = model_facts(config, self.auto_class)
+        model = model_facts(config, self.auto_class, simulated=inspection.simulated)
         longest = self.longest(config, inspection)
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,

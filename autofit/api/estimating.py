@@ -119,6 +119,8 @@ def estimate(
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
             )  # fmt: skip
             result = estimator.estimate()
+            for note in result.notes:
+                tell(Event(label="note", text=note))
             found = None if result.status is ProbeStatus.FIT or not advice else estimator.advice()
         finally:
             server.close()

@@ -93,6 +93,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "step_s_90": result.step_s_interval,
         "fidelity": result.fidelity,
         "host_costs": result.host_costs,
+        "notes": list(result.notes),
         "computed_in_s": result.process_s,
         "changes": [change.to_json() for change in advice.changes] if advice is not None else [],
         "closest": advice.closest.to_json() if advice is not None and advice.closest is not None else None,

@@ -43,8 +43,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("patches.cuda_api",),
     (
         "patches.bitsandbytes", "patches.distributed", "patches.flash_attention", "patches.handlers",
-        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors",
-        "patches.vllm",
+        "patches.layer_kernels", "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving",
+        "patches.tensors", "patches.torchao", "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),
