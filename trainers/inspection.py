@@ -95,7 +95,7 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
 
 
-def model_facts(config: TrlConfig, kind: Any) -> ModelFacts:
+def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> ModelFacts:
     """The facts of the recipe's model, built by the auto class `kind` without memory. Raises ConfigError."""
     import torch
     from transformers import AutoConfig
@@ -117,7 +117,7 @@ def model_facts(config: TrlConfig, kind: Any) -> ModelFacts:
             model = kind.from_config(found, trust_remote_code=trust)
     except Exception as error:
         raise ConfigError(f"{name!r} cannot be built by {kind.__name__} of transformers: {str(error)[:300]}") from error
-    check_model(model, config)
+    check_model(model, config, simulated=simulated)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = dtype_of(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize

@@ -11,20 +11,22 @@ _ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "
 _SHOWN = 12  # names of modules in one error
 
 
-def check_model(model: Any, config: TrlConfig) -> None:
+def check_model(model: Any, config: TrlConfig, *, simulated: bool = False) -> None:
     """Raise ConfigError if `model` does not support the recipe.
 
     The causes: an attention package that is not installed, LoRA targets that match no module, or a quantisation without
     weights to quantise.
     """
-    _check_attention(config)
+    _check_attention(config, simulated=simulated)
     _check_quantization(model, config)
     if config.model.use_peft:
         _check_targets(model, config)
 
 
-def _check_attention(config: TrlConfig) -> None:
+def _check_attention(config: TrlConfig, *, simulated: bool) -> None:
     asked = config.model.attn_implementation
+    if simulated and asked == "flash_attention_2":
+        return  # by torch's copy of its kernels
     package = _ATTENTION_PACKAGES.get(asked)
     if package is not None and find_spec(package) is None:
         raise ConfigError(

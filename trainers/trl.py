@@ -100,7 +100,7 @@ class TrlTrainer:
         given, resolved = dict(named.values), named.resolved
         if inspection.simulated:
             config = with_stand_ins(self.name, given, config, inspection)
-        model = model_facts(config, self.auto_class)
+        model = model_facts(config, self.auto_class, simulated=inspection.simulated)
         longest = self.longest(config, inspection)
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         return Facts(

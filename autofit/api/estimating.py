@@ -172,6 +172,8 @@ def estimate(
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
+        for note in result.notes:
+            tell(Event(label="note", text=note))
         found = made.advice(result, tell=lambda text: tell(Event(text=text))) if advice else None
         return Estimate(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result, advice=found

@@ -53,6 +53,7 @@ _CONDITION_NOTE = (
 _NUMBER_NOTE = (
     "an integer that is not known here was read: a count of a mask is its largest possible one, any other number is 1"
 )
+ASSUMPTIONS = {_CONDITION_NOTE, _NUMBER_NOTE}  # notes that nearly every training has
 DATA_DEPENDENT = {
     aten.nonzero.default, aten.index.Tensor, aten.masked_select.default, aten._unique2.default,
     aten.unique_consecutive.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default,

@@ -121,6 +121,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "step_s_90": result.step_s_interval,
         "fidelity": result.fidelity,
         "host_costs": result.host_costs,
+        "notes": list(result.notes),
         "computed_in_s": result.process_s,
         "tight": is_tight(result, capacity_bytes),
         "most_used_bytes": most_used_bytes(result.device_used_bytes or 0, result.device),

@@ -153,6 +153,7 @@ class ProbeResult:
     fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: source of the clock's host costs
     log_error: float | None = None  # simulated: half the width of the 90 % interval of the seconds, in logarithms
+    notes: tuple[str, ...] = ()  # simulated: where the run differs from one on a card, a sentence each
     device_name: str = ""
     card_states: tuple[CardState, ...] = ()  # cuda: at the end of each measured step
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -221,8 +222,8 @@ class ProbeResult:
         fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
         states = cast(list[dict[str, int]], fields.get("card_states", []))
         fields["card_states"] = tuple(CardState(**state) for state in states)
-        for name in ("step_s", "rollout_s", "update_s"):
-            fields[name] = tuple(cast(list[float], fields.get(name, [])))
+        for name in ("step_s", "rollout_s", "update_s", "notes"):
+            fields[name] = tuple(cast(list[object], fields.get(name, [])))
         return cls(**fields)  # type: ignore[arg-type]
 
     @classmethod

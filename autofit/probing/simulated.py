@@ -19,6 +19,7 @@ from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import shallow_models
+from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.rates.error import log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
@@ -181,6 +182,7 @@ class SimMemory:
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
             "log_error": self._log_error,
+            "notes": tuple(note for note in self._gpu.notes if note not in ASSUMPTIONS) if self._gpu else (),
         }
 
 

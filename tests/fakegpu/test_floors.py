@@ -46,8 +46,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("patches.cuda_api",),
     (
         "patches.bitsandbytes", "patches.continuous_batching", "patches.distributed", "patches.flash_attention",
-        "patches.handlers", "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving",
-        "patches.tensors", "patches.vllm",
+        "patches.handlers", "patches.layer_kernels", "patches.libraries", "patches.recurrent", "patches.rollout",
+        "patches.saving", "patches.tensors", "patches.torchao", "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.formula.polynomials import Factor, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.formula.polynomials import COPIES, Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
 
@@ -79,7 +79,7 @@ class KernelKinds:
         return {kind: self.count_per_segment(kind) for kind in self.counts}
 
     def count_per_segment(self, kind: Kind) -> float:
-        return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind), 1))
+        return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind).removesuffix(COPIES), 1))
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
         launches, views, backward = self.host_counts.get(segment, HostCounts())
@@ -133,7 +133,7 @@ class KernelLog:
         inputs = len(shapes)
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
-        segment = "decode" if self._decoding else self.phase
+        segment = "decode" if self._decoding else self.phase + COPIES if self.aside else self.phase
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1

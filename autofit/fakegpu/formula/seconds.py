@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.formula.polynomials import Basis, Exponents, Symbols
+from autofit.fakegpu.formula.polynomials import COPIES, Basis, Exponents, Symbols
 from autofit.fakegpu.formula.tabled import Sort, TabledRows, size_polynomials
 from autofit.fakegpu.rates.kernels import KernelSeconds, family
 
@@ -27,8 +27,9 @@ _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 1
 class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
-    A segment's time is the maximum of its host launches and its GPU kernels. Products and attention (`tabled`) take
-    what the card's tables say of their sizes; another kernel is bound by FLOPs, bytes or the minimum kernel time.
+    A segment's time is the maximum of its host launches, its GPU kernels and its copies on a stream of their own.
+    Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is bound by FLOPs,
+    bytes or the minimum kernel time.
     `sums` holds the summed seconds of those others whose bound is the same at all sample points.
     """
 
@@ -139,6 +140,9 @@ class KernelRows:
         if DECODE in names:
             nodes = [w * self._segment(DECODE, at(share * decode_steps), layers) for share, w in _NODES]
             out[DECODE] = decode_steps * np.sum(nodes, axis=0)
+        for name in [name for name in out if COPIES in name]:
+            copies, phase = out.pop(name), name.replace(COPIES, "")
+            out[phase] = np.maximum(out.get(phase, copies), copies)
         return out
 
     def _segment(self, name: str, table: Floats, layers: int) -> Floats:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.clock import MAIN
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.patches.bitsandbytes_kernels import kernels_in_parts
 from autofit.fakegpu.patches.redirect import untouched
@@ -57,6 +58,28 @@ def bitsandbytes_functional(gpu: FakeGpu, module: ModuleType) -> Iterable[Target
     yield module, "prefetch_tensor", lambda *args, **kwargs: None, "managed memory is not simulated"
     yield module, "elementwise_func", lambda *args, **kwargs: None, "it fills managed memory through the CUDA library"
     yield module, "name2qmap", dict(module.name2qmap), "code tables made inside are fakes and must not stay"
+
+
+_PAGED_NOTE = (
+    "paged optimizer states take none of the allocator's memory, and each step moves them to the card and back; where "
+    "the card has room for them, they stay there and the step is faster"
+)
+
+
+def paged_states(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Charge the way of a parameter's paged states to the card and back, the worst case, at each step."""
+    owner = module.Optimizer8bit
+
+    def prefetch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        states = (optimizer.state[parameter].get(name) for name in ("state1", "state2"))
+        paged = [state for state in states if getattr(state, "is_paged", False)]
+        nbytes = sum(state.numel() * state.element_size() for state in paged)
+        if nbytes:
+            gpu.note(_PAGED_NOTE)
+            copy = torch.ops.aten.copy_.default
+            gpu.tracer.clock.link(copy, (parameter,), paged[0], nbytes=2 * nbytes, stream=MAIN, waits=False)
+
+    yield owner, "prefetch_state", prefetch, "managed memory is not the allocator's"
 
 
 def transformers_quantising(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

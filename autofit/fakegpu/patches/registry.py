@@ -29,11 +29,13 @@ from autofit.fakegpu.patches import (
     distributed,
     flash_attention,
     handlers,
+    layer_kernels,
     libraries,
     recurrent,
     rollout,
     saving,
     tensors,
+    torchao,
     vllm,
 )
 from autofit.fakegpu.patches.composites import in_parts, kernels_of_cuda, own_kernels
@@ -244,7 +246,11 @@ def _both(*patches: _Patches) -> _Patches:
 # Third-party packages: module -> function that yields (owner, name, value, reason); applied when the module is loaded.
 _LIBRARIES: dict[str, _Patches] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
-    "transformers.modeling_utils": _both(libraries.save_pretrained, flash_attention.transformers_models),
+    "transformers.modeling_utils": _both(
+        libraries.save_pretrained, flash_attention.transformers_models, layer_kernels.of_the_hub
+    ),
+    "transformers.integrations.liger": layer_kernels.liger,
+    "transformers.trainer_optimizer": torchao.transformers_optimizers,
     "transformers.modeling_flash_attention_utils": flash_attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "transformers.core_model_loading": libraries.transformers_loading,
@@ -264,6 +270,7 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
     "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,
     "bitsandbytes.functional": bitsandbytes.bitsandbytes_functional,
+    "bitsandbytes.optim.optimizer": bitsandbytes.paged_states,
 }
 
 
