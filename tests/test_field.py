@@ -63,6 +63,13 @@ def test_a_fix_must_be_among_the_first_three_pieces_and_go_the_accepted_way() ->
     assert judge.fix_found(paged, {"advice": [{"optim": "adamw_8bit"}]}) is None
 
 
+def test_a_slow_step_asks_for_what_makes_it_faster_and_a_full_card_for_what_fits() -> None:
+    said = {"changes": [{"changes": {"dtype": "bfloat16"}}], "faster": [{"changes": {"use_vllm": True}}]}
+    assert estimating.pieces(said, slow=True) == [{"use_vllm": True}]
+    assert estimating.pieces(said, slow=False) == [{"dtype": "bfloat16"}]
+    assert estimating.pieces({"changes": []}, slow=True) == []
+
+
 def test_the_newer_name_of_checkpointing_is_the_same_fix() -> None:
     assert judge.fix_found(named("openrl-99-a100"), {"advice": [{"activation_checkpointing": True}]}) is not None
 
