@@ -135,7 +135,7 @@ def test_a_recipe_that_trains_all_weights_is_offered_lora() -> None:
         return held
 
     (only,) = advice(80 * GB, law=full, use_peft=False).changes
-    assert only.changes == {"use_peft": True}
+    assert only.changes == {"use_peft": True, "lora_r": 16, "lora_alpha": 32}
     assert only.tier == "recipe"
 
 

@@ -56,6 +56,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         "precompute_ref_log_probs": False,
         "activation_checkpointing_kwargs": None,
         "padding_free": False,
+        "use_peft": False,
     }
     resolved |= settings
     facts = trl_facts(trainer, resolved, balances_experts=balanced, counts_padding=row.get("model") == "gpt2")

@@ -355,10 +355,10 @@ def test_tiers_of_the_grid_are_those_of_the_space() -> None:
 
 def test_a_hundred_thousand_candidates_are_listed_and_searched() -> None:
     recipe = grpo_recipe(
-        per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=8, optim="a", seed=1, x=1
+        per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=8, kind="a", seed=1, x=1
     )
     more = tuple(Knob(name=n, tier="neutral", values=v) for n, v in
-                 [("optim", ("a", "b", "c")), ("seed", (1, 2, 3, 4)), ("x", (1, 2, 3, 5))])  # fmt: skip
+                 [("kind", ("a", "b", "c")), ("seed", (1, 2, 3, 4)), ("x", (1, 2, 3, 5))])  # fmt: skip
     space = Space.of(recipe, (*load_space(None, trainer="grpo"), *more), allow="recipe")
     grid = Grid.of(space)
     assert len(grid) > 100_000

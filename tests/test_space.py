@@ -149,9 +149,14 @@ def test_an_unknown_knob_names_the_nearest_key() -> None:
         Space.of(grpo_recipe(), (Knob(name="lora_rank", tier="recipe", values=(1,)),), allow="recipe")
 
 
-def test_a_knob_without_what_it_needs_stays_as_the_recipe_has_it() -> None:
-    names = {k.name for k in Space.of(grpo_recipe(use_peft=False), KNOBS, allow="recipe", device="cpu").knobs}
-    assert not names & {"lora_r", "quantization", "env.PYTORCH_CUDA_ALLOC_CONF"}
+def test_a_knob_without_what_it_needs_stays_as_the_recipe_has_it_and_says_why() -> None:
+    rank = Knob(name="lora_r", tier="recipe", values=(8,), needs=("lora",))
+    space = Space.of(grpo_recipe(use_peft=False), (*KNOBS[:5], rank), allow="recipe", device="cpu")
+    assert not {k.name for k in space.knobs} & {"lora_r", "env.PYTORCH_CUDA_ALLOC_CONF"}
+    assert space.left_out == {
+        "env.PYTORCH_CUDA_ALLOC_CONF": "it needs a GPU, and probes run on the CPU",
+        "lora_r": "the recipe trains without LoRA (use_peft)",
+    }
 
 
 def test_only_the_keys_that_batch_samples_can_be_solved() -> None:

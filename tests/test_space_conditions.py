@@ -160,12 +160,12 @@ def test_a_condition_on_a_knob_below_is_refused() -> None:
 
 
 def test_on_a_card_what_is_not_installed_is_left_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autofit.space.narrow, "find_spec", lambda name: None)
+    monkeypatch.setattr(autofit.space.narrow, "is_installed", lambda name: False)
     real, simulated = (full(recipe(), device=device) for device in ("cuda", CARD))
     assert real.left_out["use_vllm"] == "needs vllm, which is not installed (pip install vllm)"
     assert real.left_out["quantization"] == "needs bitsandbytes, which is not installed (pip install bitsandbytes)"
     assert "vllm_enable_sleep_mode" in real.idle  # it would have no effect
-    assert set(simulated.left_out) == {"model_init_kwargs.use_kernels"}
+    assert set(simulated.left_out) == {"torch_compile", "model_init_kwargs.use_kernels"}  # not simulated
     names = {knob.name for knob in simulated.knobs}
     assert {"use_vllm", "quantization", "optim"} <= names  # predicted without their packages
     assert describe_left_out(real.left_out).startswith(

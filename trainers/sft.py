@@ -60,7 +60,8 @@ class SftTrainer(SamplesTrainer):
     auto_class = AutoModelForCausalLM
     compared = (
         *COMPARED,
-        "loss_type", "padding_free",
+        "loss_type",
+        "padding_free",
     )
 
     def real(self, config: TrlConfig) -> SFTTrainer:

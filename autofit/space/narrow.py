@@ -6,6 +6,7 @@ package is predicted like any other, and `Space.packages` names what a real run 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 
 from autofit.errors import ConfigError, nearest
@@ -129,9 +130,14 @@ def _without_bfloat16(device: str) -> str:
     return "" if spec.compute_capability >= (8, 0) else f"{spec.name} has no arithmetic in bfloat16"
 
 
+@cache
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
 def missing_packages(needs: Sequence[str]) -> str:
     """`needs vllm, which is not installed (pip install vllm)`; "" where all of `needs` are installed."""
-    missing = [need for need in needs if find_spec(need) is None]
+    missing = [need for need in needs if not is_installed(need)]
     if not missing:
         return ""
     named, are = " and ".join(missing), "are" if len(missing) > 1 else "is"

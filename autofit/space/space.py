@@ -111,6 +111,11 @@ class Space:
         return tuple(tuple((places[key], wanted) for key, wanted in knob.when) for knob in self.knobs)
 
     @cached_property
+    def _conditional(self) -> tuple[int, ...]:
+        """Places of the knobs that depend on others."""
+        return tuple(place for place, knob in enumerate(self.knobs) if knob.when)
+
+    @cached_property
     def _opened(self) -> tuple[tuple[Value, ...], ...]:
         """For every knob, the values that it may have where its conditions are met."""
         own = self.baseline.values
@@ -199,8 +204,9 @@ class Space:
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
-        for place, knob in enumerate(self.knobs):
-            if knob.when and candidate.values[place] not in self._possible(place, candidate.values):
+        for place in self._conditional:
+            if candidate.values[place] not in self._possible(place, candidate.values):
+                knob = self.knobs[place]
                 met = " and ".join(f"{key} is {' or '.join(map(str, wanted))}" for key, wanted in knob.when)
                 return f"{knob.name} differs from the recipe's only where it has an effect (where {met})"
         micro, _, chunk, groups = self.split(candidate)

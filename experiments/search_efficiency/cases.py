@@ -12,6 +12,11 @@ from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
 from autofit.tuning.grid import Floats, Grid
 
+# The knobs of the default space whose effect the law knows.
+_OF_THE_LAW = (
+    "per_device_train_batch_size", "steps_per_generation", "gradient_checkpointing", "attn_implementation",
+    "env.PYTORCH_CUDA_ALLOC_CONF", "lora_r", "max_completion_length", "num_generations", "quantization",
+)  # fmt: skip
 _MORE_KNOBS = (
     Knob(name="optim", tier="neutral", values=("adamw_torch", "adamw_torch_fused")),
     Knob(name="torch_compile", tier="neutral", values=(False, True)),
@@ -97,7 +102,8 @@ def recipe_of(wanted: RecipeOf) -> Recipe:
 
 
 def case_of(wanted: RecipeOf, card: Card) -> LawCase:
-    knobs = [_FLASH if k.name == "attn_implementation" else k for k in load_space(None, trainer="grpo")]
+    knobs = [k for k in load_space(None, trainer="grpo") if k.name in _OF_THE_LAW]
+    knobs = [_FLASH if k.name == "attn_implementation" else k for k in knobs]
     knobs = [k if k.name != "quantization" else Knob(name=k.name, tier=k.tier, values=k.values,
              memory_ascending=k.memory_ascending, needs=("lora",)) for k in knobs]  # fmt: skip
     more = () if wanted.allow == "recipe" else _MORE_KNOBS

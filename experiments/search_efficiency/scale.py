@@ -60,7 +60,7 @@ def main() -> None:
             baseline_path(), trainer="grpo", device=_DEVICE, folder=folder, server=server, changes=_SPLIT,
             prompt_tokens=PROMPT_TOKENS,
         )  # fmt: skip
-        plain = [k for k in load_space(None, trainer="grpo") if k.name not in _MORE and k.name != "quantization"]
+        plain = [k for k in load_space(None, trainer="grpo") if k.tier == "neutral" and not k.when]
         knobs = (*plain, *(Knob(name=n, tier="recipe", values=v) for n, v in _MORE.items()))
         list_s, space = timed(lambda: _listed(Space.of(recipe, knobs, allow="recipe", device=_DEVICE)))
         forecaster = Forecaster(
