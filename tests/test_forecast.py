@@ -183,11 +183,11 @@ def test_two_settings_together_are_predicted_from_sketches_of_a_real_training(
     monkeypatch.setattr("autofit.forecast.forecast._FEW", 4)
     exact = forecast_of(space, tmp_path)
     assert set(exact.sources) == {Source.WHOLE}
-    for source, most_bytes, most_s in ((Source.WHOLE, 0, 0), (Source.SKETCHED, 0.01, 0.02), (Source.COMPOSED, 0.3, 0.1)):
+    limits = {Source.WHOLE: (0, 0), Source.SKETCHED: (0.01, 0.02), Source.COMPOSED: (0.3, 0.1)}
+    for source, (most_bytes, most_s) in limits.items():
         mine = [place for place, each in enumerate(told.sources) if each is source]
         for name, most in (("device_used_bytes", most_bytes), ("step_s", most_s)):
             ours, theirs = (getattr(f.predictions, name)[mine] - 0.0 for f in (told, exact))
             if name == "device_used_bytes":
                 ours, theirs = ours - told.context_bytes, theirs - exact.context_bytes
-            print(source, name, len(mine), np.abs(ours / theirs - 1).max() if len(mine) else None)
             assert not len(mine) or np.abs(ours / theirs - 1).max() <= most, (source, name)

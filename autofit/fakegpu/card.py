@@ -48,6 +48,7 @@ class FakeGpu:
         self.notes: list[str] = []
         self.active = False
         self.only_last_decode_steps = False  # of a rollout: exact for its peak, not for fragmentation
+        self.skips_rollouts = False  # a rollout only returns tokens: nothing of it is traced
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
         self.allocatable_bytes = spec.allocatable_bytes - occupied_bytes if enforce_capacity else UNLIMITED

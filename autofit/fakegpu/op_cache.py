@@ -49,31 +49,35 @@ class _Same:
 
 
 Output = _Spec | _Constant | _Same
+Known = dict[object, tuple[type | None, tuple[Output, ...]] | None]  # outputs by operation and inputs; None: not cached
 
 
 class Shortcut:
-    """Runs operations on fake tensors and caches the description of their outputs."""
+    """Runs operations on fake tensors and caches the description of their outputs.
+
+    `known` may be shared by cards of one kind, one after another: it holds no tensor.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         mode.cache_enabled = False  # its own cache would take longer to fill for operations that are cached here
         self._attributes: dict[torch.device, dict[str, object]] = {}
-        self._known: dict[object, tuple[type | None, tuple[Output, ...]] | None] = {}
+        self.known: Known = {}
 
     @property
     def functions(self) -> set[OpOverload]:
         """The operations that ran so far."""
-        return {cast("OpOverload", cast("tuple[object, ...]", key)[0]) for key in self._known}
+        return {cast("OpOverload", cast("tuple[object, ...]", key)[0]) for key in self.known}
 
     def run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         key: list[object] = [func]
         if not (_describe(args, key) and _describe_options(kwargs, key)) or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
         name = tuple(key)
-        entry = self._known.get(name, _MISS)
+        entry = self.known.get(name, _MISS)
         if entry is _MISS:
             out = func(*args, **kwargs)
-            self._known[name] = _remember(func, args, out)
+            self.known[name] = _remember(func, args, out)
             return out
         if entry is None:
             return func(*args, **kwargs)

@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ from autofit.fakegpu.depth.stack import (
 )
 from autofit.fakegpu.formula.formula import MassModel, Trace, Variation
 from autofit.fakegpu.formula.kernel_log import KernelLog
+from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import read_json, write_json
@@ -72,6 +73,7 @@ class Recording:
     values: Mapping[str, object]
     device: str
     worst_case: WorstCase
+    operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
 
     def trace(self, point: Point, stack: Stack | None = None) -> Trace:
         """Two optimizer steps at `point`, with all layers or with those that `stack` keeps."""
@@ -101,6 +103,8 @@ class Recording:
         )
         with card as gpu, few:
             gpu.only_last_decode_steps = True
+            if gpu.tracer.shortcut is not None:
+                gpu.tracer.shortcut.known = self.operations
             yield gpu
 
     def _train(self, gpu: FakeGpu, point: Point) -> "_Marks":
@@ -113,7 +117,7 @@ class Recording:
             changed.pop(keys.rollout_batch or "", None)
         if point.rank is not None:
             changed["lora_r"] = point.rank
-        marks = _Marks(gpu, accumulation=point.accumulation)
+        marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk)
         with tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder:
             task = Task(device=self.device, output=Path(folder), worst_case=self.worst_case, steps=2)
             self.trainer.build(changed, task).train(marks)
@@ -135,8 +139,9 @@ def _peaks(run: Run) -> dict[str, int]:
 class _Marks(Report):
     """A report that labels the simulated card's allocations and kernels with their phase."""
 
-    def __init__(self, gpu: FakeGpu, *, accumulation: int) -> None:
+    def __init__(self, gpu: FakeGpu, *, accumulation: int, chunk: int) -> None:
         self._gpu = gpu
+        self._samples_each_step = chunk <= accumulation
         self._accumulation = accumulation
         self.log = KernelLog()
         self.marks: list[Mark] = []
@@ -164,8 +169,11 @@ class _Marks(Report):
         self.enter(left)
 
     def step_begins(self, step: int) -> None:
+        """Only the second step is recorded; the first makes the optimizer's state, whatever its rollout returns."""
         self.later = False
         self.log.on = step == 1
+        self._gpu.skips_rollouts = self._samples_each_step and not self.log.on
+        self._gpu.clock.asleep = not self.log.on and not isinstance(self._gpu.clock, LayerClock)
         if self.log.on:
             self.repeats[UPDATE] = self._accumulation
         self.enter(UPDATE)
