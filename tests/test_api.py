@@ -26,7 +26,7 @@ from autofit.recipe.source import read_source
 from autofit.space.space import Knob
 from autofit.tuning.frontier import Trial
 
-NAMES = ("estimate", "promote", "report", "search", "verify")
+NAMES = ("check", "estimate", "promote", "report", "search", "verify")
 QUICK: dict[str, Any] = {"target_vram": "2GB", "device": "cpu", "measured_steps": 1, "confirm": False, "mlflow": False}
 
 

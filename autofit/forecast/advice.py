@@ -96,7 +96,7 @@ class _Search:
         return not at or not (self._ask(at).fits or self._ask(at).failure)
 
     def _try_sizes(self, pool: ThreadPoolExecutor, names: Sequence[str], tier: Tier) -> None:
-        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three at once."""
+        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three."""
         self._try(pool, names, 1, tier)
         if self.found:
             return

@@ -80,11 +80,12 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
 
 
 def _untried(change: Change, recipe: Recipe) -> str:
-    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_first_sentence(change.failure)}"
+    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_without_log(change.failure)}"
 
 
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _without_log(reason: str) -> str:
+    """The reason of a failed probe without the place of its log, which is gone by then."""
+    return " ".join(reason.partition(" (during ")[0].split())
 
 
 def card_line(card: Card, *, fits: bool) -> str:

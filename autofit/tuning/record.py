@@ -53,6 +53,7 @@ class StudyRecord:
     baseline_predicted: Mapping[str, float] | None = None  # floor_bytes, device_used_bytes, step_s, where known
     least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
+    outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.advising
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property

@@ -3,14 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 from autofit.probing.result import Fidelity, ProbeStatus
-from autofit.recipe.keys import TIERS
+from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
 from autofit.tuning.frontier import BAND, SLOWER_FRAC, Rule, Trial, baseline, cost, measured, winner
 from autofit.tuning.pairs import Comparison
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
-_RELAX = "allow a lower tier (--allow approximate, then recipe) or raise --target-vram"
+_RELAX: Mapping[Tier, str] = {
+    "neutral": "allow a lower tier (--allow approximate, then recipe) or raise --target-vram",
+    "approximate": "allow a lower tier (--allow recipe) or raise --target-vram",
+    "recipe": "raise --target-vram",
+}
 
 _WINS = {
     "speed": "the fastest",
@@ -20,13 +24,14 @@ _WINS = {
 
 
 def why(
-    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None
-) -> str:
+    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
+    allow: Tier = "neutral",
+) -> str:  # fmt: skip
     """One sentence: the reason why the winner won, or advice when nothing fits."""
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
-        return _what_to_relax(trials, target_bytes)
+        return _what_to_relax(trials, target_bytes, allow)
     fitting = measured(trials)
     rivals = [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
@@ -72,7 +77,7 @@ def _spread(comparison: Comparison) -> str:
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
-def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tier) -> str:
     ooms = [t for t in trials if t.status is ProbeStatus.OOM]
     broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
     if not ooms and broken:
@@ -91,7 +96,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None) -> str:
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
-    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX}"
+    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX[allow]}"
 
 
 def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
@@ -103,7 +108,7 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
             return "; run the same command again to go on"
         return (
             f": nothing fits in {format_bytes(limit)}, as every candidate is predicted to need "
-            f"{format_bytes(int(least))} or more; {_RELAX}"
+            f"{format_bytes(int(least))} or more; {_RELAX[record.allow]}"
         )
     if predicted is None or limit is None or baseline(trials) is not None:
         return ""
