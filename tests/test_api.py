@@ -289,7 +289,7 @@ def test_ctrl_c_returns_what_was_found_and_the_same_call_goes_on(tiny_recipe: Pa
 def test_an_estimate_is_the_object_that_the_command_prints(tiny_recipe: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = autofit.estimate(tiny_recipe, gpu="rtx4090", changes={"lora_r": 2})
+    found = autofit.estimate(tiny_recipe, gpu="rtx4090", changes={"lora_r": 2}, advice=False)
     assert found.fits
     assert found.to_dict()["device_used_bytes"] == found.device_used_bytes
     assert {f.name for f in fields(found.phases[0])} >= {"name", "peak_allocated_bytes"}

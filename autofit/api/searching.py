@@ -19,7 +19,7 @@ from autofit.api.reading import Given, drop, fork_server
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
-from autofit.errors import EnvironmentFault
+from autofit.errors import AutofitError, EnvironmentFault
 from autofit.files import cache_folder
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
@@ -234,6 +234,8 @@ class _Run:
             return
         try:
             keep_record(study, replace(record, outside=outside(best, trials, estimator, record.allow, tell=self._note)))
+        except AutofitError as error:  # the search itself is done
+            self._note(f"what lies outside the {record.allow} tier is not known: {error}")
         finally:
             shutil.rmtree(estimator.folder, ignore_errors=True)
 

@@ -132,7 +132,7 @@ class _Search:
         return bool(at) and self._least_bytes(at) <= (self._room if self.roomy else self.trier.capacity_bytes)
 
     def _tier_of(self, name: str) -> Tier:
-        return self.levers.tier(self.levers.strongest([name]))
+        return self.levers.tier_of(name)
 
     # -- one set of settings --------------------------------------------------------------------------------------
 
