@@ -117,6 +117,8 @@ class Levers:
         if name == self.space.keys.group:
             return ()  # it changes no bytes at the same effective batch
         knob, choices = self._listed[name]
+        if name == QUANTIZATION:  # weights of 8 bits take temporaries that may exceed what they save
+            return ("4bit",) if own != "4bit" and "4bit" in choices else ()
         if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
             return tuple(v for v in choices if v != own)
         return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
