@@ -4,15 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autofit.api import estimate, promote, report, search, verify
+    from autofit.api import check, estimate, promote, report, search, verify
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
-__all__ = ["FitCheck", "estimate", "fake_gpu", "fit_check", "promote", "report", "search", "verify"]
+__all__ = ["FitCheck", "check", "estimate", "fake_gpu", "fit_check", "promote", "report", "search", "verify"]
 __version__ = "0.1.0"
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
     "FitCheck": "autofit.fitcheck",
+    "check": "autofit.api",
     "estimate": "autofit.api",
     "fake_gpu": "autofit.fakegpu",
     "fit_check": "autofit.fitcheck",

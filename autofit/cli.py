@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autofit.commands.arguments import parser
+from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
@@ -21,7 +22,7 @@ from autofit.errors import AutofitError
 
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
-    "report": report, "doctor": doctor,
+    "report": report, "doctor": doctor, "check": check,
 }  # fmt: skip
 
 

@@ -139,6 +139,17 @@ def test_a_recipe_that_trains_all_weights_is_offered_lora() -> None:
     assert only.tier == "recipe"
 
 
+def test_weights_that_only_fit_quantised_are_given_an_adapter() -> None:
+    def full(values: Values) -> dict[str, dict[str, int]]:
+        held = law(values)
+        held["update"]["gradients"] = 0 if values.get("use_peft") else 100 * GB
+        return held
+
+    found = advice(8 * GB, law=full, use_peft=False, gradient_checkpointing=True, max_completion_length=64).changes
+    assert found[0].changes["use_peft"]
+    assert found[0].changes.get("load_in_4bit") or found[0].changes.get("load_in_8bit")
+
+
 def test_float32_under_lora_is_approximate_and_its_dtype_is_advised() -> None:
     def float32(values: Values) -> dict[str, dict[str, int]]:
         held = law(values)

@@ -26,7 +26,7 @@ from autofit.recipe.source import read_source
 from autofit.space.space import Knob
 from autofit.tuning.frontier import Trial
 
-NAMES = ("estimate", "promote", "report", "search", "verify")
+NAMES = ("check", "estimate", "promote", "report", "search", "verify")
 QUICK: dict[str, Any] = {"target_vram": "2GB", "device": "cpu", "measured_steps": 1, "confirm": False, "mlflow": False}
 
 
@@ -290,7 +290,7 @@ def test_ctrl_c_returns_what_was_found_and_the_same_call_goes_on(tiny_recipe: Pa
 def test_an_estimate_is_the_object_that_the_command_prints(tiny_recipe: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = autofit.estimate(tiny_recipe, gpu="rtx4090", changes={"lora_r": 2})
+    found = autofit.estimate(tiny_recipe, gpu="rtx4090", changes={"lora_r": 2}, advice=False)
     assert found.fits
     assert found.to_dict()["device_used_bytes"] == found.device_used_bytes
     assert {f.name for f in fields(found.phases[0])} >= {"name", "peak_allocated_bytes"}

@@ -49,7 +49,7 @@ def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(
 def test_an_estimate_takes_settings_and_the_card_of_its_target(tmp_path: Path) -> None:
     model = "model_name_or_path=Qwen/Qwen3-0.6B"
     done = autofit(tmp_path, "estimate", "--target-vram", "24GB", "--set", model, "--set", "lora_r=4", "--set",
-                   "lora_r=8", "--prompt-tokens", "40", "--json")  # fmt: skip
+                   "lora_r=8", "--prompt-tokens", "40", "--no-advice", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["capacity_bytes"] == 24 * 10**9
     assert "Qwen/Qwen3-0.6B on rtx4090" in done.stderr

@@ -168,7 +168,7 @@ def test_search_estimate_verify_and_promote_work_on_a_trainer_of_ones_own(
     monkeypatch.chdir(tmp_path)
     TRAINERS[trainer](tmp_path, tiny_model)
     asked = ("run.yaml", "--trainer", trainer)
-    estimate = autofit("estimate", *asked, "--gpu", "t4", "--json")
+    estimate = autofit("estimate", *asked, "--gpu", "t4", "--no-advice", "--json")
     assert estimate.returncode == 0, estimate.stderr
     assert json.loads(estimate.stdout)["fits"] is True
     search = autofit("search", *asked, "--device", "cpu", "--target-vram", "1GB", "--trials", "3", "--json")

@@ -15,7 +15,6 @@ from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
-from autofit.files import read_json
 from autofit.forecast.engines import Rollout, with_engine
 from autofit.forecast.evaluation import Parts
 from autofit.forecast.structures import Shape

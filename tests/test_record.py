@@ -28,7 +28,7 @@ RECORD = StudyRecord(
     trainer="grpo", values={"lora_r": 8}, resolved={"lora_r": 8, "beta": 0.0}, recipe_name="run",
     effective_batch_size=16, cwd=Path("/somewhere"), allow="approximate", goal="memory", sampler="tpe",
     baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, relaxed="the recipe tier",
-    sensitivity={"trial": 0},
+    outside={"trial": 0}, sensitivity={"trial": 0},
 )  # fmt: skip
 COMPARISON = Comparison(pairs=(Pair(baseline_s=2.0, finalist_s=1.0),), searched=Pair(baseline_s=2.5, finalist_s=1.0))
 

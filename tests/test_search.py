@@ -139,6 +139,7 @@ def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
     trials = trials_of(search.study)
     assert winner(trials) is None
     assert "nothing fits in 50.0 MB" in why(trials, {}, 50 * lawful.MB)
+    assert "--allow" not in why(trials, {}, 50 * lawful.MB, allow="recipe")  # there is no lower tier
     assert "held at least" in why(trials, {}, 50 * lawful.MB)
     assert "--allow approximate" in why(trials, {}, 50 * lawful.MB)
     ooms = [replace(t, result=replace(t.result, least_capacity_bytes=t.device_used_bytes)) for t in trials if t.result]

@@ -135,6 +135,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
         "--gpu",
         "A100 40GB",
         "--json",
+        "--no-advice",
         "--plot",
         "p.png",
     ]
@@ -144,7 +145,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
-        "host_costs", "notes", "step_s_90",
+        "host_costs", "notes", "step_s_90", "tight", "most_used_bytes", "untried", "faster", "card",
     }  # fmt: skip
     assert found["fits"]
     assert found["step_s_90"][0] < found["step_s"] < found["step_s_90"][1] < 10 * found["step_s"]
@@ -171,12 +172,18 @@ def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> 
     assert all(row["fidelity"] in ("predicted", None) for row in around.values())
     probed = [row for row in around.values() if row["trial"] is not None]
     assert {row["trial"] for row in probed} <= {0, 1, 2}
+    assert found["outside"]
+    assert all(row["tier"] != "neutral" and row["speedup"] > 1 for row in found["outside"])
     margin = found["margin"]
     assert margin["bytes_left"] > 0
     assert (margin["tokens"] > 0, margin["fidelity"]) == (True, "predicted")
     again = subprocess.run([*command[:3], "report", "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True)
     reported = json.loads(again.stdout.splitlines()[-1])
-    assert (reported["sensitivity"], reported["margin"]) == (found["sensitivity"], margin)
+    assert [reported[k] for k in ("sensitivity", "margin", "outside")] == [
+        found["sensitivity"],
+        margin,
+        found["outside"],
+    ]
 
 
 def test_a_card_is_named_or_refused() -> None:

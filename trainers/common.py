@@ -1,6 +1,6 @@
 """Common parts of the plug-ins: datasets and trainers as TRL's scripts make them, and random weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -123,21 +123,24 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
 
 def prepared_longest(
     kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Counts] | None
-) -> Dataset:
+) -> tuple[Dataset, Sequence[int] | None]:
     """`prepared` rows, including the longest: only the largest texts if one of them fills `max_length` by `widths`.
+
+    Second, where only the largest were prepared, their places in `rows`; else None.
 
     No sample is longer than `max_length` after TRL's truncation, so the others need not be tokenised. Pass None as
     `widths` for a trainer that drops long samples. Raises ConfigError if no sample is left to train on.
     """
     limit = config.training.max_length
     if widths is not None and limit is not None and len(rows) > _LARGEST:
-        some = prepared(kind, module, config, rows.select(_largest(rows)))
+        largest = _largest(rows)
+        some = prepared(kind, module, config, rows.select(largest))
         if len(some) and int(widths(some).max()) >= limit:
-            return some
+            return some, largest if len(some) == len(largest) else None
     found = prepared(kind, module, config, rows)
     if len(found) == 0:
         raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; increase it")
-    return found
+    return found, None
 
 
 def _largest(rows: Dataset) -> list[int]:

@@ -16,6 +16,7 @@ from trl import DPOTrainer
 from autofit.plugin.padding import Lengths
 
 from .common import Counts, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+from .epoch import place_of
 from .keys import COMPARED, dpo_tiers
 from .padding import Collator, padded, shorter_pair
 from .trl import SamplesTrainer
@@ -127,7 +128,7 @@ class DpoTrainer(SamplesTrainer):
         raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
         training = config.training
         steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
-        rows = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
+        rows, largest = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
         longer = _widths(rows)
         whole = np.minimum(longer, longer.max() if limit is None else limit)
         answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
@@ -137,6 +138,7 @@ class DpoTrainer(SamplesTrainer):
             "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
             "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
             "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
+            **place_of(index, rows, raw, largest),
         }  # fmt: skip
         others = len(rows) < len(raw)
         return rows.select([index]), facts, Lengths.of(_widths(rows, np.minimum).tolist(), most=longest, others=others,

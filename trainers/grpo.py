@@ -21,6 +21,7 @@ from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
+from .epoch import in_epoch, place_of
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
 from .offline import or_stated
@@ -173,8 +174,9 @@ class RolloutTrainer(TrlTrainer):
             unmasked_is_larger=unmasked_is_larger(config, inspection.device),
         )  # fmt: skip
         keep(rows.select([index]), {"prompt_tokens": tokens, "lengths": lengths.to_json()}, inspection.worst_case)
+        where = {} if made_up else in_epoch(config, place_of(index, rows, rows, None))
         return {
-            "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
+            **where, "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
             "content_hash": data_hash(rewards, None if made_up else rows),
         }  # fmt: skip
 

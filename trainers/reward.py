@@ -13,6 +13,7 @@ from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .epoch import place_of
 from .keys import COMPARED
 from .padding import Collator, padded, shorter_pair
 from .trl import SamplesTrainer
@@ -83,12 +84,13 @@ class RewardModelTrainer(SamplesTrainer):
         kinds = {"answers": ("chosen", "rejected"), "tokens": _SIDES}
         raw = train_rows(config, "Reward", kinds)
         limit = config.training.max_length
-        rows = prepared_longest(RewardTrainer, trl_reward, config, raw, None)
+        rows, largest = prepared_longest(RewardTrainer, trl_reward, config, raw, None)
         chosen, rejected = (lengths(rows, side) for side in _SIDES)
         longer = np.maximum(chosen, rejected)
         index = int(np.lexsort((chosen + rejected, longer))[-1])
         longest, dropped = int(longer[index]), len(raw) - len(rows)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
+        facts |= place_of(index, rows, raw, largest)
         shorter = np.minimum(chosen, rejected).tolist()
         return rows.select([index]), facts, Lengths.of(shorter, most=longest, sequences=2)
 

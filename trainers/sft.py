@@ -11,6 +11,7 @@ from trl import SFTTrainer
 from autofit.plugin.padding import Lengths
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .epoch import place_of
 from .keys import COMPARED
 from .padding import Collator, padded, shorter_sample
 from .trl import SamplesTrainer
@@ -86,12 +87,15 @@ class SftTrainer(SamplesTrainer):
         }  # fmt: skip
         raw = train_rows(config, "SFT", kinds)
         limit = config.training.max_length
-        rows = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
+        rows, largest = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
         counts = lengths(rows, "input_ids")
-        longest = int(counts.max())
+        longest, index = int(counts.max()), int(counts.argmax())
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
+        facts |= place_of(
+            index, rows, raw, largest, mixed=bool(config.training.packing or config.training.shuffle_dataset)
+        )
         others = len(rows) < len(raw) and not config.training.packing
-        return rows.select([int(counts.argmax())]), facts, Lengths.of(counts.tolist(), most=longest, others=others)
+        return rows.select([index]), facts, Lengths.of(counts.tolist(), most=longest, others=others)
 
 
 TRAINER = SftTrainer()

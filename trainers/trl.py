@@ -19,6 +19,7 @@ from autofit.recipe.keys import BatchKeys, Tier
 
 from . import offline
 from .common import read_worst_case, samples_per_step
+from .epoch import in_epoch
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
 from .keys import SAMPLES, TILE_TOKENS, sample_tiers
 from .knobs import left_out
@@ -185,6 +186,7 @@ class SamplesTrainer(TrlTrainer):
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
         with offline.or_stated(inspection):
             row, facts, lengths = self.worst_case(config)
+        where = in_epoch(config, facts)
         made_up = inspection.prompt_tokens is not None  # a text dataset's samples, which it stands for, would vary
         lengths = replace(
             lengths, least=0 if made_up else lengths.least,
@@ -193,4 +195,5 @@ class SamplesTrainer(TrlTrainer):
         facts["lengths"] = lengths.to_json()
         keep(row, facts, inspection.worst_case)
         digest = hashlib.sha256(repr((facts, row[0])).encode())
-        return {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
+        told = {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
+        return told if made_up else told | where

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
     from autofit.api.events import Event, Progress
     from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
@@ -12,14 +13,15 @@ if TYPE_CHECKING:
     from autofit.api.trials import TrialResult
 
 __all__ = [
-    "Estimate", "Event", "Progress", "PromotionResult", "ProofResult", "SearchResult", "TrialResult", "estimate",
-    "promote", "report", "search", "verify",
+    "Check", "Estimate", "Event", "Progress", "PromotionResult", "ProofResult", "SearchResult", "TrialResult", "check",
+    "estimate", "promote", "report", "search", "verify",
 ]  # fmt: skip
 
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
-    "Estimate": "estimating", "Event": "events", "Progress": "events", "PromotionResult": "promoting",
-    "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials", "estimate": "estimating",
-    "promote": "promoting", "report": "searching", "search": "searching", "verify": "promoting",
+    "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
+    "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
+    "check": "checking", "estimate": "estimating", "promote": "promoting", "report": "searching",
+    "search": "searching", "verify": "promoting",
 }  # fmt: skip
 
 

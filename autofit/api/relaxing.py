@@ -1,4 +1,4 @@
-"""What a lower tier offers: where nothing of the allowed tiers fits, and where the search stayed in a higher one."""
+"""What a lower of the allowed tiers offers where the search stayed in a higher one."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,6 @@ from os import PathLike
 import numpy as np
 
 from autofit.api.planning import Planned, Request
-from autofit.forecast.forecast import Forecaster
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
@@ -34,20 +33,6 @@ class Relaxed:
         change = describe_changes(self.changes, original)
         used, seconds = format_bytes(round(self.device_used_bytes)), format_seconds(self.step_s)
         return f"{change}: {used}, {seconds} a step, predicted"
-
-
-def where_nothing_fits(planned: Planned, asked: Request, trials: Sequence[Trial], forecaster: Forecaster) -> str:
-    """The highest tier that is predicted to have a candidate that fits, with the command that allows it."""
-    plan = planned.plan
-    for tier in TIERS[TIERS.index(plan.space.allow) + 1 :]:
-        space = Space.of(plan.recipe, planned.knobs, allow=tier, device=plan.device)
-        predictions = forecaster.predict(space)
-        found = _fastest(space, predictions, trials, limit_bytes=plan.limit_bytes, tiers=(tier,))
-        if found is not None:
-            words = found.words(plan.recipe.resolved)
-            return f"the {tier} tier has one that fits: {words}; {command(asked, allow=tier)}"
-    known = plan.space.allow != TIERS[-1]
-    return "no candidate of a lower tier is predicted to fit" if known else ""
 
 
 def where_a_lower_tier_is_faster(

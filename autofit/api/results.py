@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
+from autofit.api.advising import Outside, outside_lines, outside_of
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
 from autofit.api.trials import TrialResult
 from autofit.probing.result import ProbeStatus
@@ -48,12 +49,15 @@ class SearchResult(Shown):
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
     relaxed: str = ""  # what a lower tier offers, where nothing fits or where one is clearly faster
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
+    allow: Tier = "neutral"  # the lowest tier that the search was allowed
+    outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
 
     @classmethod
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
         target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
+        outside: tuple[Outside, ...] = (),
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -71,6 +75,7 @@ class SearchResult(Shown):
             repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
+            allow=allow, outside=outside,
         )  # fmt: skip
 
     @property
@@ -101,6 +106,7 @@ class SearchResult(Shown):
             "relaxed": self.relaxed,
             "sensitivity": None if self.neighbours is None else [asdict(row) for row in self.neighbours],
             "margin": None if self.margin is None else asdict(self.margin),
+            "outside": [asdict(one) for one in self.outside],
         }
 
     def table(self) -> Table:
@@ -126,7 +132,8 @@ class SearchResult(Shown):
             f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
-        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences)]
+        outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None)
+        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside]
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
@@ -138,11 +145,13 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
     study = load_study(folder, name)
     trials, record = trials_of(study), record_of(study)
     target, rule, original = record.target_bytes, record.rule, record.resolved
+    best = winner(trials, **rule)
     return SearchResult.of(
         trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
         screened=record.screened, stop=stop,
         why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
-        kept=of_winner(record.sensitivity, winner(trials, **rule)), allow=record.allow, relaxed=record.relaxed,
+        kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
+        outside=outside_of(record.outside, best, record.allow),
     )  # fmt: skip
 
 

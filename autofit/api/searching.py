@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import optuna
 
+from autofit.api.advising import outside, outside_of
 from autofit.api.arguments import FOLDER, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
-from autofit.api.relaxing import where_a_lower_tier_is_faster, where_nothing_fits
+from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
-from autofit.errors import EnvironmentFault
+from autofit.errors import AutofitError, EnvironmentFault
 from autofit.files import cache_folder
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
@@ -27,7 +29,7 @@ from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
-from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.space.space import Space
@@ -72,6 +74,7 @@ def search(
     study: str | None = None,
     folder: str | Path = FOLDER,
     mlflow: bool = True,
+    advice: bool = True,
     on_event: OnEvent | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:  # fmt: skip
@@ -100,6 +103,7 @@ def search(
 
     The study is kept in `folder` and goes on when the same search is called again, as after a crash. It is called
     `study`, or after the recipe (`name` in place of the file's), the target and the device. `mlflow` mirrors it.
+    `advice` simulates, after the search, what lies outside the allowed tier.
 
     Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
     of the search twice a second. Ctrl-C ends the probes at work and returns what was found, with `interrupted` set; a
@@ -119,7 +123,7 @@ def search(
         server = fork_server(asked.folder)
         try:
             run = _Run(asked, server, on_event or silent, on_progress)
-            studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow)
+            studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
         finally:
             server.close()
         result = read_result(asked.folder, studied, stop=stop)
@@ -143,7 +147,7 @@ class _Run:
         self._asked, self._server = asked, server
         self._tell, self._on_progress = on_event, on_progress
 
-    def to_its_end(self, *, confirming: bool, mirroring: bool) -> tuple[str, Stop]:
+    def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
         forecast = self._forecast(planned)
@@ -176,6 +180,8 @@ class _Run:
                 driver.interrupt()
                 stop = Stop(StopKind.INTERRUPTED, "interrupted")
             _keep_sensitivity(planned, study, forecast)
+            if advising and stop.kind is not StopKind.INTERRUPTED:
+                self._keep_outside(plan, study)
         return plan.name, stop
 
     def _note(self, text: str, *, label: str = "") -> None:
@@ -231,17 +237,11 @@ class _Run:
         return forecast
 
     def _keep_relaxed(self, planned: Planned, study: optuna.Study) -> None:
-        """Keep with the study what a lower tier offers: where nothing fits, and where one is clearly faster."""
+        """Keep with the study what a lower tier offers, where one is clearly faster."""
         plan, trials, record = planned.plan, trials_of(study), record_of(study)
-        device, best, words = simulated_twin(plan.device), winner(trials, **record.rule), ""
+        best, words = winner(trials, **record.rule), ""
         if best is not None and plan.predictions is not None:
             words = where_a_lower_tier_is_faster(planned, self._asked, trials, best, plan.predictions)
-        elif best is None and device is not None and plan.space.allow != TIERS[-1]:
-            self._note("nothing fits; predicting lower tiers")
-            scratch = plan.folder / "inspections" / f"lower-tiers-{plan.name}"
-            forecaster = self._forecaster(device, worst_case_path(plan.probes_folder), scratch)
-            words = where_nothing_fits(planned, self._asked, trials, forecaster)
-            drop(scratch)
         keep_record(study, replace(record, relaxed=words))
 
     def _forecaster(self, device: str, worst_case: Path, scratch: Path) -> Forecaster:
@@ -250,16 +250,36 @@ class _Run:
             kept=cache_folder() / "forecasts",
         )  # fmt: skip
 
+    def _keep_outside(self, plan: Plan, study: optuna.Study) -> None:
+        """Keep with the study what lies outside its tier, unless it is known from an earlier run of the same search."""
+        record, trials = record_of(study), trials_of(study)
+        best, estimator = winner(trials, **record.rule), self._estimator(plan, "advice")
+        if estimator is None or outside_of(record.outside, best, record.allow):
+            return
+        try:
+            keep_record(study, replace(record, outside=outside(best, trials, estimator, record.allow, tell=self._note)))
+        except AutofitError as error:  # the search itself is done
+            self._note(f"what lies outside the {record.allow} tier is not known: {error}")
+        finally:
+            shutil.rmtree(estimator.folder, ignore_errors=True)
+
+    def _estimator(self, plan: Plan, folder: str) -> Estimator | None:
+        """Simulations on the twin of the plan's card; None where there is none."""
+        device = simulated_twin(plan.device)
+        if device is None or plan.limit_bytes is None:
+            return None
+        return Estimator(
+            recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes,
+            folder=plan.folder / folder / plan.name, worst_case=worst_case_path(plan.probes_folder),
+            server=self._server, deadline_s=plan.deadline_s,
+        )  # fmt: skip
+
     def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:
         """Correct the clock of the card's simulated twin by the winner's measured seconds; it is kept."""
         device, best = simulated_twin(plan.device), winner(trials_of(study), **record_of(study).rule)
-        if device is None or best is None or best.result is None or plan.limit_bytes is None:
+        estimator = self._estimator(plan, "calibrations")
+        if device is None or best is None or best.result is None or estimator is None:
             return
-        estimator = Estimator(
-            recipe=plan.recipe, device=device, capacity_bytes=plan.limit_bytes,
-            folder=plan.folder / "calibrations" / plan.name,
-            worst_case=worst_case_path(plan.probes_folder), server=self._server, deadline_s=plan.deadline_s,
-        )  # fmt: skip
         predicted = estimator.probe(merge(plan.recipe.values, best.changes))
         if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
             self._note(f"the clock of {device} by this search's winner", label="calibrated")

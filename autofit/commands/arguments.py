@@ -75,23 +75,25 @@ def parser() -> argparse.ArgumentParser:
     )
     search.add_argument("--no-confirm", action="store_true",
                         help="skip the winner's confirmation: longer probes, in turns with the baseline's")  # fmt: skip
+    search.add_argument("--no-advice", action="store_true",
+                        help="do not simulate, after the search, what lies outside the allowed tier")  # fmt: skip
     search.add_argument("--seed", type=int, default=0, help="seed of the proposals")
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
     search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
-    _recipe(estimate)
-    estimate.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb (default: by --target-vram)")
-    estimate.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
-    _add_trainer(estimate)
-    estimate.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of the simulation")
+    _card(estimate)
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
     )
     estimate.add_argument("--no-advice", "--no-changes", dest="no_advice", action="store_true",
                           help="do not look for changes that make it fit, or faster, nor for another card")  # fmt: skip
     estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    check = _command(commands, "check", "say in one line whether a config runs on a card; exit code 1 if not")
+    _card(check)
+    check.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     verify = _command(commands, "verify", "compare a trial's gradient with the baseline's on a small model")
     verify.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
@@ -138,6 +140,15 @@ def _recipe(parser: _Parser) -> None:
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="simulated card: a synthetic prompt of N tokens instead of the dataset "
                              "(the longest of samples that differ in length)")  # fmt: skip
+
+
+def _card(parser: _Parser) -> None:
+    """The options of one config on one simulated card."""
+    _recipe(parser)
+    parser.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb (default: by --target-vram)")
+    parser.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
+    _add_trainer(parser)
+    parser.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
 
 
 def _add_trainer(parser: _Parser) -> None:

@@ -38,7 +38,7 @@ def search(options: argparse.Namespace) -> int:
             time_budget=options.time_budget, plateau=options.plateau, min_gain=options.min_gain, goal=options.goal,
             sampler=options.sampler, measured_steps=options.measured_steps, deadline=options.deadline,
             parallel=options.parallel, confirm=not options.no_confirm, seed=options.seed, study=options.study,
-            folder=options.dir, mlflow=not options.no_mlflow, on_event=display.on_event,
+            folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, on_event=display.on_event,
             on_progress=display.on_progress,
         )  # fmt: skip
     return show_result(options, result)

@@ -22,7 +22,7 @@ from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
-from autofit.space.space import Value
+from autofit.space.space import QUANTIZATION, Value
 
 WANTED = 3
 MOST_TOGETHER = 3  # most settings changed at once, except where only all of them suffice
@@ -96,17 +96,18 @@ class _Search:
         return not at or not (self._ask(at).fits or self._ask(at).failure)
 
     def _try_sizes(self, pool: ThreadPoolExecutor, names: Sequence[str], tier: Tier) -> None:
-        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three at once."""
+        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three."""
         self._try(pool, names, 1, tier)
         if self.found:
             return
-        every = frozenset(n for n in names if frozenset({n}) not in self.broken)
-        if len(every) > 1 and self._is_open(every):
-            self._settle(every, self.levers.strongest(every))
-            if every in self.found:
-                self._whittle(every)
+        every = [n for n in names if frozenset({n}) not in self.broken]
+        for within in dict.fromkeys((frozenset(every) - {QUANTIZATION}, frozenset(every))):
+            if len(within) > 1 and not self.found and self._is_open(within):
+                self._settle(within, self._start(within))
+                if within in self.found:
+                    self._whittle(within)
         for count in range(2, MOST_TOGETHER + 1):
-            self._try(pool, sorted(every, key=rank), count, tier)
+            self._try(pool, every, count, tier)
 
     def _try(self, pool: ThreadPoolExecutor, names: Sequence[str], count: int, tier: Tier) -> None:
         """Settle the sets of `count` settings whose tier together is `tier`, until there are enough."""
@@ -120,7 +121,8 @@ class _Search:
 
     def _sets(self, names: Iterable[str], count: int, tier: Tier) -> list[frozenset[str]]:
         sets = [frozenset(s) for s in combinations(names, count)]
-        return [s for s in sets if max((self._tier_of(n) for n in s), key=TIERS.index) == tier and self._is_open(s)]
+        of_tier = [s for s in sets if max((self._tier_of(n) for n in s), key=TIERS.index) == tier]
+        return sorted((s for s in of_tier if self._is_open(s)), key=lambda s: QUANTIZATION in s)  # slow to simulate
 
     def _is_open(self, names: frozenset[str]) -> bool:
         """Whether it is not known yet if these settings suffice, and no smaller set does."""
@@ -132,7 +134,7 @@ class _Search:
         return bool(at) and self._least_bytes(at) <= (self._room if self.roomy else self.trier.capacity_bytes)
 
     def _tier_of(self, name: str) -> Tier:
-        return self.levers.tier(self.levers.strongest([name]))
+        return self.levers.tier_of(name)
 
     # -- one set of settings --------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
         lines += [f"  {change_line(change, recipe, result.median_step_s)}" for change in advice.faster]
     lines += [_untried(change, recipe) for change in advice.untried]
     if advice.card is not None:
-        lines.append(card_line(advice.card, fits=fits))
+        lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
     return lines
 
 
@@ -80,16 +80,17 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
 
 
 def _untried(change: Change, recipe: Recipe) -> str:
-    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_first_sentence(change.failure)}"
+    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_without_log(change.failure)}"
 
 
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _without_log(reason: str) -> str:
+    """The reason of a failed probe without the place of its log, which is gone by then."""
+    return " ".join(reason.partition(" (during ")[0].split())
 
 
-def card_line(card: Card, *, fits: bool) -> str:
+def card_line(card: Card, *, smaller: bool) -> str:
     """The other card on which the recipe runs as it is."""
     step = "" if card.step_s is None else f", {format_seconds(card.step_s)} a step"
-    head = "a smaller card would do" if fits else "as it is, it runs on a larger card"
+    head = "a smaller card would do" if smaller else "as it is, it runs on a larger card"
     used = f"{format_bytes(card.device_used_bytes)} of {format_bytes(card.capacity_bytes)}"
     return f"{head}: {card.name} ({used}{step})   {card.options}"

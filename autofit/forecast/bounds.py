@@ -78,7 +78,8 @@ class Bounds:
             scales = category in _MADE and phase in _ROLLOUT_PHASES
             return number(after) / number(before) if scales else 1.0
         if name in (keys.completion, keys.length) and isinstance(after, int) and isinstance(before, int):
-            return after / before if category in _MADE else 1.0
+            prompt = self.recipe.longest_prompt_tokens or 0 if name == keys.completion and category != "logits" else 0
+            return (prompt + after) / (prompt + before) if category in _MADE else 1.0
         if name in CHECKPOINTING:
             return 0.0 if phase == "update" and category in ("activations", "temporaries") else 1.0
         if name == ALLOCATOR:

@@ -29,7 +29,7 @@ class Card:
 
 
 def other_card(result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult]) -> Card | None:
-    """The smallest card that runs the recipe of `result` with room to spare: smaller where it fits, larger where not.
+    """The smallest card that runs the recipe of `result` with room: smaller where it fits so now, larger where not.
 
     `probe_on` simulates the recipe on a card (device, capacity). None where no such card is known.
     """
@@ -48,8 +48,8 @@ def other_card(result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Dev
 def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
     """The smallest card with room for as many bytes that computes in bfloat16, if the present one does."""
     own = gpu_spec(result.device.removeprefix("sim:"))
-    fits = result.status is ProbeStatus.FIT
-    need = (result.device_used_bytes if fits else result.least_capacity_bytes) or 0
+    fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
+    need = result.device_used_bytes or result.least_capacity_bytes or 0
     cards = [
         spec for spec in GPU_SPECS.values()
         if (spec.capacity_bytes < capacity_bytes if fits else spec.capacity_bytes > capacity_bytes)

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,8 +80,10 @@ class Estimator:
     def advice(self, result: ProbeResult, *, tell: Tell = lambda _: None) -> Advice:
         """What would make the recipe of `result` fit with room to spare, or where it does, faster; and another card."""
         fits = result.status is ProbeStatus.FIT and not is_tight(result, self.capacity_bytes)
-        found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
-        return replace(found, card=other_card(result, self.capacity_bytes, self._probe_on))
+        with ThreadPoolExecutor(1) as pool:
+            card = pool.submit(other_card, result, self.capacity_bytes, self._probe_on)
+            found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
+            return replace(found, card=card.result())
 
     def _faster(self, result: ProbeResult, tell: Tell) -> Advice:
         trier = Trier(

@@ -1,7 +1,7 @@
 """The settings of a recipe that change its bytes, one at a time and together, as candidates of its space."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -29,7 +29,7 @@ Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ f
 
 def advice_knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
     """The knobs of the trainer's default space, and those that only advice proposes, as their space lacks them."""
-    knobs = space_knobs(recipe)
+    knobs = tuple(k if k.name != QUANTIZATION else _with_an_adapter(k) for k in space_knobs(recipe))
     names = {recipe.other_names.get(k.name, k.name) for k in knobs}
     resolved = recipe.resolved
     capability = gpu_spec(device.removeprefix("sim:")).compute_capability
@@ -49,6 +49,11 @@ def advice_knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
     elif "use_vllm" in resolved:
         more.append(Knob(name="use_vllm", tier="approximate", values=(True, False)))
     return (*knobs, *(knob for knob in more if knob.name not in names))
+
+
+def _with_an_adapter(quantization: Knob) -> Knob:
+    """The knob for recipes without an adapter too: `Levers` pairs it with `use_peft`."""
+    return replace(quantization, needs=tuple(need for need in quantization.needs if need != "lora"))
 
 
 def rank(setting: str) -> int:
@@ -87,19 +92,23 @@ class Levers:
     def strengths(self) -> dict[str, tuple[Value, ...]]:
         """{setting: its values that need less memory than the recipe's own, from the mildest to the strongest}.
 
-        A rollout below the recipe's micro-batch is among them, which needs a smaller micro-batch too. A setting without
-        a value that is valid by itself is left out.
+        Values that need another setting are among them: a rollout below the recipe's micro-batch needs a smaller
+        micro-batch too, and quantised weights an adapter. A setting without a value is left out.
         """
         found = {name: self._less(name) for name in self.own}
-        valid = {name: tuple(v for v in values if self._exists(name, v)) for name, values in found.items()}
-        return {
-            name: values for name, values in sorted(valid.items(), key=lambda e: rank(e[0]))
-            if any(self.candidate({name: v}) for v in values)
-        }  # fmt: skip
+        valid = {name: tuple(v for v in values if self._enabled(name, v)) for name, values in found.items()}
+        return {name: values for name, values in sorted(valid.items(), key=lambda e: rank(e[0])) if values}
 
-    def _exists(self, name: str, value: Value) -> bool:
-        with_smallest = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
-        return any(self.candidate({**more, name: value}) is not None for more in ({}, with_smallest))
+    def _enabled(self, name: str, value: Value) -> dict[str, Value]:
+        """A candidate's settings with this value of `name`, and what it needs of others; {} if there is none."""
+        micro: dict[str, Value] = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
+        adapter: dict[str, Value] = {"use_peft": True} if name == QUANTIZATION and "use_peft" in self.own else {}
+        tries: list[dict[str, Value]] = [{name: value}, {**micro, **adapter, name: value}]
+        return next((at for at in tries if self.candidate(at) is not None), {})
+
+    def tier_of(self, name: str) -> Tier:
+        """The lowest tier that a setting touches at its strongest value."""
+        return self.tier(self._enabled(name, self.strengths[name][-1]))
 
     def _less(self, name: str) -> tuple[Value, ...]:
         own = self.own[name]
@@ -108,6 +117,8 @@ class Levers:
         if name == self.space.keys.group:
             return ()  # it changes no bytes at the same effective batch
         knob, choices = self._listed[name]
+        if name == QUANTIZATION:  # weights of 8 bits take temporaries that may exceed what they save
+            return ("4bit",) if own != "4bit" and "4bit" in choices else ()
         if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
             return tuple(v for v in choices if v != own)
         return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
@@ -140,6 +151,9 @@ class Levers:
         if MICRO in self.own:
             params[keys.micro_batch] = changed_micro
         params |= {name: value for name, value in at.items() if name not in (MICRO, ROLLOUT)}
+        quantised = at.get(QUANTIZATION, "none") != "none"
+        if quantised and not space.recipe.uses_lora and not at.get("use_peft"):
+            return None  # a quantised weight is not trained
         found = space.candidate(params)
         return found if space.violated(found) is None else None
 

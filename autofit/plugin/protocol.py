@@ -44,6 +44,9 @@ class Facts:
     compared: tuple[str, ...] = ()
     longest_prompt_tokens: int | None = None  # for trainers that generate
     longest_sample_tokens: int | None = None  # for those that do not
+    longest_row: int | None = None  # the sample (or prompt) with the most tokens: its row in the dataset, from 0
+    longest_place: int | None = None  # its place in the order of the first epoch, which the seed decides
+    num_samples: int | None = None  # of an epoch
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None

@@ -72,6 +72,7 @@ def prepare(
         tiers=facts.tiers, space=Path(facts.space), name=source.name, world_size=world_size, model=facts.model,
         command=facts.command, trains_on_data=facts.trains_on_data, compared=facts.compared,
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
+        longest_row=facts.longest_row, longest_place=facts.longest_place, num_samples=facts.num_samples,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash, other_names=facts.other_names, notes=facts.notes,

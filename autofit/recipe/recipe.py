@@ -88,6 +88,9 @@ class Recipe:
     compared: tuple[str, ...] = ()  # keys that the trainer's gradient proof trains with
     longest_prompt_tokens: int | None = None
     longest_sample_tokens: int | None = None  # for trainers that do not generate
+    longest_row: int | None = None  # the longest sample's or prompt's row in the dataset, counted from 0
+    longest_place: int | None = None  # its place in the order of the first epoch
+    num_samples: int | None = None  # of an epoch
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None

@@ -1,5 +1,6 @@
 """The changes of a candidate, in words and as options of the command line."""
 
+import json
 import shlex
 from collections.abc import Mapping
 
@@ -41,5 +42,6 @@ def set_options(changes: Mapping[str, object]) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    plain = dict(value) if isinstance(value, Mapping) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value if isinstance(value, list | tuple) else dict(value))  # JSON is YAML
+    return yaml.safe_dump(value, width=10**6).removesuffix("...\n").strip()

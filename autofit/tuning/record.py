@@ -54,6 +54,7 @@ class StudyRecord:
     least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
     relaxed: str = ""  # what a lower tier offers, in words; of the last search
+    outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.advising
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property

@@ -62,7 +62,8 @@ def main() -> None:
         for name, recipe in recipes.items():
             row = split_estimate(recipe, folder / name, PROMPT_TOKENS[name])
             report(content, f"estimate, {name}", row)
-            arguments = ["estimate", str(recipe), "--gpu", CARD, "--json", "--prompt-tokens", str(PROMPT_TOKENS[name])]
+            arguments = ["estimate", str(recipe), "--gpu", CARD, "--json", "--no-advice", "--prompt-tokens",
+                         str(PROMPT_TOKENS[name])]  # fmt: skip
             report(content, f"autofit estimate, {name}", command(arguments, folder))
         os.environ["AUTOFIT_CACHE"] = str(folder / "cache")
         for state in ("cold", "warm"):

@@ -23,7 +23,7 @@ GB = 1e9
 def estimate(name: str, seed: dict[str, Any]) -> dict[str, Any]:
     """What `autofit estimate --json` says, or its one line of error."""
     command = [sys.executable, "-m", "autofit", "estimate", f"{name}.yaml", "--gpu", seed["card"], "--json",
-               "--no-changes", "--prompt-tokens", str(seed["tokens"])]  # fmt: skip
+               "--no-advice", "--prompt-tokens", str(seed["tokens"])]  # fmt: skip
     command += ["--trainer", seed["trainer"]] if "trainer" in seed else []
     command += ["--target-vram", seed["target"]] if "target" in seed else []
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)

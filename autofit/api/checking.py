@@ -1,0 +1,132 @@
+"""`autofit.check`: whether one config runs on a card, in one line; for a test of one's own, and before a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.table import Table
+
+from autofit.api.arguments import named_as_arguments
+from autofit.api.estimating import Asked, estimator
+from autofit.api.events import Event, OnEvent, silent
+from autofit.api.reading import Given
+from autofit.api.tables import Shown
+from autofit.forecast.change import Change
+from autofit.forecast.crash import Crash, crash_of
+from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.hardware.hardware import Device
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.recipe import Recipe
+from autofit.units import format_bytes, format_seconds
+
+Verdict = Literal["fits", "may not fit", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Check(Shown):
+    """Whether a config runs on a card. `str` of it is one line."""
+
+    recipe: Recipe
+    device: Device  # sim: and the card
+    capacity_bytes: int  # what may be used of it
+    result: ProbeResult  # of the simulation
+    crash: Crash | None = None  # where it runs out of memory; None where it fits
+    mend: Change | None = None  # the first change that makes it fit with room to spare; None where none was found
+
+    @property
+    def verdict(self) -> Verdict:
+        """`may not fit`: it does as predicted, with less to spare than the prediction may be off."""
+        if self.result.status is not ProbeStatus.FIT:
+            return "does not fit"
+        return "may not fit" if is_tight(self.result, self.capacity_bytes) else "fits"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with room for the prediction's error."""
+        return self.verdict == "fits"
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit check --json` prints: plain values only."""
+        used = self.result.device_used_bytes or 0
+        return {
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "device": self.device,
+            "capacity_bytes": self.capacity_bytes,
+            "device_used_bytes": self.result.device_used_bytes,
+            "most_used_bytes": most_used_bytes(used, self.device),
+            "least_capacity_bytes": self.result.least_capacity_bytes,
+            "step_s": self.result.median_step_s,
+            "step_s_90": self.result.step_s_interval,
+            "crash": None if self.crash is None else self.crash.to_json(),
+            "change": None if self.mend is None else self.mend.to_json(),
+        }
+
+    def parts(self) -> list[Table | str]:
+        """The line."""
+        return [self.line]
+
+    @property
+    def line(self) -> str:
+        """The verdict, why, and what to change, in one line."""
+        used = self.result.device_used_bytes or 0
+        most = format_bytes(most_used_bytes(used, self.device))
+        of = f"{format_bytes(used)} of {format_bytes(self.capacity_bytes)}"
+        if self.crash is None:
+            return (
+                f"{self.verdict}: {of}, at most {most} if the prediction is as wrong as the worst compared{self._step}"
+            )
+        if self.verdict == "may not fit":
+            head = f"may not fit: {of}, {most} if the prediction is as wrong as the worst compared: {self.crash.where}"
+        else:
+            head = f"does not fit: {self.crash.where}, {format_bytes(self.crash.over_bytes)} over"
+        return f"{head}; {self._mend}"
+
+    @property
+    def _step(self) -> str:
+        step_s, interval = self.result.median_step_s, self.result.step_s_interval
+        if step_s is None:
+            return ""
+        around = "" if interval is None else f" ({format_seconds(interval[0])} to {format_seconds(interval[1])})"
+        return f"; a step takes {format_seconds(step_s)}{around}"
+
+    @property
+    def _mend(self) -> str:
+        if self.mend is None:
+            return "no change that was tried makes it fit"
+        step = "" if self.mend.step_s is None else f", {format_seconds(self.mend.step_s)} a step"
+        settings = self.mend.options.replace("--set ", "")
+        return f"set {settings} ({self.mend.tier}): {format_bytes(self.mend.device_used_bytes)}{step}"
+
+
+def check(
+    recipe: Given | None = None, *,
+    gpu: str | None = None,
+    target_vram: str | float | None = None,
+    trainer: str | None = None,
+    changes: Mapping[str, object] | None = None,
+    prompt_tokens: int | None = None,
+    deadline: str | float = "15m",
+    on_event: OnEvent | None = None,
+) -> Check:  # fmt: skip
+    """Whether one config runs on a card with room for the prediction's error; if not, where it stops, and a change.
+
+    The arguments are those of `autofit.estimate`. Only if it does not fit are changes simulated, until the first one
+    that makes it fit. Where the dataset is read, the longest sample is named, and the step that trains on it.
+
+    Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
+    """
+    tell = on_event or silent
+    asked = Asked(
+        recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
+        deadline=deadline,
+    )  # fmt: skip
+    with named_as_arguments(), estimator(asked, tell) as made:
+        result = made.estimate()
+        fits = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
+        mends = () if fits else made.mends(result, tell=lambda text: tell(Event(text=text)), wanted=1).changes
+        return Check(
+            recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
+            crash=None if fits else crash_of(result, made.recipe, made.capacity_bytes),
+            mend=mends[0] if mends else None,
+        )  # fmt: skip

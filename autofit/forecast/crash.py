@@ -1,0 +1,67 @@
+"""Where a run that does not fit stops: the phase, the sample and the step."""
+
+from dataclasses import asdict, dataclass
+
+from autofit.fakegpu.specs import gpu_spec
+from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, UPDATE, WAKE_UP
+from autofit.probing.result import ProbeResult
+from autofit.recipe.recipe import Recipe
+
+_IN_ORDER = (LOAD, WAKE_UP, ROLLOUT, SCORING, UPDATE, OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash:
+    """The first phase whose bytes exceed the card, with the longest sample; None is "not known"."""
+
+    phase: str
+    over_bytes: int  # 0 where only the prediction's error may exceed the card
+    sample: int | None = None  # its row in the dataset, counted from 0
+    step: int | None = None  # the optimizer step that trains on it, counted from 1: an earlier one may stop too
+    tokens: int | None = None  # of the sample, or of the prompt where the trainer generates
+
+    @property
+    def where(self) -> str:
+        """`update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest)`."""
+        if self.phase == LOAD:
+            return "load, before the first step"
+        if self.phase == OPTIMIZER:
+            return "optimizer, at the first step"
+        longest = [] if self.sample is None else ["the longest"]
+        longest += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
+        facts = [", ".join(longest)] if longest else []
+        facts += [] if self.step is None else [f"step {self.step:,} at the latest"]
+        about = f" ({'; '.join(facts)})" if facts else ""
+        return f"{self.phase} of {'the longest sample' if self.sample is None else f'sample {self.sample:,}'}{about}"
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
+    """Where the recipe of `result` runs out of memory on a card of `capacity_bytes`, with its longest sample."""
+    context = gpu_spec(result.device.removeprefix("sim:")).context_bytes
+    peaks = {p.name: p.peak_allocated_bytes + context for p in result.phases}
+    over = [name for name in _IN_ORDER if peaks.get(name, 0) > capacity_bytes]
+    phase = over[0] if over else max(peaks, key=lambda name: peaks[name], default=result.oom_phase or UPDATE)
+    return Crash(
+        phase=phase, over_bytes=max(0, (result.least_capacity_bytes or 0) - capacity_bytes), sample=recipe.longest_row,
+        step=step_of_longest(recipe),
+        tokens=recipe.longest_prompt_tokens if recipe.generates else recipe.longest_sample_tokens,
+    )  # fmt: skip
+
+
+def step_of_longest(recipe: Recipe) -> int | None:
+    """The optimizer step of the first epoch, counted from 1, that trains on the longest sample; None: not known."""
+    place, count = recipe.longest_place, recipe.num_samples
+    if place is None or count is None:
+        return None
+    if not recipe.generates:
+        return place // recipe.effective_batch_size + 1
+    prompts = recipe.generation_batch_size // recipe.num_generations
+    rollout = place // prompts
+    if rollout >= count // prompts:
+        return None  # TRL leaves out the last prompts of an epoch that fill no rollout
+    passes = recipe.resolved.get(recipe.keys.reuse or "", 1)
+    micro_steps = recipe.steps_per_generation * (passes if isinstance(passes, int) else 1)
+    return rollout * micro_steps // recipe.grad_accum_steps + 1

@@ -1,0 +1,116 @@
+"""What is told beside an answer: faster changes, what lies outside a search's tier, and another card."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from recipes import grpo_recipe
+
+from autofit.api.advising import Outside, outside_lines, outside_of
+from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast.cards import other_card
+from autofit.forecast.change import Change, Trier
+from autofit.forecast.faster import faster_changes
+from autofit.forecast.levers import Levers
+from autofit.hardware.hardware import Device
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.keys import Tier
+from autofit.recipe.recipe import merge
+from autofit.space.describe import set_options
+from autofit.tuning.frontier import Trial
+
+Values = Mapping[str, object]
+GB = 10**9
+
+
+def run(values: Values) -> ProbeResult:
+    """A law: bfloat16 halves bytes and seconds, a larger rollout is faster, vLLM crashes, no checkpoints: +30 GB."""
+    half = 2 if values.get("dtype") == "bfloat16" else 1
+    chunk = cast(int, values["steps_per_generation"])
+    used = (16 // half + chunk + (0 if values.get("gradient_checkpointing", True) else 30)) * GB
+    step_s = 8.0 / half / chunk + (1.0 if values.get("gradient_checkpointing", True) else 0.7)
+    found = ProbeResult(
+        status=ProbeStatus.FIT, device="sim:h100", device_used_bytes=used, least_capacity_bytes=used,
+        step_s=(step_s,), rollout_s=(step_s - 1.0,),
+        categories={"update": {"weights": used // 2}, "rollout": {"weights": used // 2, "KV cache": chunk * GB}},
+    )  # fmt: skip
+    failed = replace(found, status=ProbeStatus.FAILED, reason="ImportError: no vllm (during load; see p.log)")
+    return failed if values.get("use_vllm") else found
+
+
+def faster(*, below: Tier | None = None, most: int = 9) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+    own: dict[str, object] = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 1, "dtype": None,
+        "use_vllm": False, "gradient_checkpointing": True, "generation_batch_size": 4,
+    }  # fmt: skip
+    recipe = grpo_recipe(**own)
+    trier = Trier(recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, probe=run, tell=lambda _: None)
+    return faster_changes(
+        Levers.of(recipe, "sim:h100"), trier, run(merge(recipe.values, {})), below=below, most=most, workers=1
+    )
+
+
+def test_a_config_that_fits_is_told_what_makes_it_faster_neutral_changes_first() -> None:
+    """Without checkpoints it would not leave room, and vLLM cannot be tried: neither is called slow or too large."""
+    found, untried = faster()
+    assert [change.tier for change in found] == ["neutral", "approximate"]
+    assert found[0].changes == {"steps_per_generation": 4}
+    assert found[1].changes == {"dtype": "bfloat16"}
+    assert [change.changes for change in untried] == [{"use_vllm": True}]
+
+
+def test_beside_a_search_only_lower_tiers_are_told() -> None:
+    found, _ = faster(below="neutral")
+    assert [change.changes for change in found] == [{"dtype": "bfloat16"}]
+    assert faster(below="approximate") == ((), ())
+
+
+def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
+    change = Outside.of(faster(below="neutral")[0][0], step_s=9.0)
+    (head, line) = outside_lines([change], {"dtype": None}, "neutral", fits=True)
+    assert "--allow approximate or --allow recipe" in head
+    assert line == "  dtype None -> bfloat16 (approximate): 5.00 s a step, 9.00 GB, 1.80x   --set dtype=bfloat16"
+    assert outside_lines([], {}, "neutral", fits=True) == []
+
+
+def test_what_a_study_keeps_belongs_to_its_winner_and_tier() -> None:
+    change = Outside.of(faster(below="neutral")[0][0], step_s=9.0)
+    kept = {"trial": 3, "allow": "neutral", "changes": [{name: getattr(change, name) for name in Outside.__slots__}]}
+    best = Trial(number=3, tier="neutral", params={}, changes={})
+    assert outside_of(kept, best, "neutral") == (change,)
+    assert outside_of(kept, best, "approximate") == ()
+    assert outside_of(kept, None, "neutral") == ()
+
+
+def test_the_smallest_card_with_room_is_named_only_after_it_was_simulated() -> None:
+    asked: list[Device] = []
+
+    def on(device: Device, capacity: int, used: int) -> ProbeResult:
+        asked.append(device)
+        status = ProbeStatus.FIT if used <= capacity else ProbeStatus.OOM
+        return ProbeResult(status=status, device=device, device_used_bytes=used, least_capacity_bytes=used)
+
+    base = on("sim:a100-80gb", 84 * GB, 20 * GB)
+    asked.clear()
+    card = other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 20 * GB))
+    assert card is not None
+    assert asked == [f"sim:{card.name}"]
+    assert gpu_spec(card.name).capacity_bytes < 26 * GB
+    assert card.options == f"--gpu {card.name}"
+    assert other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 60 * GB)) is None
+    over = on("sim:a100-40gb", 42 * GB, 50 * GB)
+    larger = other_card(over, 42 * GB, lambda device, capacity: on(device, capacity, 50 * GB))
+    assert larger is not None
+    assert larger.capacity_bytes > 53 * GB
+
+
+def test_the_options_are_what_a_shell_and_yaml_read_back() -> None:
+    import shlex
+
+    from autofit.commands.common import settings
+
+    changes = {"dtype": "bfloat16", "generation_batch_size": None, "gradient_checkpointing": True, "note": "a: b'c",
+               "env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}  # fmt: skip
+    words = shlex.split(set_options(changes))
+    assert words[::2] == ["--set"] * len(changes)
+    assert settings(words[1::2]) == changes

@@ -1,0 +1,129 @@
+"""Whether a config fits, in one line: the verdict with the prediction's error, the sample and the step that stop it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from recipes import grpo_recipe, inspect
+from trl import SFTTrainer
+
+from autofit.api.checking import Check
+from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast.change import Change
+from autofit.forecast.crash import crash_of, step_of_longest
+from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
+from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.recipe.recipe import read_yaml_mapping
+from autofit.trainers.common import real
+from autofit.trainers.sft import TRAINER as SFT
+
+CARD = gpu_spec("a10g")
+GB = 10**9
+
+
+def result(used_bytes: int, *, update_bytes: int | None = None) -> ProbeResult:
+    """A simulated run that peaks in the update."""
+    fits = used_bytes <= CARD.capacity_bytes
+    peaks = {"load": 2 * GB, "rollout": 3 * GB, "update": update_bytes or used_bytes - CARD.context_bytes}
+    return ProbeResult(
+        status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device="sim:a10g", device_used_bytes=used_bytes,
+        least_capacity_bytes=used_bytes, step_s=(3.0,),
+        phases=tuple(PhasePeak(name=n, peak_allocated_bytes=b, peak_reserved_bytes=b, device_used_bytes=b)
+                     for n, b in peaks.items()),
+    )  # fmt: skip
+
+
+def check(found: ProbeResult, mend: Change | None = None) -> Check:
+    recipe = replace(grpo_recipe(), longest_row=4812, longest_place=1201, num_samples=9000, longest_prompt_tokens=1950)
+    stops = crash_of(found, recipe, CARD.capacity_bytes) if found.device_used_bytes != 10 * GB else None
+    return Check(
+        recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, mend=mend
+    )
+
+
+def test_the_line_names_the_phase_the_sample_the_step_and_the_change() -> None:
+    """4 x 4 completions in groups of 4 are 4 prompts a step, and place 1,201 is in step 301."""
+    mend = Change(
+        changes={"gradient_checkpointing": True}, given={"gradient_checkpointing": True}, tier="neutral", settings=1,
+        device_used_bytes=18 * GB + 2 * GB // 10, least_capacity_bytes=18 * GB, step_s=4.0, fits=True,
+    )  # fmt: skip
+    found = check(result(CARD.capacity_bytes + 13 * GB // 10), mend)
+    assert (found.verdict, found.fits) == ("does not fit", False)
+    assert found.line == (
+        "does not fit: update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest), 1.30 GB over; "
+        "set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"
+    )
+    kept = found.to_dict()
+    assert kept["crash"] == {
+        "phase": "update",
+        "over_bytes": 13 * GB // 10,
+        "sample": 4812,
+        "step": 301,
+        "tokens": 1950,
+    }
+    assert json.loads(json.dumps(kept))["change"]["options"] == "--set gradient_checkpointing=true"
+
+
+def test_a_fit_with_less_to_spare_than_the_error_may_not_fit() -> None:
+    assert check(result(10 * GB)).line.startswith("fits: 10.00 GB of 23.68 GB, at most 10.6")
+    edge = check(result(CARD.capacity_bytes * 97 // 100))
+    assert (edge.verdict, edge.fits) == ("may not fit", False)
+    assert "update of sample 4,812" in edge.line
+    assert check(result(CARD.capacity_bytes * 94 // 100)).verdict == "may not fit"
+
+
+def test_the_margin_is_the_error_of_the_worst_compared_peak() -> None:
+    roomy = roomy_bytes(CARD.capacity_bytes, "sim:a10g")
+    assert abs(most_used_bytes(roomy, "sim:a10g") - CARD.capacity_bytes) <= 1
+    assert not is_tight(result(roomy), CARD.capacity_bytes)
+    assert is_tight(result(roomy + 10), CARD.capacity_bytes)
+    assert not is_tight(result(CARD.capacity_bytes + 1), CARD.capacity_bytes)
+
+
+def test_what_no_sample_decides_is_said_without_one() -> None:
+    load = replace(result(30 * GB), phases=(PhasePeak(name="load", peak_allocated_bytes=30 * GB, peak_reserved_bytes=0,
+                                                      device_used_bytes=0),))  # fmt: skip
+    assert "load, before the first step" in check(load).line
+    assert "no change that was tried makes it fit" in check(load).line
+
+
+def test_the_step_follows_the_rollouts() -> None:
+    recipe = replace(grpo_recipe(), longest_place=7, num_samples=24)
+    assert step_of_longest(recipe) == 2  # 4 prompts a rollout, one rollout a step
+    twice = replace(recipe, resolved={**recipe.resolved, "num_iterations": 2})
+    assert step_of_longest(twice) == 3  # each rollout serves two steps
+    assert step_of_longest(replace(recipe, num_samples=7)) is None  # the epoch's last rollout would not be full
+    assert step_of_longest(replace(recipe, longest_place=None)) is None
+
+
+def test_the_place_of_the_longest_sample_is_where_the_trainer_trains_on_it(tmp_path: Path) -> None:
+    path = tiny.write_offline_recipe("sft", tmp_path, tiny.write_model(tmp_path / "model"), use_peft=None, lora_r=None)
+    values = read_yaml_mapping(path, what="recipe")
+    told = inspect("sft", values, "cpu", tmp_path / "worst.json")
+    config = SFT.parse(values, overrides={"use_cpu": True})
+    trainer = real(SFTTrainer, config)
+    trainer.create_optimizer_and_scheduler(4)
+    torch.manual_seed(config.training.seed)
+    lengths = [int(mask.sum()) for batch in trainer.get_train_dataloader() for mask in batch["attention_mask"]]
+    assert lengths[int(str(told["longest_place"]))] == max(lengths) == told["longest_sample_tokens"]
+    assert told["num_samples"] == len(lengths) == 24
+    assert told["longest_row"] == 6
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_an_exit_code_for_a_users_tests(tiny_recipe: Path) -> None:
+    command = [sys.executable, "-m", "autofit", "check", "run.yaml", "--gpu", "a10g"]
+    done = subprocess.run([*command, "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "fits"
+    command += ["--target-vram", "430MB"]
+    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("does not fit: ")
+    assert "of sample 6 (the longest, 7 tokens; step" in done.stdout
