@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import yaml
+from engines.__main__ import rows, tokens_per_s
 from recipes import inspect
 
 from autofit.fakegpu import fake_gpu
@@ -23,7 +24,6 @@ from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.recipe.catalogue import architecture, names
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
-from experiments.engines.__main__ import rows, tokens_per_s
 
 ENGINE = VllmEngine(
     spec=gpu_spec("a100-80gb"), costs=HostCosts(), weights_bytes=8_044_936_192, utilization=0.3, longest=40_960,

@@ -12,9 +12,7 @@ each candidate, whose share of the card and number of sequences differ.
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -25,13 +23,12 @@ import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
-from autofit.fakegpu.depth.stack import full_config, layer_prints, stack_of
+from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
-_LAYER = re.compile(r"^(?!.*vis).*\b(?:layers|h)\.(\d+)\.")  # not those of a vision tower, which keeps its layers
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its schedule is played with the kernels that were measured on the card, its profiling run, CUDA "
@@ -66,7 +63,7 @@ class FakeEngine:
     def __init__(self, gpu: FakeGpu, model: torch.nn.Module, law: VllmEngine) -> None:
         self._gpu = gpu
         self.law = law
-        self._stands_for = _stands_for(model)
+        self._standing = stands_for(_text_config(model))
         self._vocab = int(getattr(full_config(_text_config(model)), "vocab_size", 3))
         self._held: dict[str, int] = {}
         self.group = 1  # completions of one prompt in a row
@@ -142,7 +139,7 @@ class FakeEngine:
         bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
-            seconds = _repeats(name, self._stands_for) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
+            seconds = repeats(name, self._standing) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
             self.law = replace(self.law, sync_s=self.law.sync_s + seconds)
             self._pass(seconds)
 
@@ -227,32 +224,14 @@ def weights_bytes(model: torch.nn.Module) -> int:
 
     All layers of the full model count, even if the model was built with fewer (`stack.shrink`).
     """
-    stands_for = _stands_for(model)
+    standing = stands_for(_text_config(model))
     seen: dict[int, float] = {}
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             packed = not parameter.dtype.is_floating_point
             nbytes = parameter.numel() * (parameter.element_size() if packed else 2)
-            seen[id(parameter)] = nbytes * _repeats(name, stands_for)
+            seen[id(parameter)] = nbytes * repeats(name, standing)
     return round(sum(seen.values()))
-
-
-def _stands_for(model: torch.nn.Module) -> dict[int, float]:
-    """Number of the full model's layers that each layer of a model with fewer stands for; {} if it has all."""
-    config = _text_config(model)
-    stack = stack_of(config)
-    if stack is None:
-        return {}
-    prints = layer_prints(full_config(config))
-    kept = [prints[number] for number in stack.kept]
-    full, few = Counter(prints), Counter(kept)
-    return {place: full[mine] / few[mine] for place, mine in enumerate(kept)}
-
-
-def _repeats(name: str, stands_for: Mapping[int, float]) -> float:
-    """Number of the full model's parameters that the parameter of this name represents."""
-    layer = _LAYER.search(name)
-    return 1.0 if layer is None else stands_for.get(int(layer[1]), 1.0)
 
 
 def _law(
