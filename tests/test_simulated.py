@@ -115,13 +115,14 @@ def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     assert found.status is ProbeStatus.FIT, found.reason
     assert "traced again" not in (tmp_path / "p" / "probe.log").read_text()
     held = {phase: categories.get("vLLM", 0) for phase, categories in found.categories.items()}
-    assert held["update"] == 0
     if mode == "server":
         assert set(held.values()) == {0}
     else:
         share = 0.3 * gpu_spec("a100-40gb").capacity_bytes
         assert held["rollout"] == pytest.approx(share, rel=1e-3)
-        assert 2 * 12 * 32 * (2 * 32 + 2 * 16 + 3 * 64) < held["wake-up"] < share / 100  # bf16 weights of all layers
+        assert 0 < held["update"] < share / 40  # CUDA graphs and what is not torch's, while it sleeps
+        weights = held["wake-up"] - held["update"]
+        assert 2 * 12 * 32 * (2 * 32 + 2 * 16 + 3 * 64) < weights < share / 100  # bfloat16, of all layers
     assert found.rollout_s[0] > 0
 
 

@@ -44,14 +44,19 @@ class Rollout:
 
     def seconds(self, traced: VllmEngine) -> float:
         """Seconds of one generation, with synchronisation and sleep."""
-        return _generation_s(self.engine(traced), self) + traced.sync_s
+        engine = self.engine(traced)
+        prompts = (self.prompt,) * (self.completions * engine.ranks)
+        blocks = engine.usable_blocks(prompts, self.tokens)
+        alike = replace(engine, utilization=1.0, longest=1, weights_bytes=0, sync_s=0.0, sleeps=False)
+        generation_s = _generation_s(alike, prompts, self.tokens, self.group, blocks)
+        return traced.sync_s + engine.switch_s + generation_s
 
 
 @lru_cache(maxsize=4096)
-def _generation_s(engine: VllmEngine, rollout: Rollout) -> float:
-    count = rollout.completions * engine.ranks
-    group = rollout.group if rollout.group and count % rollout.group == 0 else 1
-    return engine.switch_s + engine.generation_s([rollout.prompt] * count, rollout.tokens, group=group)
+def _generation_s(engine: VllmEngine, prompts: tuple[int, ...], tokens: int, group: int, blocks: int) -> float:
+    """Seconds of one generation. Shares of the card that have room for all sequences have one answer."""
+    whole = group if group and len(prompts) % group == 0 else 1
+    return engine.generation_s(prompts, tokens, group=whole, blocks=blocks)
 
 
 def held_bytes(engine: VllmEngine, phase: str) -> int:

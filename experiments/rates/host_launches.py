@@ -32,6 +32,8 @@ class Counter:
 
     def decode_end(self) -> None: ...
 
+    def engine(self, law: object) -> None: ...
+
 
 def main() -> None:
     warnings.simplefilter("ignore")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from autofit.fakegpu import FakeGpu, FakeGpuError, fake_gpu
+from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.kernel_log import KernelLog
+from autofit.fakegpu.patches.vllm import weights_bytes
 
 from .tiny_trainers import Case, build_model, tokenizer
 
@@ -110,6 +114,20 @@ def test_a_server_takes_nothing_of_this_card_and_its_seconds_count(tmp_path: Pat
     assert short.peak_allocated_bytes < GIB
     assert long.elapsed_s > short.elapsed_s
     assert any("vLLM's server was not run" in note for note in short.notes)
+
+
+def test_weights_of_all_layers_count_however_few_are_traced() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4, vocab_size=99
+    )
+    with torch.device("meta"):
+        whole = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        for units in (0, 1, 2):
+            few = deepcopy(config)
+            shrink(few, traced_units=units)
+            model = AutoModelForCausalLM.from_config(few)
+            assert len(model.model.layers) < 6
+            assert weights_bytes(model) == 2 * whole
 
 
 def test_continuous_batching_takes_its_share_of_what_is_left_and_ends_with_a_model_in_bfloat16(tmp_path: Path) -> None:

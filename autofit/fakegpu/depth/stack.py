@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
@@ -238,3 +240,23 @@ def full_config(config: Any) -> Any:
     """The text config before shrinking."""
     plan = getattr(config, _PLAN, None)
     return config if plan is None else _FULL_CONFIGS[plan["full"]]
+
+
+_LAYER = re.compile(r"^(?!.*vis).*\b(?:layers|h)\.(\d+)\.")  # not those of a vision tower, which keeps its layers
+
+
+def stands_for(config: Any) -> dict[int, float]:
+    """Number of the full model's layers that each layer of a shrunken config's model stands for; {} if it has all."""
+    stack = stack_of(config)
+    if stack is None:
+        return {}
+    prints = layer_prints(full_config(config))
+    kept = [prints[number] for number in stack.kept]
+    full, few = Counter(prints), Counter(kept)
+    return {place: full[mine] / few[mine] for place, mine in enumerate(kept)}
+
+
+def repeats(name: str, standing: Mapping[int, float]) -> float:
+    """Number of the full model's parameters that the parameter of this name represents."""
+    layer = _LAYER.search(name)
+    return 1.0 if layer is None else standing.get(int(layer[1]), 1.0)

@@ -100,7 +100,7 @@ class VllmEngine:
     @property
     def activation_bytes(self) -> int:
         """The peak of the profiling run: a full step of the longest layer, or the sampler of all sequences."""
-        decoder, tokens = self.decoder, min(self.batched_tokens, max(self.longest, 1))
+        decoder, tokens = self.decoder, self.batched_tokens
         width = max(decoder.intermediate * max(1, decoder.experts_per_token), decoder.dense_intermediate)
         layer = tokens * ITEM * (3 * decoder.hidden + 3 * width // self.ranks)
         sampler = min(self.most_sequences, self.batched_tokens) * decoder.vocab * _SAMPLER_BYTES
@@ -161,11 +161,19 @@ class VllmEngine:
     def wake_s(self, nbytes: int) -> float:
         return _WAKE_S_PER_GIB * nbytes / 2**30
 
-    def generation_s(self, prompts: Sequence[int], tokens: int, *, group: int = 1) -> float:
-        """Seconds of `tokens` tokens after each of `prompts` (lengths), of which `group` in a row are equal."""
+    def usable_blocks(self, prompts: Sequence[int], tokens: int) -> int:
+        """Blocks of the cache that such a generation can use; at least those of one sequence."""
+        each = -(-(max(prompts) + tokens) // BLOCK_TOKENS)
+        return max(each, min(self.blocks, each * len(prompts)))
+
+    def generation_s(self, prompts: Sequence[int], tokens: int, *, group: int = 1, blocks: int | None = None) -> float:
+        """Seconds of `tokens` tokens after each of `prompts` (lengths), of which `group` in a row are equal.
+
+        `blocks` replaces the cache's own.
+        """
         scheduler = Scheduler(
             budget=self.batched_tokens, most_sequences=self.most_sequences,
-            blocks=max(self.blocks, -(-(max(prompts) + tokens) // BLOCK_TOKENS)), block=BLOCK_TOKENS,
+            blocks=blocks or self.usable_blocks(prompts, tokens), block=BLOCK_TOKENS,
             shares_prompts=self.shares_prompts,
         )  # fmt: skip
         stretches, _ = scheduler.play(list(prompts), tokens, group=group)

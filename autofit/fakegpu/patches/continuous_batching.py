@@ -17,7 +17,7 @@ import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
-from autofit.fakegpu.depth.stack import full_config, stack_of, text_config
+from autofit.fakegpu.depth.stack import full_config, repeats, stack_of, stands_for, text_config
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.decoder import Decoder
 
@@ -73,7 +73,7 @@ def _play(gpu: FakeGpu, model: Any, prompts: list[int], tokens: int, share: floa
             _step(model, len(prompts))
         clock.log.decode_end()
         return
-    held = float(memory.allocator.reserved_bytes)
+    held = memory.allocator.reserved_bytes + _missing_bytes(model)
     if not law.waves(prompts, tokens, held):
         raise torch.OutOfMemoryError(
             f"continuous batching has {float(law.cache_bytes(held)):.0f} bytes for its cache "
@@ -101,6 +101,13 @@ def _step(model: Any, sequences: int) -> None:
     logits = model(input_ids=ids, position_ids=places, use_cache=False).logits.float()
     probabilities = torch.nn.functional.softmax(logits[0], dim=-1)
     torch.multinomial(probabilities, num_samples=1).squeeze(-1).cpu()
+
+
+def _missing_bytes(model: Any) -> float:
+    """Bytes of the weights of the layers that a model with fewer does not have."""
+    standing = stands_for(text_config(model.config))
+    parameters = model.named_parameters()
+    return float(sum(p.numel() * p.element_size() * (repeats(name, standing) - 1) for name, p in parameters))
 
 
 def _whole_depth(gpu: FakeGpu, model: Any, seconds: float, stretch: int) -> float:

@@ -12,7 +12,6 @@ each candidate, whose share of the card and number of sequences differ.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,13 +23,12 @@ import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
-from autofit.fakegpu.depth.stack import Stack, full_config, stack_of
+from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
-_LAYER = re.compile(r"layers\.(\d+)\.")
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its schedule is played with the kernels that were measured on the card, its profiling run, CUDA "
@@ -65,7 +63,7 @@ class FakeEngine:
     def __init__(self, gpu: FakeGpu, model: torch.nn.Module, law: VllmEngine) -> None:
         self._gpu = gpu
         self.law = law
-        self._stack = stack_of(_text_config(model))
+        self._standing = stands_for(_text_config(model))
         self._vocab = int(getattr(full_config(_text_config(model)), "vocab_size", 3))
         self._held: dict[str, int] = {}
         self.group = 1  # completions of one prompt in a row
@@ -141,7 +139,7 @@ class FakeEngine:
         bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
-            seconds = _repeats(name, self._stack) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
+            seconds = repeats(name, self._standing) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
             self.law = replace(self.law, sync_s=self.law.sync_s + seconds)
             self._pass(seconds)
 
@@ -221,18 +219,18 @@ def _text_config(model: torch.nn.Module) -> object:
     return cast("object", getattr(config, "get_text_config", lambda: config)())
 
 
-def _weights_bytes(model: torch.nn.Module) -> int:
+def weights_bytes(model: torch.nn.Module) -> int:
     """vLLM's copy of the base model: 2 bytes per weight (dtype "auto" turns fp32 to half), packed weights unchanged.
 
     All layers of the full model count, even if the model was built with fewer (`stack.shrink`).
     """
-    stack = stack_of(_text_config(model))
+    standing = stands_for(_text_config(model))
     seen: dict[int, float] = {}
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             packed = not parameter.dtype.is_floating_point
             nbytes = parameter.numel() * (parameter.element_size() if packed else 2)
-            seen[id(parameter)] = nbytes * _repeats(name, stack)
+            seen[id(parameter)] = nbytes * repeats(name, standing)
     return round(sum(seen.values()))
 
 
@@ -250,7 +248,7 @@ def _law(
 ) -> VllmEngine:
     """The engine that vLLM would build of `model`: its weights in half precision, without adapters."""
     config = full_config(_text_config(model))
-    nbytes = _weights_bytes(model)
+    nbytes = weights_bytes(model)
     packed = any(not p.dtype.is_floating_point for p in model.parameters())
     return VllmEngine(
         spec=gpu.spec, costs=gpu.clock.costs, decoder=replace(Decoder.of(config), weight_bytes=0.53 if packed else 2.0),
@@ -259,12 +257,6 @@ def _law(
         most_sequences=max_num_seqs or 256, ranks=tensor_parallel_size, batched_tokens=batched_tokens,
         sleeps=enable_sleep_mode, remote=remote,
     )  # fmt: skip
-
-
-def _repeats(name: str, stack: Stack | None) -> float:
-    """Number of the full model's parameters that the parameter of this name represents."""
-    layer = _LAYER.search(name)
-    return 1.0 if stack is None or layer is None or stack.unit(int(layer[1])) is None else stack.growth
 
 
 def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
