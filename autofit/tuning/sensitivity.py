@@ -59,7 +59,7 @@ def neighbours(space: Space, candidate: Candidate) -> Iterator[tuple[str, Direct
         for direction, further in ways:
             tries = (c for value in further for c in _with(space, candidate, knob.name, value))
             found = next((c for c in tries if space.violated(c) is None), None)
-            if found is not None:
+            if found is not None and found.values[place] != candidate.values[place]:  # it may be without effect here
                 yield knob.name, direction, found
 
 
