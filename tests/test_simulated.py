@@ -15,6 +15,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.simulated import layers_alike
 from autofit.recipe.recipe import TrainerName
 
 
@@ -143,7 +144,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
-        "host_costs", "step_s_90",
+        "host_costs", "notes", "step_s_90",
     }  # fmt: skip
     assert found["fits"]
     assert found["step_s_90"][0] < found["step_s"] < found["step_s_90"][1] < 10 * found["step_s"]
@@ -190,3 +191,16 @@ def test_a_card_is_named_or_refused() -> None:
             choose_device(device, gpu)
     with pytest.raises(ConfigError, match="at most the card's memory"):
         choose_target(80 * 10**9, "sim:a100-40gb")
+
+
+@pytest.mark.parametrize(
+    ("values", "layers"),
+    [
+        ({}, 1),
+        ({"activation_checkpointing_kwargs": {"every_n_layers": 3}}, 3),
+        ({"gradient_checkpointing_kwargs": '{"every_n_layers": 2, "offload": true}'}, 2),
+        ({"activation_checkpointing_kwargs": {"use_reentrant": False}}, 1),
+    ],
+)
+def test_layers_are_alike_in_the_pattern_of_checkpointing(values: dict[str, object], layers: int) -> None:
+    assert layers_alike(values) == layers

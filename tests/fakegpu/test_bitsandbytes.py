@@ -41,6 +41,23 @@ def test_optimizer_states_have_their_size(name: str, mebibytes: float) -> None:
         assert (torch.cuda.memory_allocated() - before) / MIB == pytest.approx(mebibytes, abs=0.05)
 
 
+def test_paged_states_take_their_way_to_the_card_and_back_at_each_step() -> None:
+    seconds = {}
+    with fake_gpu("a100-40gb") as gpu:
+        for name in ("AdamW8bit", "PagedAdamW8bit"):
+            weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+            optimizer = getattr(bnb.optim, name)([weight])
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            before = gpu.elapsed_s
+            optimizer.step()
+            seconds[name] = gpu.elapsed_s - before
+    states = 2 * 4096 * 4096  # a byte for each element of two moments
+    link_s = 2 * states / gpu.spec.host_link_bytes_per_s
+    assert seconds["PagedAdamW8bit"] - seconds["AdamW8bit"] == pytest.approx(link_s, rel=0.1)
+    assert any("paged optimizer states" in note for note in gpu.notes)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_model_trains_with_lora(bits: int, tmp_path: Path) -> None:
     from autofit.fakegpu.patches.bitsandbytes import quantize_model

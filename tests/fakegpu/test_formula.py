@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 from recipes import inspect
-from tiny import write_model, write_recipe
+from tiny import write_model, write_offline_recipe, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
 from autofit.forecast.worker import Point, Structure
-from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
+from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS
 
 pytestmark = pytest.mark.slow
 GRPO_SPACE = {"B": (1, 64), "G": (1, 256), "C": (8, 200), "r": (2, 32)}
@@ -65,3 +65,41 @@ def test_seconds_grow_with_what_is_computed(model: MassModel) -> None:
     seconds = model.seconds(many, 5, many["C"])
     assert seconds["decode"][1] == pytest.approx(4 * seconds["decode"][0], rel=0.05)  # bound by launches: four times
     assert seconds["update"][2] >= seconds["update"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "over"),
+    [
+        ({"activation_offloading": True, "activation_checkpointing": False}, 0.005),  # which wait to leave may differ
+        (
+            {
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs": {"every_n_layers": 3, "offload": True},
+            },
+            0.0,
+        ),
+    ],
+    ids=["offloading", "every-n-layers"],
+)
+def test_what_moves_to_the_host_or_differs_by_layer_is_evaluated_as_traced(
+    changes: dict[str, object], over: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_offline_recipe("sft", tmp_path, write_model(tmp_path / "model", layers=13), max_length=300, **changes)
+    worst_case = tmp_path / "worst_case.json"
+    answer = inspect("sft", yaml.safe_load(path.read_text()), "sim:a100-80gb", worst_case, prompt_tokens=200)
+    structure = Structure(
+        trainer="sft", keys=SAMPLES, tile_tokens=TILE_TOKENS, values=dict(answer["values"]),  # type: ignore[call-overload]
+        device="sim:a100-80gb", worst_case=str(worst_case), large=False, reused=False, varies_rank=True,
+        ranges={"B": (1, 16), "r": (2, 32)}, hold_out={"B": 5, "accumulation": 3, "chunk": 1, "r": 5},
+    )  # fmt: skip
+    stack = structure.stack
+    assert stack is not None
+    assert stack.period == (3 if "activation_checkpointing_kwargs" in changes else 1)
+    model, mismatch = structure.model()
+    assert mismatch < 5e-4
+    point = Point(micro_batch=7, completion=0, rank=9, accumulation=2, chunk=1)
+    traced = structure.recording.trace(point).peaks
+    told = model.peaks({"B": np.array([7.0]), "r": np.array([9.0])}, 13)
+    for phase, peak in traced.items():
+        assert peak <= round(float(told[phase][0])) <= peak * (1 + over)

@@ -35,7 +35,8 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, two, three = self.up(self.norm(x)).chunk(3, dim=-1)
         mixed = one.t() @ (two * three.sigmoid()) / ROWS
-        return x + self.down(x @ mixed) * torch.ones(1, device=x.device).expand_as(x)
+        scale: torch.Tensor = torch.ones(1, device=x.device).expand_as(x)
+        return torch.add(x, self.down(x @ mixed) * scale)
 
 
 def kept_and_moved(hooks: OffloadActivations) -> list[tuple[tuple[int, ...], str, bool]]:

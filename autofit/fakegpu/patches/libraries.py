@@ -59,7 +59,7 @@ def not_compiled(gpu: FakeGpu) -> Callable[..., object]:
         if model is None:
             return lambda function: compile_(function, *args, **kwargs)
         if isinstance(model, torch.nn.Module) or not callable(model):
-            gpu.note("torch.compile was asked for and not simulated: the model ran eagerly")
+            gpu.note("torch.compile was asked for and not simulated: the model ran eagerly, mostly an upper bound")
             return model
         function, compiled = model, cast("list[Callable[..., object]]", [])
 

@@ -1,0 +1,49 @@
+"""Optimizers and kernels of packages that are not installed: simulated by their bytes, or left out with a note."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.trainer_optimizer import OptimizerContext, _get_torchao_optimizer
+
+from autofit.fakegpu import fake_gpu
+
+from .tiny_trainers import config
+
+BLOCK, ROWS, COLUMNS = 256, 512, 1024
+
+
+@pytest.mark.parametrize(("bits", "table"), [(8, 256), (4, 16)])
+def test_torchaos_states_are_codes_with_a_scale_a_block_and_a_table(bits: int, table: int, tmp_path: Path) -> None:
+    """Shapes as torchao 0.18's OptimState8bit and OptimState4bit have them."""
+    with fake_gpu("a100-40gb") as gpu:
+        large = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16))
+        small = torch.nn.Parameter(torch.zeros(BLOCK, device="cuda", dtype=torch.bfloat16))
+        args = TrainingArguments(output_dir=str(tmp_path), optim=f"adamw_torch_{bits}bit", report_to="none")
+        context = OptimizerContext(args=args, model=None, optimizer_kwargs={"lr": 1e-3}, adam_kwargs={}, optim_args={})
+        kind, options = _get_torchao_optimizer(context)
+        optimizer = kind([large, small], **options)
+        for parameter in (large, small):
+            parameter.grad = torch.zeros_like(parameter)
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        held = torch.cuda.memory_allocated() - before
+        first = gpu.elapsed_s
+        optimizer.step()
+    count = ROWS * COLUMNS
+    table_bytes = max(512, 4 * table)  # the allocator's smallest block
+    assert held == 2 * (count * bits // 8 + 4 * count // BLOCK + table_bytes) + 2 * 2 * BLOCK
+    assert gpu.elapsed_s > first
+    assert any("torchao" in note for note in gpu.notes)
+
+
+def test_kernels_for_whole_layers_are_left_out_with_a_note() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+        apply_liger_kernel(model, None)
+        model.set_use_kernels(True)
+    assert len([note for note in gpu.notes if "were asked for and not simulated" in note]) == 2
