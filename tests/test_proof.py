@@ -211,7 +211,7 @@ def test_a_trial_is_not_launched_without_the_packages_that_it_needs(values: dict
     trial = trials_of(study)[1]
     missing = "needs no_such_package, which is not installed (pip install no-such-package)"
     assert trial_line(trial, record_of(study).resolved).endswith(
-        f"use_reentrant False ({missing}): fit, 1 B, 1.00 s a step, 16.00 completions/s"
+        f"use_reentrant False ({missing}): fit, 0.0 MB, 1.00 s a step, 16.00 completions/s"
     )
     written = promote(1, launch=False)
     inner = yaml.safe_load(written.yaml_path.read_text())["activation_checkpointing_kwargs"]

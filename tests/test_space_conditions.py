@@ -8,6 +8,7 @@ import yaml
 from recipes import grpo_recipe
 
 import autofit.space.narrow
+from autofit.api.planning import _check_target
 from autofit.errors import ConfigError
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
 from autofit.space.describe import describe_changes, describe_left_out
@@ -242,3 +243,14 @@ def test_every_default_space_is_valid_yaml_with_known_entries() -> None:
         knobs = load_space(str(path), trainer=path.stem)
         assert all(knob.optional for knob in knobs)
         assert all(key in [k.name for k in knobs] or key == "vllm_mode" for knob in knobs for key, _ in knob.when)
+
+
+def test_a_target_may_be_below_the_weights_where_a_candidate_has_fewer_bits() -> None:
+    for lora, allow, least in ((True, "neutral", 4000), (True, "approximate", 2000), (True, "recipe", 530),
+                               (False, "approximate", 4000), (False, "recipe", 530)):  # fmt: skip
+        made = recipe(use_peft=lora)
+        facts = {n: getattr(made, n) for n in Recipe.__dataclass_fields__}
+        space = full(Recipe(**{**facts, "model_parameters": 1000, "weights_bytes": 4000}), allow=allow)
+        _check_target(space, least)
+        with pytest.raises(ConfigError, match="must hold at least the model's weights"):
+            _check_target(space, least - 1)

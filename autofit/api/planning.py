@@ -16,9 +16,8 @@ from autofit.hardware.hardware import about_choice, choose_device_and_target, gp
 from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_left_out
-from autofit.space.space import Knob, Space
+from autofit.space.space import QUANTIZATION, Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
 from autofit.tuning.frontier import GOALS, Goal
 from autofit.tuning.sampler import SAMPLERS, SamplerName
@@ -114,7 +113,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     space = Space.of(recipe, knobs, allow=asked.allow, device=device)
     if space.left_out:
         on_event(Event(label="left out", text=describe_left_out(space.left_out)))
-    _check_target(recipe, target - headroom, asked.allow)
+    _check_target(space, target - headroom)
     open_ended = budget_s is not None or asked.plateau is not None
     plan = Plan(
         recipe=recipe, space=space, folder=asked.folder, device=device, target_bytes=target, headroom_bytes=headroom,
@@ -144,12 +143,15 @@ def _probes_at_once(device: str) -> int:
     return len(gpus()) if device == "cuda" else 1
 
 
-def _check_target(recipe: Recipe, limit_bytes: int, allow: str) -> None:
-    """Refuse a target that not even the weights fit into, quantised to 4 bits where the user allows that."""
+def _check_target(space: Space, limit_bytes: int) -> None:
+    """Refuse a target that not even the weights fit into, at the fewest bits that a candidate gives them."""
+    recipe = space.recipe
     weights, parameters = recipe.weights_bytes, recipe.model_parameters
     if weights is None or parameters is None:
         return
-    least = min(weights, int(parameters * 0.53)) if allow == "recipe" and recipe.uses_lora else weights
+    choices = {knob.name: values for knob, values in zip(space.knobs, space.choices, strict=True)}
+    of_each = 0.53 if "4bit" in choices.get(QUANTIZATION, ()) else 2 if "bfloat16" in choices.get("dtype", ()) else None
+    least = weights if of_each is None else min(weights, int(of_each * parameters))
     if least > limit_bytes:
         raise ConfigError(
             f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "

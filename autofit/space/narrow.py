@@ -66,7 +66,7 @@ def narrowed(
     free: list[Knob] = []
     left_out: dict[str, str] = {}
     idle: dict[str, str] = {}
-    for knob in (k for k in knobs if TIERS.index(k.tier) <= TIERS.index(allow)):
+    for knob in (k for k in knobs if _tier(k, recipe) <= TIERS.index(allow)):
         reason = why_left_out(knob, recipe, device)
         if reason:
             left_out[knob.name] = reason
@@ -79,6 +79,13 @@ def narrowed(
         elif len(choices_of(knob, recipe)) > 1:
             free.append(replace(knob, when=_open(knob, free)))
     return tuple(free), left_out, idle
+
+
+def _tier(knob: Knob, recipe: Recipe) -> int:
+    """The index of the tier that every change of `knob` has under this recipe: some changes of a batch are above."""
+    batch = (recipe.keys.micro_batch, recipe.keys.rollout, recipe.keys.group)
+    under = "neutral" if knob.name in batch else recipe.tiers.get(knob.name, "neutral")
+    return max(TIERS.index(knob.tier), TIERS.index(under))
 
 
 def _unmet(knob: Knob, free: Sequence[Knob], knobs: Sequence[Knob], recipe: Recipe) -> str:
