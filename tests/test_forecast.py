@@ -17,6 +17,7 @@ from autofit.forecast import worker
 from autofit.forecast.composed import Source
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.models import Made, Workshop
+from autofit.forecast.structures import without
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
 
@@ -70,7 +71,7 @@ def lawful(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def made(_: Workshop, request: dict[str, Any]) -> Made:
         asked.append(request)
         if request["values"].get(BROKEN):
-            return Made(reason="it does not compile")
+            return Made(reason="it does not compile", crashed=True)
         return Made(model=cast(MassModel, Law(request["values"])), layers=1)
 
     monkeypatch.setattr(Workshop, "_made", made)
@@ -149,6 +150,9 @@ def test_a_setting_that_cannot_be_traced_leaves_only_its_own_candidates_unknown(
     assert (np.isnan(forecast.predictions.step_s) == broken).all()
     assert forecast.problems == {"it does not compile": int(broken.sum())}
     assert forecast.of(space, forecast.found.candidates[int(np.argmax(broken))]) is None
+    assert forecast.crashed == {(BROKEN, True): "it does not compile"}
+    left = without(space, forecast.crashed).allowed()
+    assert set(left) == {c for c, fails in zip(forecast.found.candidates, broken, strict=True) if not fails}
     assert forecast.of(space, space.baseline, completion_tokens=512) is not None
 
 

@@ -25,6 +25,7 @@ from autofit.files import cache_folder
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
+from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.fork_server import ForkServer
@@ -152,6 +153,8 @@ class _Run:
         planned = make_plan(self._asked, self._server, self._tell)
         forecast = self._forecast(planned)
         plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
+        if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
+            plan = replace(plan, space=without(plan.space, forecast.crashed))
         with contextlib.ExitStack() as stack:
             stack.enter_context(exclusive(plan.folder / "locks", plan.name))
             study = open_study(plan)
@@ -232,6 +235,8 @@ class _Run:
                 f"{forecast.traced} structures were traced",
                 label="predicted",
             )
+        for (name, value), problem in forecast.crashed.items():
+            self._note(f"{name} = {value} is not tried on a simulated card: {problem}", label="predicted")
         for problem, count in forecast.problems.items():
             self._note(f"nothing is ruled out for {count} of them: {problem}", label="predicted")
         return forecast

@@ -118,6 +118,16 @@ class Composer:
         known = [(before, after) for before, after in found if before is not None and after is not None]
         return known if len(known) == len(found) else None
 
+    @property
+    def crashed(self) -> dict[Setting, str]:
+        """{setting: the error} of settings whose sketch crashed, where the same without the setting did not."""
+        found = {}
+        for setting, (with_it, without) in self.pairs.items():
+            made = self.sketches[with_it]
+            if made.crashed and not self.sketches[without].crashed:
+                found[setting] = made.reason
+        return found
+
     def plain(self, structure: Structure) -> Structure:
         """`structure` without the settings that changed nothing in their sketches."""
         own = dict(self.own)

@@ -19,7 +19,17 @@ from autofit.files import read_json
 from autofit.forecast.composed import Composer, Source, Told, pairs
 from autofit.forecast.models import Request, Workshop
 from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import LARGE, PADDED, Shape, Sorted, Structure, is_structural, shape_of, unique
+from autofit.forecast.structures import (
+    LARGE,
+    PADDED,
+    Setting,
+    Shape,
+    Sorted,
+    Structure,
+    is_structural,
+    shape_of,
+    unique,
+)
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS
 from autofit.recipe.recipe import merge
@@ -90,6 +100,11 @@ class Forecast:
     composer: Composer | None = None
     least_live_bytes: Floats | None = None  # of each candidate, if composed effects multiply instead of adding up
     sources: tuple[Source | None, ...] = ()  # of each candidate's prediction; None without one
+
+    @property
+    def crashed(self) -> Mapping[Setting, str]:
+        """{setting: the error} of settings with which the simulated training crashes."""
+        return {} if self.composer is None else self.composer.crashed
 
     @property
     def traced(self) -> int:

@@ -32,6 +32,7 @@ class Made:
     layers: int = 0  # of the architecture
     mismatch: float = 0.0  # relative error at the hold-out, which has all layers
     reason: str = ""
+    crashed: bool = False  # whether the reason is an error of the training itself
 
     @property
     def problem(self) -> str:
@@ -94,7 +95,7 @@ class Workshop:
                 return Made(reason=str(error))
             found = _read(folder)
             if found is None:
-                return Made(reason=_reason(folder))
+                return Made(reason=_reason(folder), crashed="error" in (read_json(folder / "model.json") or {}))
             _keep(folder, kept)
         return found
 

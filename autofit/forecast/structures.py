@@ -1,7 +1,7 @@
 """The structure of a candidate, which decides what code runs; and its shape: the variables of a mass model."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, cast
 
@@ -101,6 +101,16 @@ class Sorted:
         """The unchanged recipe with the knobs' values of `structure`."""
         own = self.space.params(self.space.baseline)
         return self.space.candidate(own | {name: value for name, value in structure if name in own})
+
+
+def without(space: Space, settings: Collection[Setting]) -> Space:
+    """`space` without these values of its knobs; the recipe's own values stay."""
+    own = space.baseline.values
+    choices = (
+        tuple(v for v in values if v == mine or (knob.name, v) not in settings)
+        for knob, values, mine in zip(space.knobs, space.choices, own, strict=True)
+    )
+    return replace(space, choices=tuple(choices))
 
 
 def differences(structure: Structure, other: Structure) -> list[tuple[str, Value, Value]]:
