@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
@@ -23,6 +23,7 @@ LADDER = (
 # Knobs without a memory order whose other values may need less memory.
 _MAY_HELP = {ALLOCATOR, "activation_offloading", "precompute_ref_log_probs", "optim", "padding_free"}
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the card, for vLLM
+_MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
 Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
 
@@ -178,7 +179,7 @@ class Levers:
         rows: Iterator[dict[str, Value]] = (
             dict(zip(order, row, strict=True)) for row in product(*(self.strengths[n][::-1] for n in order))
         )
-        return next((row for row in rows if self.candidate(row) is not None), {})
+        return next((row for row in islice(rows, _MOST_ROWS) if self.candidate(row) is not None), {})
 
 
 def number(value: Value) -> int:

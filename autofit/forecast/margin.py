@@ -1,6 +1,6 @@
 """How far a predicted peak may be from the card's: the margin that an answer needs before it says that a recipe fits.
 
-Source: 47 reserved peaks that others measured, simulated (experiments/accuracy/table.md, 2026-11-22): the mean error is
+Source: 39 reserved peaks that others measured, simulated (experiments/accuracy/table.md, 2026-11-22): the mean error is
 0.8 %, and the worst prediction is 6.23 % below its measurement (prefix tuning of a 3B model on an L40S). The context of
 a card without a figure of its own is scaled from another card's, and may be off by 150 MiB (fakegpu/specs.py).
 """
