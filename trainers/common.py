@@ -13,6 +13,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import WorstCase
 
+from .images import sees
 from .trl_config import TrlConfig
 from .weights import random_checkpoint
 
@@ -273,7 +275,8 @@ def _concrete(architecture: Any, config: Any) -> Any:
 
 def _architecture(config: Any) -> Any:
     names = config.architectures or []
-    return getattr(transformers, names[0], AutoModelForCausalLM) if names else AutoModelForCausalLM
+    usual = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    return getattr(transformers, names[0], usual) if names else _concrete(usual, config)
 
 
 def dtype_of(asked: Any, config: Any) -> torch.dtype:

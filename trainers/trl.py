@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoConfig
 
@@ -101,6 +101,7 @@ class TrlTrainer:
             config = with_stand_ins(self.name, given, config, inspection)
         model = model_facts(config, self.auto_class)
         longest = self.longest(config, inspection)
+        notes = cast("tuple[str, ...]", longest.pop("notes", ()))
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
             space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
@@ -109,8 +110,8 @@ class TrlTrainer:
                 resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
             ),
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
-            tile_tokens=self.tile_tokens, forecasts=True,
-            other_names=named.other_names, notes=(*moved, *named.notes), version=installed(),
+            tile_tokens=self.tile_tokens, forecasts=not model.sees,
+            other_names=named.other_names, notes=(*moved, *named.notes, *notes), version=installed(),
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,
             **longest,  # type: ignore[arg-type]
