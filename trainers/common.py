@@ -96,7 +96,10 @@ def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, .
             f"{', '.join(rows.column_names)}; rename the columns"
         )
     if found & {"image", "images"}:
-        raise ConfigError(f"the dataset {dataset_name(config)} must be text only; a search cannot read images yet")
+        raise ConfigError(
+            f"{trainer} cannot be predicted on images with this model yet: the dataset {dataset_name(config)} must be text "
+            "only here; GRPO, RLOO and SFT of an image-text model read images on a simulated card"
+        )
     if len(rows) == 0:
         raise ConfigError(f"the train split of the dataset is empty; {trainer} needs at least one sample")
     return rows
@@ -190,12 +193,12 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
     return made(kind, config, train_dataset=split(config), eval_dataset=evaluation, **more)
 
 
-def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any]) -> Any:
-    """A trainer with random weights, whose dataset repeats `row` for every step of a probe."""
+def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
+    """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
     rows = Dataset.from_list([dict(row)])
     count = samples_per_step(config) * (config.training.max_steps + 1)
     with random_weights(module):
-        return made(kind, config, train_dataset=rows.select([0] * count))
+        return made(kind, config, train_dataset=rows.select([0] * count), **more)
 
 
 def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:

@@ -22,7 +22,7 @@ from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection, Task
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
-from .image_prompts import has_images, longest_row, note_of, processor_of, with_an_image
+from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .images import StandInProcessor
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
@@ -184,7 +184,7 @@ class RolloutTrainer(TrlTrainer):
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
         with random_weights(self.trl_module), random_reward_models(self.trl_module):
             rows = _repeat(worst_case["rows"], training)
-            images = {"processing_class": processor_of(config)} if worst_case.get("images") else {}
+            images = {"processing_class": processor_of(config)} if "images" in worst_case else {}
             trainer = made(
                 self.trl_class, config, reward_funcs=rewards, train_dataset=rows,
                 reward_processing_classes=tokenizers(rewards, longest), **images,
@@ -200,7 +200,7 @@ class RolloutTrainer(TrlTrainer):
         with or_stated(inspection):
             rows = prompts(config)
         made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
-        processor = processor_of(config) if has_images(rows) or made_up else None
+        processor = processor_of(config) if inspection.simulated or has_images(rows) else None
         if processor is not None:
             return self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))
         index, tokens, least = longest_prompt(rows, config)
@@ -217,8 +217,7 @@ class RolloutTrainer(TrlTrainer):
     def _longest_with_images(
         self, rows: Dataset, processor: StandInProcessor, config: TrlConfig, inspection: Inspection, content: str
     ) -> dict[str, object]:
-        if not inspection.simulated:
-            raise ConfigError("a dataset with images can be predicted on a simulated card only (--gpu NAME), not probed")
+        simulated_only(inspection)
         made_up = inspection.prompt_tokens is not None
         row, tokens, least = longest_row(with_an_image(rows, processor) if made_up else rows, processor, "prompt")
         lengths = Lengths.of([tokens, least], most=tokens, generates=True, unmasked_is_larger=False)

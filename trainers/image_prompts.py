@@ -7,9 +7,10 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
 from autofit.errors import ConfigError
+from autofit.plugin.protocol import Inspection
 
 from .common import short
-from .images import Size, StandInProcessor, sees, vision_of
+from .images import Size, StandInProcessor, Unknown, sees, vision_of
 from .trl_config import TrlConfig
 
 COLUMNS = ("image", "images")
@@ -26,12 +27,20 @@ def processor_of(config: TrlConfig) -> StandInProcessor | None:
     return StandInProcessor(tokenizer, vision_of(found, str(name)), token)
 
 
+def simulated_only(inspection: Inspection) -> None:
+    """Raise ConfigError on a real device, where images would need the processor's files and the pixels."""
+    if not inspection.simulated:
+        raise ConfigError("images can be predicted on a simulated card only (--gpu NAME), not probed")
+
+
 def has_images(rows: Dataset) -> bool:
     return any(column in rows.column_names for column in COLUMNS)
 
 
 def with_an_image(rows: Dataset, processor: StandInProcessor) -> Dataset:
-    """Synthetic rows, each with one image of the size that makes the most tokens."""
+    """Synthetic rows, each with one image of the size that makes the most tokens, where that is known."""
+    if isinstance(processor.vision, Unknown):
+        return rows
     return rows.add_column("images", [[list(processor.vision.largest)]] * len(rows))
 
 
@@ -55,6 +64,8 @@ def longest_row(rows: Dataset, processor: StandInProcessor, column: str) -> tupl
 
 def note_of(processor: StandInProcessor, row: Mapping[str, Any], *, made_up: bool) -> str:
     """A sentence on the images that the probe trains on."""
+    if not row["images"]:
+        return "this model takes images, but its probe has none: it is simulated on text"
     each = [processor.vision.tokens(size) for size in row["images"]]
     which = "the synthetic prompt has one image at the processor's limit" if made_up else "the longest prompt's images"
     return f"images are simulated by size: {which}, {sum(each):,} tokens; values of pixels are not read"
@@ -74,7 +85,9 @@ def _plain(content: Any) -> str:
 
 
 def _sizes(row: Mapping[str, Any]) -> list[Size]:
-    images = row.get("images") if row.get("images") is not None else [row["image"]] if row.get("image") is not None else []
+    images = (
+        row.get("images") if row.get("images") is not None else [row["image"]] if row.get("image") is not None else []
+    )
     return [_size(image) for image in images]
 
 

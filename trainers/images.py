@@ -60,8 +60,10 @@ class Grid:
 
     @property
     def largest(self) -> Size:
-        side = math.isqrt(self.most_pixels)
-        return side, side
+        unit = self.patch * self.merge
+        units = self.most_pixels // unit**2
+        rows = max(range(math.isqrt(units) // 2 + 1, math.isqrt(units) + 1), key=lambda rows: units // rows * rows)
+        return units // rows * unit, rows * unit
 
     def tokens(self, size: Size) -> int:
         rows, columns = self._patches(size)
@@ -117,13 +119,42 @@ class Squares:
         return sides[0] * sides[1] + 1  # and the whole image, scaled
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """Of a model whose images are not known here: it is simulated on text."""
+
+    kind: str
+    token_types: str | None = None
+
+    @property
+    def largest(self) -> Size:
+        raise self._error
+
+    def tokens(self, size: Size) -> int:
+        raise self._error
+
+    def features(self, samples: Sequence[Sequence[Size]]) -> dict[str, torch.Tensor]:
+        raise self._error
+
+    @property
+    def _error(self) -> ConfigError:
+        known = ", ".join((*_GRIDS, *_TILES, *_SQUARES))
+        return ConfigError(
+            f"images of model_type {self.kind!r} cannot be simulated yet, only those of {known}; a dataset without the "
+            "columns image and images is simulated on text"
+        )
+
+
 def sees(config: Any) -> bool:
     """Whether the model of `config` takes images."""
-    return getattr(config, "vision_config", None) is not None and type(config) in AutoModelForImageTextToText._model_mapping
+    return (
+        getattr(config, "vision_config", None) is not None
+        and type(config) in AutoModelForImageTextToText._model_mapping
+    )
 
 
 def vision_of(config: Any, model: str) -> Vision:
-    """What the model of `config`, by name `model`, sees. Raises ConfigError for a kind that is not known here."""
+    """What the model of `config`, by name `model`, sees."""
     kind, vision = config.model_type, config.vision_config
     if kind in _GRIDS:
         least, most = _limits(model)
@@ -139,10 +170,7 @@ def vision_of(config: Any, model: str) -> Vision:
     if kind in _SQUARES:
         each = getattr(config, "mm_tokens_per_image", None) or patches
         return Squares(side=vision.image_size, each=each, token_types=_SQUARES[kind])
-    raise ConfigError(
-        f"images of model_type {kind!r} cannot be simulated yet, only those of {', '.join((*_GRIDS, *_TILES, *_SQUARES))}; "
-        "without columns image and images in the dataset the model is simulated on text"
-    )
+    return Unknown(kind=kind)
 
 
 def _limits(model: str) -> tuple[int, int]:
@@ -220,7 +248,9 @@ _IMAGE = -1  # stands for the model's own image token, which the stand-in tokeni
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:
-    return (part for message in messages for part in message["content"] if isinstance(part, dict) and part["type"] == kind)
+    return (
+        part for message in messages for part in message["content"] if isinstance(part, dict) and part["type"] == kind
+    )
 
 
 def _text(content: Any) -> str:

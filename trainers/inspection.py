@@ -70,6 +70,10 @@ def keep(row: Any, facts: Mapping[str, object], worst_case: WorstCase) -> None:
     write_json(worst_case.path, dict(facts))
 
 
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def data_hash(rewards: list[Any], rows: Any) -> str:
     """A hash of the files of the reward functions, and of the data unless `rows` is None."""
     files = {f for f in (getattr(sys.modules.get(r.__module__), "__file__", None) for r in rewards if callable(r)) if f}
