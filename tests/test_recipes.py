@@ -46,9 +46,10 @@ def test_a_key_of_another_tool_is_named_as_such_with_what_takes_its_place(
 
 def test_a_lora_reward_model_needs_the_task_type_that_peft_reads() -> None:
     values = {"model_name_or_path": "x", "use_peft": True}
-    with pytest.raises(ConfigError, match="must be SEQ_CLS .* got CAUSAL_LM .the default of TRL.; set lora_task_type"):
-        load("reward").parse(values, overrides={"use_cpu": True})
-    load("reward").parse({**values, "lora_task_type": "SEQ_CLS"}, overrides={"use_cpu": True})
+    trainer: Any = load("reward")
+    with pytest.raises(ConfigError, match=r"must be SEQ_CLS .* got CAUSAL_LM .the default of TRL.; set lora_task_type"):
+        trainer.parse(values, overrides={"use_cpu": True})
+    trainer.parse({**values, "lora_task_type": "SEQ_CLS"}, overrides={"use_cpu": True})
 
 
 @pytest.mark.parametrize("prompt_tokens", [32, 40])
@@ -118,6 +119,7 @@ def _image_model(folder: Path, kind: str, **vision: object) -> Path:
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 28**2, "max_pixels": 24 * 28**2}))
     return folder
 
 
@@ -130,8 +132,8 @@ LLAVA = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_siz
 @pytest.mark.parametrize(
     ("trainer", "kind", "vision", "tokens"),
     [
-        ("grpo", "qwen2_5_vl", QWEN, 1280),  # the limit of transformers' processor
-        ("sft", "qwen2_5_vl", QWEN, 1280),
+        ("grpo", "qwen2_5_vl", QWEN, 24),  # the limit in its processor's file
+        ("sft", "qwen2_5_vl", QWEN, 24),
         pytest.param("grpo", "llava", LLAVA, 16, marks=pytest.mark.slow),
     ],
 )

@@ -97,8 +97,8 @@ def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, .
         )
     if found & {"image", "images"}:
         raise ConfigError(
-            f"{trainer} cannot be predicted on images with this model yet: the dataset {dataset_name(config)} must be text "
-            "only here; GRPO, RLOO and SFT of an image-text model read images on a simulated card"
+            f"{trainer} cannot be predicted on images with this model yet: the dataset {dataset_name(config)} must be "
+            "text only here; GRPO, RLOO and SFT of an image-text model read images on a simulated card"
         )
     if len(rows) == 0:
         raise ConfigError(f"the train split of the dataset is empty; {trainer} needs at least one sample")

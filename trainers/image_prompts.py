@@ -52,11 +52,11 @@ def longest_row(rows: Dataset, processor: StandInProcessor, column: str) -> tupl
     best: tuple[dict[str, Any], int] | None = None
     least = 0
     for row in rows:
-        made = {column: _messages(row[column]), "images": _sizes(row)}
-        tokens = processor.count(made[column], made["images"])
+        messages, images = _messages(row[column]), _sizes(row)
+        tokens = processor.count(messages, images)
         least = tokens if best is None else min(least, tokens)
         if best is None or tokens > best[1]:
-            best = made, tokens
+            best = {column: messages, "images": images}, tokens
     if best is None:
         raise ConfigError("the train split of the dataset is empty; the trainer needs at least one sample")
     return *best, least
@@ -85,10 +85,8 @@ def _plain(content: Any) -> str:
 
 
 def _sizes(row: Mapping[str, Any]) -> list[Size]:
-    images = (
-        row.get("images") if row.get("images") is not None else [row["image"]] if row.get("image") is not None else []
-    )
-    return [_size(image) for image in images]
+    one = [] if row.get("image") is None else [row["image"]]
+    return [_size(image) for image in row.get("images") or one]
 
 
 def _size(image: Any) -> Size:

@@ -56,7 +56,7 @@ class Grid:
     values: int  # of a patch: channels, frames and pixels
     least_pixels: int
     most_pixels: int
-    token_types: str | None = "mm_token_type_ids"
+    token_types: str | None = "mm_token_type_ids"  # noqa: S105  (a name)
 
     @property
     def largest(self) -> Size:
@@ -193,7 +193,7 @@ def _limits(model: str) -> tuple[int, int]:
 class StandInProcessor(ProcessorMixin):  # type: ignore[misc]
     """A processor to TRL, of images given as sizes: tokens and pixels of the right shapes, without values."""
 
-    def __init__(self, tokenizer: Any, vision: Vision, image_token: int) -> None:
+    def __init__(self, tokenizer: Any, vision: Vision, image_token: int | None) -> None:
         self.tokenizer, self.chat_template = tokenizer, None
         self.vision, self._image_token = vision, image_token
 

@@ -110,7 +110,8 @@ class SftTrainer(SamplesTrainer):
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         if "images" in worst_case:
             limit = limit_of(config, worst_case)
-            return samples_per_step(config) * min(worst_case["longest_tokens"], limit or worst_case["longest_tokens"])
+            longest = int(worst_case["longest_tokens"])
+            return samples_per_step(config) * min(longest, limit or longest)
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:

@@ -123,7 +123,7 @@ class RolloutSynthesis:
         large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
         templates = [memory.allocations[index] for index in last.ids]
         steps_of = [_step_of(memory.allocations[a].shape, t.shape) for a, t in zip(before.ids, templates, strict=True)]
-        seconds, slope = last.seconds, last.seconds - before.seconds
+        slope = last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock
         start_s, end_s = self._traced_s
         like = {part: max(0.0, seconds - start_s[part]) for part, seconds in end_s.items()}
