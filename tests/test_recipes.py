@@ -1,11 +1,13 @@
 """Recipes beyond a text model and a reward function: reward models, LoRA reward trainers, other tools' files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 
+from autofit.api.estimating import estimate
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.registry import load
@@ -44,9 +46,10 @@ def test_a_key_of_another_tool_is_named_as_such_with_what_takes_its_place(
 
 def test_a_lora_reward_model_needs_the_task_type_that_peft_reads() -> None:
     values = {"model_name_or_path": "x", "use_peft": True}
-    with pytest.raises(ConfigError, match="must be SEQ_CLS .* got CAUSAL_LM .the default of TRL.; set lora_task_type"):
-        load("reward").parse(values, overrides={"use_cpu": True})
-    load("reward").parse({**values, "lora_task_type": "SEQ_CLS"}, overrides={"use_cpu": True})
+    trainer: Any = load("reward")
+    with pytest.raises(ConfigError, match=r"must be SEQ_CLS .* got CAUSAL_LM .the default of TRL.; set lora_task_type"):
+        trainer.parse(values, overrides={"use_cpu": True})
+    trainer.parse({**values, "lora_task_type": "SEQ_CLS"}, overrides={"use_cpu": True})
 
 
 @pytest.mark.parametrize("prompt_tokens", [32, 40])
@@ -97,3 +100,73 @@ def test_a_reward_model_is_named_where_it_cannot_be(
     ):
         with pytest.raises(ConfigError, match=message):
             _graded(tmp_path / message[:8], tiny_model, "sim:a10g", 4, **changes)
+
+
+def _image_model(folder: Path, kind: str, **vision: object) -> Path:
+    """The config.json, and no more, of a small image-text model."""
+    text: dict[str, object] = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512,
+    }  # fmt: skip
+    classes = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}
+    if kind == "qwen2_5_vl":
+        text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
+    else:
+        text |= {"model_type": "llama"}
+    content = {
+        "model_type": kind, "architectures": [classes[kind]], "text_config": text, "vision_config": vision,
+        "image_token_id": 500, "image_token_index": 500, "video_token_id": 501, "vision_start_token_id": 502,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 28**2, "max_pixels": 24 * 28**2}))
+    return folder
+
+
+QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+LLAVA = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "projection_dim": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kind", "vision", "tokens"),
+    [
+        ("grpo", "qwen2_5_vl", QWEN, 24),  # the limit in its processor's file
+        ("sft", "qwen2_5_vl", QWEN, 24),
+        pytest.param("grpo", "llava", LLAVA, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_an_image_text_model_trains_on_an_image_at_its_largest(
+    tmp_path: Path, trainer: str, kind: str, vision: dict[str, object], tokens: int
+) -> None:
+    model = _image_model(tmp_path / "model", kind, **vision)
+    values: dict[str, object] = {"model_name_or_path": str(model), "dtype": "bfloat16"}
+    if trainer == "grpo":
+        values |= {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
+                   "max_completion_length": 8, "reward_funcs": ["think_format_reward"]}  # fmt: skip
+    else:
+        values |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_length": 2048}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    found = estimate(tmp_path / "run.yaml", trainer=trainer, gpu="a10g", prompt_tokens=16)
+    longest = found.recipe.longest_prompt_tokens or found.recipe.longest_sample_tokens
+    assert longest is not None
+    assert 0 <= longest - tokens - 16 < 24  # and the words of the chat template
+    assert found.fits
+    assert f"{tokens:,} tokens" in " ".join(found.recipe.notes)
+    assert found.step_s is not None
+
+
+def test_a_rollout_that_serves_four_steps_is_a_quarter_of_each_and_has_the_optimizers_state_beside_it(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = {"reward_funcs": ["think_format_reward"], "use_peft": False}
+    once = tiny.write_recipe(tmp_path, tiny_model, **common)
+    one = estimate(once, gpu="a10g", prompt_tokens=4)
+    four = estimate(once, gpu="a10g", prompt_tokens=4, changes={"num_iterations": 4})
+    share = four.result.rollout_s[0] / one.result.rollout_s[0]
+    assert 0.25 < share < 0.35  # with old log-probabilities, which one iteration does not need
+    peak = {name: p.peak_allocated_bytes for name, found in (("one", one), ("four", four)) for p in found.phases
+            if p.name == "rollout"}  # fmt: skip
+    assert peak["four"] == pytest.approx(peak["one"], rel=0.02)

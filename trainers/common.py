@@ -13,6 +13,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import WorstCase
 
+from .images import sees
 from .trl_config import TrlConfig
 from .weights import random_checkpoint
 
@@ -94,7 +96,10 @@ def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, .
             f"{', '.join(rows.column_names)}; rename the columns"
         )
     if found & {"image", "images"}:
-        raise ConfigError(f"the dataset {dataset_name(config)} must be text only; a search cannot read images yet")
+        raise ConfigError(
+            f"{trainer} cannot be predicted on images with this model yet: the dataset {dataset_name(config)} must be "
+            "text only here; GRPO, RLOO and SFT of an image-text model read images on a simulated card"
+        )
     if len(rows) == 0:
         raise ConfigError(f"the train split of the dataset is empty; {trainer} needs at least one sample")
     return rows
@@ -191,12 +196,12 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
     return made(kind, config, train_dataset=split(config), eval_dataset=evaluation, **more)
 
 
-def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any]) -> Any:
-    """A trainer with random weights, whose dataset repeats `row` for every step of a probe."""
+def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
+    """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
     rows = Dataset.from_list([dict(row)])
     count = samples_per_step(config) * (config.training.max_steps + 1)
     with random_weights(module):
-        return made(kind, config, train_dataset=rows.select([0] * count))
+        return made(kind, config, train_dataset=rows.select([0] * count), **more)
 
 
 def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
@@ -280,7 +285,8 @@ def _concrete(architecture: Any, config: Any) -> Any:
 
 def _architecture(config: Any) -> Any:
     names = config.architectures or []
-    return getattr(transformers, names[0], AutoModelForCausalLM) if names else AutoModelForCausalLM
+    usual = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    return getattr(transformers, names[0], usual) if names else _concrete(usual, config)
 
 
 def dtype_of(asked: Any, config: Any) -> torch.dtype:

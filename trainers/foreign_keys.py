@@ -87,8 +87,8 @@ def _verl(trainer: str, values: Mapping[str, object]) -> str:
         )
     keys = "; ".join(same) if same else ", ".join(f"{a} is {b}" for a, b in list(_VERL.items())[:6])
     return (
-        f"this is a config of verl (actor_rollout_ref), not of TRL: autofit reads the YAML of `trl {trainer} --config`; "
-        f"in TRL's keys: {keys}"
+        f"this is a config of verl (actor_rollout_ref), not of TRL: autofit reads the YAML of `trl {trainer} "
+        f"--config`; in TRL's keys: {keys}"
     )
 
 

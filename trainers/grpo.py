@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from itertools import count
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +19,12 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 
 from autofit.errors import ConfigError, nearest
 from autofit.plugin.padding import Lengths
-from autofit.plugin.protocol import Inspection
+from autofit.plugin.protocol import Inspection, Task
 
 from .common import dataset_name, made, random_weights, real, samples_per_step, short, split
 from .epoch import in_epoch, place_of
+from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
+from .images import StandInProcessor
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
 from .offline import or_stated
@@ -108,6 +111,28 @@ class RolloutRun(TrlRun):
         micro_steps = int(training.steps_per_generation * training.num_iterations)
         return micro_steps // gcd(int(training.gradient_accumulation_steps), micro_steps)
 
+    @property
+    def rollout_share(self) -> float:
+        return 1 / self.steps_between_saves if getattr(self.trainer, "generates_each_step", False) else 1.0
+
+    def generate_each_step(self) -> None:
+        """Generate in every optimizer step, although the recipe uses a rollout for several.
+
+        The second step of a simulated probe then has a rollout beside the optimizer's state, as later ones do.
+        """
+        trainer, training = self.trainer, self.trainer.args
+        each = int(training.steps_per_generation * training.num_iterations)
+        accumulation = int(training.gradient_accumulation_steps)
+        original, done = trainer._prepare_inputs, count()
+
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            if trainer.model.training and next(done) % accumulation == 0:
+                trainer._step = -(-trainer._step // each) * each  # where TRL generates
+            return original(*args, **kwargs)
+
+        trainer._prepare_inputs = prepared
+        trainer.generates_each_step = True
+
     def before_resuming(self, checkpoint: Path) -> None:
         """Restore the prompts' order of the resumed epoch.
 
@@ -142,6 +167,13 @@ class RolloutTrainer(TrlTrainer):
     trl_class: Any
     trl_module: Any
 
+    def build(self, values: Mapping[str, object], task: Task) -> TrlRun:
+        run = super().build(values, task)
+        assert isinstance(run, RolloutRun)
+        if task.worst_case is not None and task.device.startswith("sim:") and run.steps_between_saves > 1:
+            run.generate_each_step()
+        return run
+
     def real(self, config: TrlConfig) -> Any:
         return real(self.trl_class, config, reward_funcs=reward_functions(config))
 
@@ -153,12 +185,13 @@ class RolloutTrainer(TrlTrainer):
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
         with random_weights(self.trl_module), random_reward_models(self.trl_module):
             rows = _repeat(worst_case["rows"], training)
+            images = {"processing_class": processor_of(config)} if "images" in worst_case else {}
             trainer = made(
                 self.trl_class, config, reward_funcs=rewards, train_dataset=rows,
-                reward_processing_classes=tokenizers(rewards, longest),
+                reward_processing_classes=tokenizers(rewards, longest), **images,
             )  # fmt: skip
         trainer.eos_token_ids = [_NEVER]
-        if padded(config, worst_case):
+        if padded(config, worst_case) and not images:
             trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)
         return trainer
 
@@ -167,8 +200,11 @@ class RolloutTrainer(TrlTrainer):
         check_reward_model(config)
         with or_stated(inspection):
             rows = prompts(config)
-        index, tokens, least = longest_prompt(rows, config)
         made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
+        processor = processor_of(config) if inspection.simulated or has_images(rows) else None
+        if processor is not None:
+            return self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))
+        index, tokens, least = longest_prompt(rows, config)
         lengths = Lengths.of(
             [tokens, 0 if made_up else least], most=tokens, generates=True,
             unmasked_is_larger=unmasked_is_larger(config, inspection.device),
@@ -178,6 +214,20 @@ class RolloutTrainer(TrlTrainer):
         return {
             **where, "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
             "content_hash": data_hash(rewards, None if made_up else rows),
+        }  # fmt: skip
+
+    def _longest_with_images(
+        self, rows: Dataset, processor: StandInProcessor, config: TrlConfig, inspection: Inspection, content: str
+    ) -> dict[str, object]:
+        simulated_only(inspection)
+        made_up = inspection.prompt_tokens is not None
+        row, tokens, least = longest_row(with_an_image(rows, processor) if made_up else rows, processor, "prompt")
+        lengths = Lengths.of([tokens, least], most=tokens, generates=True, unmasked_is_larger=False)
+        facts = {"prompt_tokens": tokens, "lengths": lengths.to_json(), "images": len(row["images"])}
+        keep(Dataset.from_list([row]), facts, inspection.worst_case)
+        return {
+            "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows), "content_hash": content,
+            "notes": (note_of(processor, row, made_up=made_up),),
         }  # fmt: skip
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -27,6 +27,7 @@ class ModelFacts:
     weights_bytes: int
     balances_experts: bool  # True: the loss has a term over each micro-batch's expert routing
     counts_padding: bool  # True: positions are learned and include the padding of a rollout to its longest prompt
+    sees: bool  # True: the model takes images
 
 
 def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, inspection: Inspection) -> TrlConfig:
@@ -69,6 +70,10 @@ def keep(row: Any, facts: Mapping[str, object], worst_case: WorstCase) -> None:
     write_json(worst_case.path, dict(facts))
 
 
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def data_hash(rewards: list[Any], rows: Any) -> str:
     """A hash of the files of the reward functions, and of the data unless `rows` is None."""
     files = {f for f in (getattr(sys.modules.get(r.__module__), "__file__", None) for r in rewards if callable(r)) if f}
@@ -98,7 +103,9 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
 def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> ModelFacts:
     """The facts of the recipe's model, built by the auto class `kind` without memory. Raises ConfigError."""
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from .images import sees
 
     name = config.model.model_name_or_path
     if not name:
@@ -112,18 +119,23 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
         if not Path(name).is_dir():
             raise ConfigError(unknown_model(name, simulated=False)) from error
         raise ConfigError(f"{name}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from error
+    if kind is AutoModelForCausalLM and sees(found):
+        kind = AutoModelForImageTextToText
     try:
         with torch.device("meta"):
             model = kind.from_config(found, trust_remote_code=trust)
     except Exception as error:
-        raise ConfigError(f"{name!r} cannot be built by {kind.__name__} of transformers: {str(error)[:300]}") from error
+        problem = f"{type(error).__name__}: {error}"
+        if "Unrecognized configuration class" in problem:  # goes on with the names of all classes
+            problem = f"it has no class for model_type {found.model_type!r}"
+        raise ConfigError(f"{name!r} cannot be built by {kind.__name__} of transformers: {problem[:300]}") from error
     check_model(model, config, simulated=simulated)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = dtype_of(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
     return ModelFacts(
         parameters=parameters, weights_bytes=int(parameters * quantised), counts_padding=_counts_padding(model),
-        balances_experts=_balances_experts(found.get_text_config(), config),
+        balances_experts=_balances_experts(found.get_text_config(), config), sees=sees(found),
     )  # fmt: skip
 
 

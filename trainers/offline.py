@@ -172,10 +172,10 @@ def _missing(content: Mapping[str, object]) -> list[str]:
 
 
 def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> str:
-    """Write `home`: `config`, a small tokenizer, and the Python files beside a `copied` config. Returns its path."""
+    """Write `home`: `config`, a small tokenizer, and a `copied` model's code and limits of images. Returns its path."""
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    for path in copied.glob("*.py") if copied is not None else ():
+    for path in (*copied.glob("*.py"), *copied.glob("preprocessor_config.json")) if copied is not None else ():
         shutil.copy(path, home)
     vocabulary = config.get("vocab_size")
     _tokenizer(min(vocabulary, _WORDS) if isinstance(vocabulary, int) else _WORDS).save_pretrained(home)

@@ -8,11 +8,16 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
+from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
+from autofit.plugin.protocol import Inspection
 
-from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, split, train_rows
 from .epoch import place_of
+from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
+from .inspection import hashed, keep
 from .keys import COMPARED
+from .offline import or_stated
 from .padding import Collator, padded, shorter_sample
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
@@ -68,7 +73,37 @@ class SftTrainer(SamplesTrainer):
     def real(self, config: TrlConfig) -> SFTTrainer:
         return real(SFTTrainer, config)
 
+    def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
+        processor = processor_of(config)
+        if processor is None:
+            return super().longest(config, inspection)
+        with or_stated(inspection):
+            rows = split(config)
+        made_up = inspection.prompt_tokens is not None
+        if not inspection.simulated and not has_images(rows):
+            return super().longest(config, inspection)
+        text = config.training.dataset_text_field
+        column = text if made_up or text in rows.column_names else "messages"
+        simulated_only(inspection)
+        if column not in rows.column_names:
+            raise ConfigError(f"SFT on images needs a column messages; the dataset has {', '.join(rows.column_names)}")
+        row, tokens, _ = longest_row(with_an_image(rows, processor) if made_up else rows, processor, column)
+        limit = config.training.max_length
+        longest = tokens if limit is None else min(tokens, limit)
+        lengths_of = Lengths.of([longest], most=longest)
+        row = {"messages": row[column], "images": row["images"]}
+        facts = {
+            "num_rows": len(rows), "longest_tokens": longest, "max_length": limit, "cut": longest != tokens,
+            "images": len(row["images"]), "lengths": lengths_of.to_json(),
+        }  # fmt: skip
+        keep(Dataset.from_list([row]), facts, inspection.worst_case)
+        note = note_of(processor, row, made_up=made_up)
+        return {"longest_sample_tokens": longest, "content_hash": hashed(repr((facts, row))), "notes": (note,)}
+
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> SFTTrainer:
+        if "images" in worst_case:
+            row = dict(worst_case["rows"][0])
+            return probed(SFTTrainer, trl_sft, config, row, processing_class=processor_of(config))
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
         if padded(config, worst_case) and not trainer.padding_free:
@@ -76,6 +111,10 @@ class SftTrainer(SamplesTrainer):
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        if "images" in worst_case:
+            limit = limit_of(config, worst_case)
+            longest = int(worst_case["longest_tokens"])
+            return samples_per_step(config) * min(longest, limit or longest)
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoConfig
 
@@ -104,6 +104,7 @@ class TrlTrainer:
         model = model_facts(config, self.auto_class, simulated=inspection.simulated)
         longest = self.longest(config, inspection)
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
+        notes = cast("tuple[str, ...]", longest.pop("notes", ()))
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
             space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
@@ -112,8 +113,8 @@ class TrlTrainer:
                 resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
             ),
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
-            tile_tokens=self.tile_tokens, forecasts=True,
-            other_names=named.other_names, notes=(*moved, *named.notes), version=installed(),
+            tile_tokens=self.tile_tokens, forecasts=not model.sees,
+            other_names=named.other_names, notes=(*moved, *named.notes, *notes), version=installed(),
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,

@@ -78,6 +78,7 @@ class LoopRun:
     """A loop as a run."""
 
     scoring_share = 0.0
+    rollout_share = 1.0
     steps_between_saves = 1
 
     def __init__(

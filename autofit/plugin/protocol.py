@@ -188,6 +188,11 @@ class Run(Protocol):
         ...
 
     @property
+    def rollout_share(self) -> float:
+        """How often a rollout happens in the recipe for each one in a simulated step: below 1 if a probe makes more."""
+        ...
+
+    @property
     def steps_between_saves(self) -> int:
         """A checkpoint continues exactly after multiples of so many optimizer steps (a rollout in use is not saved)."""
         ...

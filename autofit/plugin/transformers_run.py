@@ -39,6 +39,10 @@ class TransformersRun:
         return 0.0
 
     @property
+    def rollout_share(self) -> float:
+        return 1.0
+
+    @property
     def steps_between_saves(self) -> int:
         return 1
 

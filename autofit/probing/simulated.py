@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import yaml
@@ -25,6 +25,7 @@ from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
+from autofit.plugin.protocol import ROLLOUT, SCORING, WAKE_UP
 from autofit.probing.result import Fidelity, PhasePeak
 
 
@@ -107,11 +108,11 @@ class SimMemory:
     def now_s(self) -> float:
         return self._gpu.elapsed_s if self._gpu is not None else 0.0
 
-    def simulation(self, *, share_of_scoring: float = 0.0) -> Simulation:
+    def simulation(self, *, share_of_scoring: float = 0.0, share_of_rollout: float = 1.0) -> Simulation:
         """The whole run, expanded to all layers. Raises NotRepeatingError.
 
         Seconds of scoring done once before training (DPO's reference) are distributed: each step gets
-        `share_of_scoring` of them.
+        `share_of_scoring` of them. A rollout that serves several steps counts `share_of_rollout` in each.
         """
         assert self._gpu is not None
         run = self._run = expanded(self._gpu, self._marks)
@@ -127,6 +128,8 @@ class SimMemory:
             for mark, (allocated, reserved) in zip(run.marks, self._replay.phases, strict=True)
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
+        for step, phase in product(steps, (WAKE_UP, ROLLOUT, SCORING)):
+            step[phase] *= share_of_rollout
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
         self._log_error = log_error(self._spec, self._shares(steps))
         return Simulation(
@@ -146,7 +149,7 @@ class SimMemory:
                     spent[part] += seconds * of_part / max(sum(traced.values()), 1e-12)
         return {part: seconds / max(sum(spent.values()), 1e-12) for part, seconds in spent.items()}
 
-    def _seconds(self, times: list[float], first: int, last: int) -> Mapping[str, float]:
+    def _seconds(self, times: list[float], first: int, last: int) -> defaultdict[str, float]:
         seconds: defaultdict[str, float] = defaultdict(float)
         for mark, (began, ended) in zip(self._marks[first:last], pairwise(times[first : last + 1]), strict=True):
             seconds[mark.name] += ended - began

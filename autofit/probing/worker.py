@@ -142,11 +142,11 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
     memory.least_of_fits = request.least_of_fits
     try:
         run = _train_on_card(request, memory, recorder, trainer, shallow=not needs_all_layers(request.values))
-        simulation = memory.simulation(share_of_scoring=run.scoring_share)
+        simulation = memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
     except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
         print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
         run = _train_on_card(request, memory, recorder, trainer, shallow=False)
-        simulation = memory.simulation(share_of_scoring=run.scoring_share)
+        simulation = memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
     recorder.peaks[:] = simulation.peaks
     return run, simulation
 

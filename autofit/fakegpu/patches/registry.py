@@ -27,6 +27,7 @@ from autofit.fakegpu.patches import (
     continuous_batching,
     cuda_api,
     distributed,
+    factories,
     flash_attention,
     handlers,
     layer_kernels,
@@ -234,7 +235,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     distributed.note_collectives(gpu.note)
     for owner, name, value, reason in (
         *saving.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
-        *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note),
+        *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note), *factories.factories(),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
 
