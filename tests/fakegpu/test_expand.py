@@ -182,3 +182,21 @@ def test_work_on_a_single_middle_layer_is_not_expanded() -> None:
     gpu, marks = followed(uneven)
     with pytest.raises(NotRepeatingError):
         expanded(gpu, marks)
+
+
+def test_layers_are_found_at_addresses_of_layers_that_are_gone() -> None:
+    config = tiny_trainers.config(num_hidden_layers=LAYERS)
+    shrink(config)
+    with fake_gpu("a100-40gb", enforce_capacity=False, follow_layers=True) as gpu:
+        for built in range(1, 30):
+            AutoModelForCausalLM.from_config(config)
+            assert gpu.layers is not None
+            assert len(gpu.layers.stacks) == built
+
+
+def test_a_model_with_few_layers_that_were_not_found_is_not_taken_for_a_whole_one() -> None:
+    gpu, marks = followed(lambda: None)
+    assert gpu.layers is not None
+    gpu.layers.is_shrunk = True
+    with pytest.raises(NotRepeatingError, match="were not found"):
+        expanded(gpu, marks)

@@ -119,6 +119,8 @@ def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     layers, run = gpu.layers, run_of(gpu, marks)
     assert layers is not None
     if not layers.stacks:
+        if layers.is_shrunk:
+            raise NotRepeatingError("the layers of a model that was built with few of them were not found")
         return run
     if layers.problem:
         raise NotRepeatingError(layers.problem)

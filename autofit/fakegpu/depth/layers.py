@@ -52,7 +52,9 @@ class LayerRecorder:
         self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes from middle layers
         self._code = 0
         self._backward = False
-        self._owner: dict[int, int] = {}  # id of a module in a layer -> DATA code of that layer
+        # {module in a layer: DATA code of that layer}. Weak: another module may get the address of one that is gone.
+        self._owner: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self.is_shrunk = False  # whether a module has a config with few layers
 
     # ------------------------------------------------------------------ when
     @property
@@ -77,13 +79,14 @@ class LayerRecorder:
         """torch's hook on every `parent.name = child`: finds stacks of layers, and modules added to a layer later."""
         if child is None:
             return
-        owner = self._owner.get(id(parent))
+        owner = self._owner.get(parent)
         if owner is not None:
             self._own(child, owner)
         stack = stack_of(vars(parent).get("config"))
+        self.is_shrunk |= stack is not None
         if stack is None or not isinstance(child, torch.nn.ModuleList) or len(child) != len(stack.kept):
             return
-        if id(child[0]) not in self._owner:
+        if child[0] not in self._owner:
             self._add_stack(child, stack)
 
     def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
@@ -113,7 +116,7 @@ class LayerRecorder:
 
     def _own(self, module: torch.nn.Module, code: int) -> None:
         for part in module.modules():
-            self._owner[id(part)] = code
+            self._owner[part] = code
         for tensor in (*module.parameters(), *module.buffers()):
             self.give(tensor, code)
 
