@@ -41,7 +41,7 @@ def run(values: Values) -> ProbeResult:
 def faster(*, below: Tier | None = None, most: int = 9) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     own: dict[str, object] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 1, "dtype": None,
-        "use_vllm": False, "gradient_checkpointing": True, "generation_batch_size": 4,
+        "use_vllm": False, "vllm_mode": "colocate", "gradient_checkpointing": True, "generation_batch_size": 4,
     }  # fmt: skip
     recipe = grpo_recipe(**own)
     trier = Trier(recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, probe=run, tell=lambda _: None)

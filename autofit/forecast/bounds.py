@@ -8,7 +8,7 @@ only choose what to probe; no bound is told to anyone.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, Assignment, number
+from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, Assignment, number
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
@@ -92,12 +92,14 @@ class Bounds:
             return self._quantised(str(after)) if category == "weights" else 1.0
         if name == "lora_r" and isinstance(after, int) and isinstance(before, int):
             return after / before if category in _TRAINED else 1.0
-        if name == "vllm_gpu_memory_utilization" and isinstance(after, float) and isinstance(before, float):
+        if name == SHARE and isinstance(after, float) and isinstance(before, float):
             return after / before if category == "vLLM" else 1.0
         return self._unscaled(name, phase, category)
 
     def _unscaled(self, name: str, phase: str, category: str) -> float:
         """The share that a setting leaves at least whose size is not known: none of what it may remove."""
+        if name in ("use_vllm", "vllm_max_model_length"):
+            return 0.0 if category == "vLLM" else 1.0
         if name == "vllm_enable_sleep_mode":
             return 0.0 if category == "vLLM" and phase not in _ROLLOUT_PHASES else 1.0
         if name == "precompute_ref_log_probs":

@@ -1,11 +1,10 @@
 """The settings of a recipe that change its bytes, one at a time and together, as candidates of its space."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
-from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
@@ -14,47 +13,22 @@ from autofit.space.space_file import space_knobs
 
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
+SHARE = "vllm_gpu_memory_utilization"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # The order in which a practitioner tries settings of one tier. Others come after them.
 LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "activation_offloading", "precompute_ref_log_probs",
-    "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "dtype", "optim", "use_peft", QUANTIZATION,
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "vllm_max_model_length", SHARE, "vllm_enable_sleep_mode",
+    "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft", QUANTIZATION,
 )  # fmt: skip
 # Knobs without a memory order whose other values may need less memory.
-_MAY_HELP = {ALLOCATOR, "activation_offloading", "precompute_ref_log_probs", "optim", "padding_free"}
-_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the card, for vLLM
+_MAY_HELP = {
+    ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
+    "padding_free", "use_peft", "use_vllm", "use_transformers_continuous_batching", "vllm_enable_sleep_mode",
+    "vllm_max_model_length",
+}  # fmt: skip
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
 Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
-
-
-def advice_knobs(recipe: Recipe, device: Device) -> tuple[Knob, ...]:
-    """The knobs of the trainer's default space, and those that only advice proposes, as their space lacks them."""
-    knobs = tuple(k if k.name != QUANTIZATION else _with_an_adapter(k) for k in space_knobs(recipe))
-    names = {recipe.other_names.get(k.name, k.name) for k in knobs}
-    resolved = recipe.resolved
-    capability = gpu_spec(device.removeprefix("sim:")).compute_capability
-    more: list[Knob] = []
-    if resolved.get("dtype", "") in ("float32", None) and capability >= (8, 0):
-        tier: Tier = "approximate" if recipe.uses_lora else "recipe"
-        more.append(Knob(name="dtype", tier=tier, values=("bfloat16", "float32"), memory_ascending=True))
-    if not recipe.uses_lora and "use_peft" in resolved:
-        more.append(Knob(name="use_peft", tier="recipe", values=(True, False), memory_ascending=True))
-    if resolved.get("use_vllm") and resolved.get("vllm_mode") == "colocate":
-        more.append(Knob(name="vllm_enable_sleep_mode", tier="neutral", values=(True, False), memory_ascending=True))
-        share = resolved.get("vllm_gpu_memory_utilization")
-        if isinstance(share, float):
-            less = tuple(s for s in _SHARES[::-1] if s < share)
-            more.append(Knob(name="vllm_gpu_memory_utilization", tier="approximate", values=(*less, share),
-                             memory_ascending=True))  # fmt: skip
-    elif "use_vllm" in resolved:
-        more.append(Knob(name="use_vllm", tier="approximate", values=(True, False)))
-    return (*knobs, *(knob for knob in more if knob.name not in names))
-
-
-def _with_an_adapter(quantization: Knob) -> Knob:
-    """The knob for recipes without an adapter too: `Levers` pairs it with `use_peft`."""
-    return replace(quantization, needs=tuple(need for need in quantization.needs if need != "lora"))
 
 
 def rank(setting: str) -> int:
@@ -73,7 +47,7 @@ class Levers:
 
     @classmethod
     def of(cls, recipe: Recipe, device: Device) -> "Levers":
-        return cls(Space.of(recipe, advice_knobs(recipe, device), allow="recipe", device=device))
+        return cls(Space.of(recipe, space_knobs(recipe), allow="recipe", device=device))
 
     @cached_property
     def own(self) -> dict[str, Value]:
@@ -120,6 +94,8 @@ class Levers:
         knob, choices = self._listed[name]
         if name == QUANTIZATION:  # weights of 8 bits take temporaries that may exceed what they save
             return ("4bit",) if own != "4bit" and "4bit" in choices else ()
+        if name == SHARE and isinstance(own, float):
+            return tuple(sorted((v for v in choices if isinstance(v, float) and v < own), reverse=True))
         if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
             return tuple(v for v in choices if v != own)
         return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
@@ -152,10 +128,10 @@ class Levers:
         if MICRO in self.own:
             params[keys.micro_batch] = changed_micro
         params |= {name: value for name, value in at.items() if name not in (MICRO, ROLLOUT)}
-        quantised = at.get(QUANTIZATION, "none") != "none"
-        if quantised and not space.recipe.uses_lora and not at.get("use_peft"):
-            return None  # a quantised weight is not trained
-        found = space.candidate(params)
+        found = space.settled(params)
+        kept = space.params(found)
+        if any(kept[name] != value for name, value in at.items() if name not in (MICRO, ROLLOUT)):
+            return None  # it has no effect without another setting
         return found if space.violated(found) is None else None
 
     def tier(self, at: Assignment) -> Tier:
@@ -167,11 +143,7 @@ class Levers:
         """{key: value} of the recipe with these settings; with `yaml` also the keys that must go (None)."""
         found = self.candidate(at)
         assert found is not None, at
-        changes = self.space.yaml_changes(found) if yaml else self.space.changes(found)
-        recipe = self.space.recipe
-        if changes.get("use_peft") and recipe.trainer_name == "reward":  # TRL: a reward model's adapter needs it
-            changes["lora_task_type"] = "SEQ_CLS"
-        return changes
+        return self.space.yaml_changes(found) if yaml else self.space.changes(found)
 
     def strongest(self, names: Collection[str]) -> dict[str, Value]:
         """{setting: value}: the strongest combination of these settings that exists; {} if none does."""

@@ -100,7 +100,7 @@ class Sorted:
     def representative(self, structure: Structure) -> Candidate:
         """The unchanged recipe with the knobs' values of `structure`."""
         own = self.space.params(self.space.baseline)
-        return self.space.candidate(own | {name: value for name, value in structure if name in own})
+        return self.space.settled(own | {name: value for name, value in structure if name in own})
 
 
 def without(space: Space, settings: Collection[Setting]) -> Space:
