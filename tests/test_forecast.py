@@ -14,7 +14,8 @@ from recipes import grpo_recipe
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast import worker
-from autofit.forecast.composed import Source
+from autofit.forecast.composed import Source, changed_bytes
+from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.models import Made, Workshop
 from autofit.forecast.structures import without
@@ -43,18 +44,20 @@ KNOBS = (
 class Law:
     """A mass model in place of a traced one: a law of the settings, some of which change what others do."""
 
-    variables, base = ("B", "G", "C", "r"), (10.0, 10.0, 129.0, 7.0)
+    variables, base, engine = ("B", "G", "C", "r"), (10.0, 10.0, 129.0, 7.0), None
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         on = np.array([factors for name, factors in SWITCHES.items() if values.get(name)]).reshape(-1, 6)
         self._weights, self._activations, self._update, self._decode = on[:, :4].prod(axis=0)
         self._bytes, self._seconds = on[:, 4:].sum(axis=0)
+        self._wakes = bool(values.get(ENGINE))
 
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
         micro, generated = values["B"], values.get("G", values["B"])
         weights = 4e9 * self._weights + self._bytes
         update = weights + 1.8e9 * self._activations * micro
-        return {"rollout": weights + 1e8 * generated, "update": update, "update+": update + 1e8}
+        wakes = {"wake-up": 2 * weights + 0 * micro} if self._wakes else {}
+        return {"rollout": weights + 1e8 * generated, "update": update, "update+": update + 1e8, **wakes}
 
     def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
         micro, generated = values["B"], values.get("G", values["B"])
@@ -195,3 +198,17 @@ def test_two_settings_together_are_predicted_from_sketches_of_a_real_training(
             if name == "device_used_bytes":
                 ours, theirs = ours - told.context_bytes, theirs - exact.context_bytes
             assert not len(mine) or np.abs(ours / theirs - 1).max() <= most, (source, name)
+
+
+def test_a_phase_that_only_one_setting_brings_changes_with_what_the_others_hold() -> None:
+    def sketch(**peaks: float) -> Sketched:
+        return Sketched(peaks={name: np.array([nbytes]) for name, nbytes in peaks.items()}, seconds={})
+
+    own = {"load": np.array([9.0]), "update+": np.array([5.0]), "rollout": np.array([3.0])}
+    halves = sketch(load=9.0, update=4.0, rollout=3.0), sketch(load=4.0, update=2.0, rollout=1.5)
+    brings = sketch(load=9.0, update=4.0, rollout=3.0), sketch(load=9.0, update=4.0, rollout=5.0, wakes=8.0)
+    for effects in ([halves, brings], [brings, halves]):
+        added, multiplied = changed_bytes(own, effects)
+        found = {name: peak[0] for name, peak in added.items()}
+        assert found == {"load": 4.0, "update+": 3.0, "rollout": 3.5, "wakes": 6.5}
+        assert multiplied["wakes"][0] == 4.0

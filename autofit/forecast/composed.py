@@ -85,10 +85,9 @@ class Composer:
             return Told(parts=parts, least_live_bytes=parts.live_bytes, source=Source.WHOLE)
         if (effects := self._effects(structure, shapes)) is None:
             return None
-        sum_, product, seconds = dict(parts.peaks), dict(parts.peaks), dict(parts.seconds)
-        engine = made.model.engine
+        sum_, product = changed_bytes(parts.peaks, effects)
+        seconds, engine = dict(parts.seconds), made.model.engine
         for before, after in effects:
-            _change_bytes(sum_, product, before.peaks, after.peaks)
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
             engine = after.engine if after.engine != before.engine else engine
         added, multiplied = (
@@ -172,17 +171,39 @@ class Composer:
         return {}
 
 
-def _change_bytes(
-    sum_: dict[str, Floats], product: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats]
-) -> None:
-    """Add to `sum_` what the setting adds to each phase, and multiply `product` by what it multiplies it by."""
-    for phase in (*sum_, *_new(sum_, after)):
-        name = plain(phase)
-        if name in before or name in after:
-            zero = np.zeros_like(next(iter(sum_.values())))
-            old, new = before.get(name, zero), after.get(name, zero)
-            sum_[phase] = sum_.get(phase, zero) + new - old
-            product[phase] = np.where(old > 0, product.get(phase, zero) * new / np.maximum(old, 1.0), new)
+def changed_bytes(
+    peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]]
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """The peak of each phase if the effects on it add up, and if they multiply.
+
+    An effect whose sketches lack a phase changes it by what it changes of the bytes that are always held. A phase that
+    the recipe's own structure lacks starts from the sketch of the setting that brings it.
+    """
+    brought = (n for before, after in effects for n in _new(peaks, after.peaks) if n not in before.peaks)
+    names = list(dict.fromkeys((*peaks, *brought)))
+    return (
+        {name: _changed(name, peaks, effects, multiplied=False) for name in names},
+        {name: _changed(name, peaks, effects, multiplied=True) for name in names},
+    )
+
+
+def _changed(
+    phase: str, peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]], *, multiplied: bool
+) -> Floats:
+    name = plain(phase)
+    brings = [
+        place for place, (before, after) in enumerate(effects) if name in after.peaks.keys() - before.peaks.keys()
+    ]
+    first = -1 if phase in peaks else brings[0]
+    found = peaks[phase] if first < 0 else effects[first][1].peaks[name]
+    for place, (before, after) in enumerate(effects):
+        if place == first:
+            continue
+        known = name in before.peaks or name in after.peaks
+        old, new = (each.peaks.get(name, 0 * found) if known else each.held_bytes for each in (before, after))
+        scaled = found * new / np.maximum(old, 1.0)
+        found = np.where(old > 0, scaled, found + new) if multiplied else found + new - old
+    return found
 
 
 def _change_seconds(

@@ -9,7 +9,7 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.engines import Engine, Rollout, with_engine
 from autofit.forecast.structures import Shape
-from autofit.plugin.protocol import ROLLOUT, WAKE_UP
+from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
 
 LATER = "+"  # suffix of a phase in which gradients of an earlier micro-batch are alive
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
@@ -98,6 +98,12 @@ class Sketched:
     peaks: Mapping[str, Floats]
     seconds: Mapping[str, Floats]
     engine: Engine | None = None  # of the rollout; its bytes and seconds are not among these
+
+    @property
+    def held_bytes(self) -> Floats:
+        """At least what is held all the time: the peak of the phase that needs least, once the training runs."""
+        phases = [peak for phase, peak in self.peaks.items() if phase != LOAD] or list(self.peaks.values())
+        return np.asarray(np.min(phases, axis=0), dtype=np.float64)
 
     @classmethod
     def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...], *, completion: int, chunk: int) -> "Sketched":
