@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.allocator import AllocatorSettings
-from autofit.fakegpu.depth.expand import Mark, Run, expanded, run_of
-from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.stack import NotRepeatingError, plan_stack, shrink
+from autofit.fakegpu.depth.expand import Mark, Run, expanded, find_sweeps, run_of, with_what_loops_give_back
+from autofit.fakegpu.depth.layers import DATA, LayerClock, Tag
+from autofit.fakegpu.depth.stack import NotRepeatingError, Stack, plan_stack, shrink
 from autofit.fakegpu.patches import rollout
 from autofit.fakegpu.replay import least_capacity, replay
 
@@ -25,6 +25,7 @@ from . import tiny_trainers
 from .tiny_trainers import Case, train
 
 LAYERS = 8
+STACK = Stack(first=1, period=1, units=6, layers=8)  # traced: the first layer, two of the middle, the last
 
 
 def followed(work: Callable[[], object]) -> tuple[FakeGpu, list[Mark]]:
@@ -200,3 +201,13 @@ def test_a_model_with_few_layers_that_were_not_found_is_not_taken_for_a_whole_on
     gpu.layers.is_shrunk = True
     with pytest.raises(NotRepeatingError, match="were not found"):
         expanded(gpu, marks)
+
+
+def test_a_free_that_a_loop_over_layers_puts_off_belongs_to_the_layer_at_which_it_happens() -> None:
+    layers = [Tag(DATA, 0, number).encode() for number in range(4)]
+    visits = [(0, (8, 4)), (1, (8,)), (0, (-4,)), (1, (4,)), (2, (8,)), (1, (-4,)), (2, (4,)), (3, (8, -4))]
+    tags = np.array([layers[layer] for layer, events in visits for _ in events])
+    nbytes = np.array([event for _, events in visits for event in events])
+    assert find_sweeps(with_what_loops_give_back(nbytes, tags), [STACK], nbytes > 0)[0].bounds == (2, 5, 8)
+    with pytest.raises(NotRepeatingError, match="visits middle units"):
+        find_sweeps(tags, [STACK], nbytes > 0)

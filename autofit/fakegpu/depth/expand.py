@@ -102,6 +102,7 @@ def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
         order = _canonical_order(ids, nbytes, tags)
         ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
         _own_what_loops_take(owner, ids, nbytes, tags)
+    tags = with_what_loops_give_back(nbytes, tags)
     return Run(
         ids=ids,
         nbytes=nbytes,
@@ -147,6 +148,22 @@ def _own_what_loops_take(owner: Ints, ids: Ints, nbytes: Ints, tags: Ints) -> No
     near = (before >= data) & (after >= data) & (np.abs(after - before) <= 1)
     taken = (tags == 0) & (nbytes > 0) & near
     owner[ids[taken]] = before[taken]
+
+
+def with_what_loops_give_back(nbytes: Ints, tags: Ints) -> Ints:
+    """`tags`, in which frees of a layer's storage amid the next layer's events are the next layer's.
+
+    A loop that loads layers one by one keeps its last temporary until the next one replaces it (quantised weights).
+    """
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(tags)) + 1]) if len(tags) else tags
+    taken = np.add.reduceat(nbytes > 0, starts) if len(starts) else starts
+    codes = tags[starts]
+    found = np.array(tags)
+    for place in np.flatnonzero((taken == 0) & (codes >= Tag(DATA, 0, 0).encode())):
+        around = codes[place - 1 : place + 2 : 2] if 0 < place < len(codes) - 1 else codes[:0]
+        if len(around) == 2 and (around == codes[place] + 1).all():
+            found[starts[place] : starts[place + 1]] = around[0]
+    return found
 
 
 def _data_code(code: int) -> int:
