@@ -45,9 +45,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("patches.cuda_api",),
     (
-        "patches.bitsandbytes", "patches.continuous_batching", "patches.distributed", "patches.flash_attention",
-        "patches.handlers", "patches.layer_kernels", "patches.libraries", "patches.recurrent", "patches.rollout",
-        "patches.saving", "patches.tensors", "patches.torchao", "patches.vllm",
+        "patches.bitsandbytes", "patches.continuous_batching", "patches.distributed", "patches.factories",
+        "patches.flash_attention", "patches.handlers", "patches.layer_kernels", "patches.libraries",
+        "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors", "patches.torchao", "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),
