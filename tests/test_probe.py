@@ -176,6 +176,8 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
         rows, facts, _ = plug_in.worst_case(
             parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length})
         )
+        for name in ("row", "row_trained_on"):  # of several that are cut to the same length, any may be named
+            facts.pop(name)
         found.append((facts, plug_in.tokens_per_step(parse(trainer, values, overrides={"use_cpu": True}),
                                                      {**facts, "rows": rows})))  # fmt: skip
     assert found[0] == found[1]

@@ -23,9 +23,9 @@ LADDER = (
 # Knobs without a memory order whose other values may need less memory.
 _MAY_HELP = {
     ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
-    "padding_free", "use_peft", "use_vllm", "use_transformers_continuous_batching", "vllm_enable_sleep_mode",
-    "vllm_max_model_length",
+    "padding_free", "use_peft", "vllm_enable_sleep_mode", "vllm_max_model_length",
 }  # fmt: skip
+_ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
 Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
@@ -96,6 +96,8 @@ class Levers:
             return ("4bit",) if own != "4bit" and "4bit" in choices else ()
         if name == SHARE and isinstance(own, float):
             return tuple(sorted((v for v in choices if isinstance(v, float) and v < own), reverse=True))
+        if name in _ENGINES:
+            return (False,) if own is True else ()
         if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
             return tuple(v for v in choices if v != own)
         return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
