@@ -157,6 +157,7 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
     assert found.step_s is not None
 
 
+@pytest.mark.slow
 def test_a_rollout_that_serves_four_steps_is_a_quarter_of_each_and_has_the_optimizers_state_beside_it(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_recipe_with_vllm_keeps_what_it_chose_among_the_values() -> None:
     given = recipe(use_vllm=True, vllm_gpu_memory_utilization=0.42)
     space = full(given, allow="neutral")
     shares = {space.params(c)["vllm_gpu_memory_utilization"] for c in space.candidates()}
-    assert shares == {0.3, 0.42, 0.5, 0.7, 0.9}
+    assert shares == {0.3, 0.4, 0.42, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9}
     lengths = {space.params(c)["vllm_max_model_length"] for c in space.candidates()}
     assert lengths == {None, 164}
     assert space.changes(space.baseline) == {}
