@@ -38,10 +38,13 @@ def run(values: Values) -> ProbeResult:
     return failed if values.get("use_vllm") else found
 
 
-def faster(*, below: Tier | None = None, most: int = 9) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+def faster(
+    *, below: Tier | None = None, most: int = 9, **changed: object
+) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     own: dict[str, object] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 1, "dtype": None,
         "use_vllm": False, "vllm_mode": "colocate", "gradient_checkpointing": True, "generation_batch_size": 4,
+        **changed,
     }  # fmt: skip
     recipe = grpo_recipe(**own)
     trier = Trier(recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, probe=run, tell=lambda _: None)
@@ -57,6 +60,13 @@ def test_a_config_that_fits_is_told_what_makes_it_faster_neutral_changes_first()
     assert found[0].changes == {"steps_per_generation": 4}
     assert found[1].changes == {"dtype": "bfloat16"}
     assert [change.changes for change in untried] == [{"use_vllm": True}]
+
+
+def test_vllm_is_proposed_asleep_during_the_update_where_its_share_has_no_room_beside_it() -> None:
+    for share, sleeps in ((0.4, False), (0.6, True)):
+        _, (untried,) = faster(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=False)
+        assert untried.changes["use_vllm"]
+        assert bool(untried.changes.get("vllm_enable_sleep_mode")) is sleeps
 
 
 def test_beside_a_search_only_lower_tiers_are_told() -> None:

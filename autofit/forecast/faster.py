@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, Trier
-from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
+from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import TIERS, Tier
@@ -46,7 +46,7 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
     unchecked: Assignment = {n: False for n in CHECKPOINTING if levers.own.get(n) is True}
     update: list[Assignment] = [unchecked, batches[1]]
     neutral = [batches[0], *update] if of_rollout else [*update, batches[0]]
-    known = _others(levers)
+    known = [_asleep(at, levers, trier, base) for at in _others(levers)]
     engines = [at for at in known if not at.keys().isdisjoint(_FIRST[:3])]
     rest = [at for at in known if at not in engines]
     order = [*neutral[:1], *engines, *neutral[1:], *rest]
@@ -58,6 +58,15 @@ def _others(levers: Levers) -> list[Assignment]:
     sizes = (MICRO, ROLLOUT, keys.group, keys.completion, keys.length, *_ONLY_MEMORY, *CHECKPOINTING)
     names = sorted((n for n in levers.own if n not in sizes), key=lambda n: _FIRST.index(n) if n in _FIRST else 99)
     return [{name: value} for name in names for value in levers.others(name)[:1]]
+
+
+def _asleep(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> Assignment:
+    """`at`, with vLLM asleep during the update where its share of the card has no room beside it."""
+    share, used = levers.own.get(SHARE), base.device_used_bytes or 0
+    room = roomy_bytes(trier.capacity_bytes, trier.device)
+    if not at.get("use_vllm") or SLEEP not in levers.own or not isinstance(share, float):
+        return at
+    return at if used + share * trier.capacity_bytes <= room else {**at, SLEEP: True}
 
 
 def _is_meant(levers: Levers, at: Assignment) -> bool:

@@ -13,17 +13,17 @@ from autofit.space.space_file import space_knobs
 
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
-SHARE = "vllm_gpu_memory_utilization"
+SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # The order in which a practitioner tries settings of one tier. Others come after them.
 LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "vllm_max_model_length", SHARE, "vllm_enable_sleep_mode",
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "vllm_max_model_length", SHARE, SLEEP,
     "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft", QUANTIZATION,
 )  # fmt: skip
 # Knobs without a memory order whose other values may need less memory.
 _MAY_HELP = {
     ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
-    "padding_free", "use_peft", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "padding_free", "use_peft", SLEEP, "vllm_max_model_length",
 }  # fmt: skip
 _ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
