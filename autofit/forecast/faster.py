@@ -22,6 +22,8 @@ def faster_changes(
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     """(changes of one setting that are faster than `base` and leave room, changes that could not be tried).
 
+    Blocks that the allocator only keeps cached are room: it gives them back before memory runs out.
+
     With `below`, only changes of the tiers below it, at most `most`. The highest tier comes first, then the fastest.
     """
     ideas = _ideas(levers, trier, base, below)[:most]
@@ -32,9 +34,9 @@ def faster_changes(
 
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(tried, ideas))
-    before = base.median_step_s
-    quick = [c for c in found if c.fits and not c.tight and before is not None and c.step_s is not None
-             and c.step_s <= (1 - LEAST_GAIN) * before]  # fmt: skip
+    before, room = base.median_step_s, roomy_bytes(trier.capacity_bytes, trier.device)
+    quick = [c for c in found if c.fits and c.least_capacity_bytes <= room and before is not None
+             and c.step_s is not None and c.step_s <= (1 - LEAST_GAIN) * before]  # fmt: skip
     return tuple(sorted(quick, key=lambda c: c.cost)), tuple(c for c in found if c.failure)
 
 
