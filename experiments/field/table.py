@@ -61,7 +61,7 @@ def table(threads: Sequence[Thread], answers: Answers) -> str:
     lines += [row(thread, answer) for thread, answer in counted]
     lines += [
         "",
-        "Older libraries, marked before they were run; they do not count:",
+        "Older libraries, which do not count (README.md says when they were marked):",
         "",
         HEAD,
         "|---|---|---|---|---|---|---|---|",
