@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
 
 from autofit.fakegpu.allocator import AllocatorSettings
@@ -126,6 +127,7 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
     undo.enter(current_gpu(gpu))
     if "torch._dynamo" in sys.modules:  # functions compiled before the block would try to compile for the card
         undo.enter(torch.compiler.set_stance("force_eager"))
+    _device_constructors()  # what `with torch.device(...)` redirects; torch caches it, here before any is replaced
     registry = Registry(gpu, undo)
     registry.apply()
     _register_hooks(gpu, undo)

@@ -16,6 +16,7 @@ import torch.library
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.cuda import device_count, is_available  # names taken before any block
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._device import _device_constructors
 
 from autofit.fakegpu import FakeGpuError, fake_gpu
 from autofit.fakegpu.patches import redirect
@@ -175,6 +176,16 @@ def test_a_training_after_a_block_equals_one_before_it_to_the_bit() -> None:
         _trained()
     after = _trained()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_first_device_context_may_be_inside_a_block() -> None:
+    """torch caches which constructors such a context redirects: those of the block must not be among them."""
+    _device_constructors.cache_clear()
+    with fake_gpu("l4"), torch.device("meta"):
+        assert torch.ones(1).is_meta
+        assert torch.tensor([1.0]).is_meta
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
 
 
 def test_a_librarys_own_patch_made_inside_stays_and_works_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

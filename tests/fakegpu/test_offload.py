@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +16,7 @@ from trl.models.activation_offloading import OffloadActivations, get_act_offload
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.depth.expand import Mark, expanded, run_of
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.stack import NotRepeatingError, plan_stack, shrink
+from autofit.fakegpu.depth.stack import shrink
 
 from .tiny_trainers import config
 
@@ -158,7 +155,10 @@ def followed(*, shallow: bool, **checkpointing: object) -> tuple[FakeGpu, list[M
     return gpu, marks, seconds
 
 
-def a_few_layers_stand_for_many_in_bytes_and_seconds(**checkpointing: object) -> None:
+@pytest.mark.parametrize(
+    "checkpointing", [{}, {"every_n_layers": 1, "offload": True}], ids=["activations", "checkpoints"]
+)
+def test_a_few_layers_stand_for_many_in_bytes_and_seconds(checkpointing: dict[str, object]) -> None:
     gpu, marks, _ = followed(shallow=True, **checkpointing)
     short = expanded(gpu, marks)
     gpu, marks, seconds = followed(shallow=False, **checkpointing)
@@ -168,27 +168,12 @@ def a_few_layers_stand_for_many_in_bytes_and_seconds(**checkpointing: object) ->
     assert short.seconds() == pytest.approx(seconds, rel=0.01)
 
 
-def checkpointing_of_some_layers_is_not_told_by_a_stack_of_other_layers() -> None:
+def test_checkpointing_of_some_layers_is_not_told_by_a_stack_of_other_layers() -> None:
+    from autofit.fakegpu.depth.stack import NotRepeatingError, plan_stack
+
     gpu, marks, _ = followed(shallow=True, every_n_layers=3)
     with pytest.raises(NotRepeatingError, match="checkpointing is on in some layers only"):
         expanded(gpu, marks)
     stack = plan_stack(config(num_hidden_layers=28), pattern=3)
     assert stack.period % 3 == 0
     assert [layer % 3 for layer in stack.kept] == [i % 3 for i in range(len(stack.kept))]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "a_few_layers_stand_for_many_in_bytes_and_seconds()",
-        "a_few_layers_stand_for_many_in_bytes_and_seconds(every_n_layers=1, offload=True)",
-        "checkpointing_of_some_layers_is_not_told_by_a_stack_of_other_layers()",
-    ],
-)
-def test_layers_that_are_followed_while_tensors_move_in_a_process_of_their_own(call: str) -> None:
-    """Of their own, because real trainings in this process had other gradients afterwards; the cause is not known."""
-    code = f"from fakegpu import test_offload; test_offload.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
