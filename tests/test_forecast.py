@@ -208,7 +208,7 @@ def test_a_phase_that_only_one_setting_brings_changes_with_what_the_others_hold(
     halves = sketch(load=9.0, update=4.0, rollout=3.0), sketch(load=4.0, update=2.0, rollout=1.5)
     brings = sketch(load=9.0, update=4.0, rollout=3.0), sketch(load=9.0, update=4.0, rollout=5.0, wakes=8.0)
     for effects in ([halves, brings], [brings, halves]):
-        added, multiplied = changed_bytes(own, effects)
+        added, multiplied = (changed_bytes(own, effects, multiplied=each) for each in (False, True))
         found = {name: peak[0] for name, peak in added.items()}
         assert found == {"load": 4.0, "update+": 3.0, "rollout": 3.5, "wakes": 6.5}
         assert multiplied["wakes"][0] == 4.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import cast
 
-from autofit.forecast.change import Change, Tell, Trier
+from autofit.forecast.change import Change, Tell
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers
@@ -62,14 +62,12 @@ def outside(
     if allow == TIERS[-1]:
         return None
     tuned = _with(estimator.recipe, best.changes)
-    base = replace(estimator, recipe=tuned).probe(tuned.values)
+    estimator = replace(estimator, recipe=tuned)
+    base = estimator.probe(tuned.values)
     if base.status is not ProbeStatus.FIT:
         return None
-    trier = Trier(
-        recipe=tuned, device=estimator.device, capacity_bytes=estimator.capacity_bytes, probe=estimator.probe,
-        tell=tell,
-    )  # fmt: skip
-    faster, _ = faster_changes(Levers.of(tuned, estimator.device), trier, base, below=allow, most=MOST)
+    levers = Levers.of(tuned, estimator.device)
+    faster, _ = faster_changes(levers, estimator.trier(tell), base, below=allow, most=MOST)
     return _kept(best.number, allow, [Outside.of(change, base.median_step_s) for change in faster])
 
 

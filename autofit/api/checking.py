@@ -6,7 +6,6 @@ from typing import Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import named_as_arguments
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given
@@ -121,7 +120,7 @@ def check(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
         deadline=deadline,
     )  # fmt: skip
-    with named_as_arguments(), estimator(asked, tell) as made:
+    with estimator(asked, tell) as made:
         result = made.estimate()
         fits = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
         mends = () if fits else made.mends(result, tell=lambda text: tell(Event(text=text)), wanted=1).changes

@@ -12,7 +12,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
 
@@ -85,6 +87,11 @@ class GpuSpec:
             wrong.append(f"compute_capability must be (5, 0) or later, which torch still runs on; got {capability}")
         if wrong:
             raise FakeGpuError(f"the GPU {self.name!r} cannot be: {'; '.join(wrong)}")
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> GpuSpec:
+        """The card whose fields `kept` has, as JSON keeps them (`dataclasses.asdict`)."""
+        return cls(**{**kept, "compute_capability": tuple(kept["compute_capability"])})
 
     @property
     def allocatable_bytes(self) -> int:

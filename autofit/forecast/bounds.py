@@ -8,7 +8,7 @@ only choose what to probe; no bound is told to anyone.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, Assignment, number
+from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, number
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
@@ -100,7 +100,7 @@ class Bounds:
         """The share that a setting leaves at least whose size is not known: none of what it may remove."""
         if name in ("use_vllm", "vllm_max_model_length"):
             return 0.0 if category == "vLLM" else 1.0
-        if name == "vllm_enable_sleep_mode":
+        if name == SLEEP:
             return 0.0 if category == "vLLM" and phase not in _ROLLOUT_PHASES else 1.0
         if name == "precompute_ref_log_probs":
             return 0.5 if category == "weights" else 1.0

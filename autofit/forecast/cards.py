@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.forecast.margin import is_tight, roomy_bytes
 from autofit.hardware.hardware import Device
+from autofit.hardware.needs import BFLOAT16_CAPABILITY
 from autofit.probing.result import ProbeResult, ProbeStatus
-
-_BF16 = (8, 0)  # compute capability from which a card computes in bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
     cards = [
         spec for spec in GPU_SPECS.values()
         if (spec.capacity_bytes < capacity_bytes if fits else spec.capacity_bytes > capacity_bytes)
-        if spec.compute_capability >= min(own.compute_capability, _BF16)
+        if spec.compute_capability >= min(own.compute_capability, BFLOAT16_CAPABILITY)
         if roomy_bytes(spec.capacity_bytes, f"sim:{spec.name}") >= need - own.context_bytes + spec.context_bytes
     ]  # fmt: skip
     return min(cards, key=lambda spec: spec.capacity_bytes, default=None)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autofit.forecast.margin import roomy_bytes
+from autofit.forecast.margin import is_tight
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
@@ -41,7 +41,7 @@ class Change:
         return cls(
             changes=changes, given=given, tier=tier, settings=settings, device_used_bytes=used or 0,
             least_capacity_bytes=1 << 62 if least is None else least, step_s=result.median_step_s, fits=fits,
-            tight=fits and (used or 0) > roomy_bytes(capacity_bytes, result.device),
+            tight=is_tight(result, capacity_bytes),
             failure="" if tried else result.reason or str(result.status),
         )  # fmt: skip
 

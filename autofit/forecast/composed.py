@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from autofit.fakegpu.formula.formula import Floats
+from autofit.forecast.engines import Engine
 from autofit.forecast.evaluation import Parts, Sketched, passes, plain
 from autofit.forecast.models import Made
 from autofit.forecast.structures import Setting, Shape, Structure, differences
@@ -85,20 +86,23 @@ class Composer:
             return Told(parts=parts, least_live_bytes=parts.live_bytes, source=Source.WHOLE)
         if (effects := self._effects(structure, shapes)) is None:
             return None
-        sum_, product = changed_bytes(parts.peaks, effects)
         seconds, engine = dict(parts.seconds), made.model.engine
         for before, after in effects:
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
             engine = after.engine if after.engine != before.engine else engine
-        added, multiplied = (
-            Parts(shapes=shapes, peaks=peaks, seconds=seconds).with_engine(engine, self.prompt_tokens)
-            for peaks in (sum_, product)
-        )
+        added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
         live = added.live_bytes
         if structure in self.sketches:
             return Told(parts=added, least_live_bytes=live, source=Source.SKETCHED)
+        multiplied = self._composed(changed_bytes(parts.peaks, effects, multiplied=True), seconds, shapes, engine)
         least = np.clip(np.minimum(live, multiplied.live_bytes), 0.0, None)
         return Told(parts=added, least_live_bytes=least, source=Source.COMPOSED)
+
+    def _composed(
+        self, peaks: Mapping[str, Floats], seconds: Mapping[str, Floats], shapes: tuple[Shape, ...],
+        engine: Engine | None,
+    ) -> Parts:  # fmt: skip
+        return Parts(shapes=shapes, peaks=peaks, seconds=seconds).with_engine(engine, self.prompt_tokens)
 
     def _effects(self, structure: Structure, shapes: tuple[Shape, ...]) -> list[tuple[Sketched, Sketched]] | None:
         """Sketches (before, after) whose changes together lead from the recipe's own structure to this one."""
@@ -172,19 +176,15 @@ class Composer:
 
 
 def changed_bytes(
-    peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]]
-) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """The peak of each phase if the effects on it add up, and if they multiply.
+    peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]], *, multiplied: bool = False
+) -> dict[str, Floats]:
+    """The peak of each phase if the effects on it add up, or if they multiply.
 
     An effect whose sketches lack a phase changes it by what it changes of the bytes that are always held. A phase that
     the recipe's own structure lacks starts from the sketch of the setting that brings it.
     """
     brought = (n for before, after in effects for n in _new(peaks, after.peaks) if n not in before.peaks)
-    names = list(dict.fromkeys((*peaks, *brought)))
-    return (
-        {name: _changed(name, peaks, effects, multiplied=False) for name in names},
-        {name: _changed(name, peaks, effects, multiplied=True) for name in names},
-    )
+    return {name: _changed(name, peaks, effects, multiplied=multiplied) for name in dict.fromkeys((*peaks, *brought))}
 
 
 def _changed(

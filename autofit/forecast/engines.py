@@ -4,9 +4,9 @@ An engine's cache fills its share of the card, and its seconds follow from a sch
 candidate, so both are computed for each candidate from the engine's own law. Needs no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.formula.seconds import DECODE
+from autofit.forecast.structures import LATER
 from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
 
 Engine = VllmEngine | PagedBatching
@@ -61,7 +62,7 @@ def _generation_s(engine: VllmEngine, prompts: tuple[int, ...], tokens: int, gro
 
 def held_bytes(engine: VllmEngine, phase: str) -> int:
     """Bytes that the engine holds at most in `phase`."""
-    name = phase.removesuffix("+")
+    name = phase.removesuffix(LATER)
     if name in (LOAD, ROLLOUT):
         return engine.held_bytes(weights=True, cache=True, computing=True)
     return engine.held_bytes(weights=not engine.sleeps or name == WAKE_UP, cache=not engine.sleeps)
@@ -81,13 +82,16 @@ def with_engine(
         return dict(peaks), dict(seconds)
     if isinstance(engine, PagedBatching):
         return _with_batching(engine, rollouts, peaks, seconds)
-    engines = [rollout.engine(engine) for rollout in rollouts]
-    found = {
-        phase: bytes_ + np.array([held_bytes(each, phase) for each in engines], float)
-        for phase, bytes_ in peaks.items()
-    }
-    lacking = np.array([e.spec.capacity_bytes + e.missing_bytes if e.missing_bytes else 0 for e in engines], float)
-    found[LOAD] = np.maximum(found.get(LOAD, np.zeros(len(engines))), lacking)
+    kinds = [(rollout.completions, rollout.share, rollout.longest) for rollout in rollouts]
+    engines = {kind: rollout.engine(engine) for kind, rollout in zip(kinds, rollouts, strict=True)}  # few are different
+
+    def of_each(nbytes: Callable[[VllmEngine], int]) -> Floats:
+        found = {kind: nbytes(each) for kind, each in engines.items()}
+        return np.array([found[kind] for kind in kinds], float)
+
+    found = {phase: held + of_each(partial(held_bytes, phase=phase)) for phase, held in peaks.items()}
+    lacking = of_each(lambda each: each.spec.capacity_bytes + each.missing_bytes if each.missing_bytes else 0)
+    found[LOAD] = np.maximum(found.get(LOAD, np.zeros(len(rollouts))), lacking)
     spent = np.array([rollout.seconds(engine) for rollout in rollouts])
     return found, _with(seconds, spent)
 
@@ -106,7 +110,7 @@ def _with_batching(
         if not law.waves(prompts, rollout.tokens, held):
             one = law.decoder.kv_bytes_per_token * (rollout.prompt + rollout.tokens)
             lacking[i] = law.spec.capacity_bytes + one
-    for phase in (name for name in peaks if name.removesuffix("+") == ROLLOUT):
+    for phase in (name for name in peaks if name.removesuffix(LATER) == ROLLOUT):
         found[phase] = np.maximum(peaks[phase] + engine.cache_bytes(peaks[phase]), lacking)
     return found, _with(seconds, spent)
 

@@ -85,15 +85,18 @@ class Estimator:
             found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
             return replace(found, card=card.result())
 
-    def _faster(self, result: ProbeResult, tell: Tell) -> Advice:
-        trier = Trier(
+    def trier(self, tell: Tell) -> Trier:
+        """Tries changes of the recipe on the simulated card."""
+        return Trier(
             recipe=self.recipe, device=self.device, capacity_bytes=self.capacity_bytes, probe=self.probe, tell=tell
         )
+
+    def _faster(self, result: ProbeResult, tell: Tell) -> Advice:
         try:
             levers = Levers.of(self.recipe, self.device)
         except ConfigError:
             return Advice()
-        faster, untried = faster_changes(levers, trier, result, workers=PARALLEL)
+        faster, untried = faster_changes(levers, self.trier(tell), result, workers=PARALLEL)
         return Advice(faster=faster, untried=untried)
 
     def _probe_on(self, device: Device, capacity_bytes: int) -> ProbeResult:

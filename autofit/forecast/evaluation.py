@@ -8,10 +8,9 @@ import numpy as np
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.engines import Engine, Rollout, with_engine
-from autofit.forecast.structures import Shape
+from autofit.forecast.structures import LATER, Shape
 from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
 
-LATER = "+"  # suffix of a phase in which gradients of an earlier micro-batch are alive
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
 _OF_MICRO_BATCH = ("update", *_ONCE)
 _OF_ROLLOUT = (ROLLOUT, WAKE_UP, DECODE)

@@ -10,6 +10,7 @@ from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Candidate, Space, Value
 
+LATER = "+"  # suffix of a phase in which gradients of an earlier micro-batch are alive
 LARGE, PADDED = "micro-batch above a tile", "micro-batch with padding"  # settings of a structure that are no knobs
 Setting = tuple[str, Value]
 Structure = tuple[Setting, ...]  # the settings in the space's order, then LARGE and PADDED

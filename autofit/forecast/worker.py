@@ -37,6 +37,7 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import read_json, write_json
+from autofit.forecast.structures import LATER
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
 from autofit.plugin.registry import load
@@ -45,7 +46,6 @@ from autofit.recipe.keys import BatchKeys
 
 MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
 DEPTHS = (2, 3)  # middle units of the traces that tell what a unit adds: the first, the last, and one between
-LATER = "+"  # suffix of a phase name: gradients of an earlier micro-batch are alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 from autofit.fakegpu.specs import GpuSpec
 
+BFLOAT16_CAPABILITY = (8, 0)  # of cards that compute in bfloat16
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
-_FLAGS = {"bf16": (8, 0), "bf16_full_eval": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "load_in_8bit": (7, 5)}
+_FLAGS = {
+    "bf16": BFLOAT16_CAPABILITY, "bf16_full_eval": BFLOAT16_CAPABILITY, "tf32": (8, 0), "fp8": (8, 9),
+    "load_in_8bit": (7, 5),
+}  # fmt: skip
 _MEANS = {"bf16": "bfloat16", "bf16_full_eval": "bfloat16", "load_in_8bit": "int8 products"}
 
 
@@ -44,7 +48,7 @@ def _named(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, int],
     for key, value in values.items():
         said = f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
         if key in ("dtype", "torch_dtype") and str(value) in _BFLOAT16:
-            yield "bfloat16", (8, 0), said
+            yield "bfloat16", BFLOAT16_CAPABILITY, said
         elif key == "attn_implementation" and isinstance(value, str):
             yield from _attention(value, said)
         elif value is True and key in _FLAGS:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import simulated_twin
+from autofit.hardware.needs import BFLOAT16_CAPABILITY
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import ENV, QUANTIZATION, Condition, Knob, choices_of, own_value
@@ -134,7 +135,7 @@ def _without_bfloat16(device: str) -> str:
     if twin is None:  # a card that the table lacks
         return ""
     spec = gpu_spec(twin.removeprefix("sim:"))
-    return "" if spec.compute_capability >= (8, 0) else f"{spec.name} has no arithmetic in bfloat16"
+    return "" if spec.compute_capability >= BFLOAT16_CAPABILITY else f"{spec.name} has no arithmetic in bfloat16"
 
 
 @cache

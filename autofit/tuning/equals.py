@@ -24,8 +24,8 @@ EQUAL_FRAC = 0.01
 LEANER_FRAC = 0.05
 EDGE_FRAC = 0.05
 EDGE_EQUAL_FRAC = 0.046
-# Two standard deviations of the difference of two probes, each known to 2 % (the noise that tuning.model assumes).
-NOISE_FRAC = 2 * 2**0.5 * 0.02
+PROBE_NOISE = 0.02  # standard deviation of one probe's seconds, as a share
+NOISE_FRAC = 2 * 2**0.5 * PROBE_NOISE  # two standard deviations of the difference of two probes
 
 Cost = tuple[float, float]  # (seconds of a step, device-used bytes)
 

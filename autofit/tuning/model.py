@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autofit.forecast.predictions import Predictions
+from autofit.tuning.equals import PROBE_NOISE
 from autofit.tuning.grid import Floats, Grid
 from autofit.tuning.ledger import Observation
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
@@ -16,10 +17,10 @@ _LEAST_SHARE = 1e-3  # share of a step's seconds: a shorter phase gets no poster
 _NO_EFFECT = 0.01  # a knob has no predicted effect if the means of its values differ by less (log difference)
 _MOST_DATA = 24  # probes given to the Gaussian processes: the best and the latest; older, worse ones add little
 # Prior of the prediction error: spread over the knobs (itself uncertain by the factor e^doubt), and shared offset.
-_STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=0.02)
+_STEP = Prior(spread=0.24, doubt=0.8, offset=0.3, noise=PROBE_NOISE)
 _USED = Prior(spread=0.19, doubt=0.8, offset=0.25, noise=0.01)
 # Without a prediction the whole logarithm is a residual, about the mean of the measured values.
-_STEP_ALONE = Prior(spread=0.7, doubt=0.8, offset=1.0, noise=0.02)
+_STEP_ALONE = Prior(spread=0.7, doubt=0.8, offset=1.0, noise=PROBE_NOISE)
 _USED_ALONE = Prior(spread=0.5, doubt=0.8, offset=1.0, noise=0.01)
 
 

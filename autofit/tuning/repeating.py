@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 
+from autofit.tuning.equals import PROBE_NOISE
 from autofit.tuning.frontier import Trial
 from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
@@ -26,7 +27,6 @@ from autofit.units import format_seconds
 _DOUBT = 2.0
 _SLOWER = 1.25  # times the expectation: less is not worth a probe
 _LEAST_S = 0.3  # seconds: a smaller difference is not worth the start of a probe
-_NOISE = 0.02  # standard deviation of one probe's seconds, as tuning.model assumes
 _MOST = 4  # repeats of a study: on a machine that is always busy each probe would need one
 
 
@@ -94,7 +94,7 @@ class Repeats:
         self._model.learn(others, ())
         mean, spread = (float(v[0]) for v in self._model.log_step_at(np.array([told.place], dtype=np.intp)))
         above = math.log(told.step_s) - mean
-        sure = above / math.hypot(spread, _NOISE)
+        sure = above / math.hypot(spread, PROBE_NOISE)
         if sure < _DOUBT or above < math.log(_SLOWER) or told.step_s - math.exp(mean) < _LEAST_S:
             return sure, None
         source = "the other probes" if not self._model.predicted else "its prediction and the other probes"

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from autofit.fakegpu.engines.decoder import Decoder
-from autofit.fakegpu.engines.forward import ITEM, Batch, Forward
+from autofit.fakegpu.engines.forward import ITEM, Batch, Forward, facts_from_json, kernel_seconds
 from autofit.fakegpu.rates.grid import Floats
-from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 STEP_TOKENS = 8192  # PagedAttentionMemoryHandler._default_max_batch_tokens
@@ -97,8 +96,7 @@ class PagedBatching:
 
     @property
     def _forward(self) -> Forward:
-        kernels = KernelSeconds(self.spec, self.costs)
-        return Forward(decoder=self.decoder, kernels=kernels, fused=False)
+        return Forward(decoder=self.decoder, kernels=kernel_seconds(self.spec, self.costs), fused=False)
 
     # ------------------------------------------------------------------ on disk
     def to_json(self) -> dict[str, object]:
@@ -106,6 +104,4 @@ class PagedBatching:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> PagedBatching:
-        spec = {**kept["spec"], "compute_capability": tuple(kept["spec"]["compute_capability"])}
-        rest = {name: kept[name] for name in ("share", "step_s")}
-        return cls(spec=GpuSpec(**spec), costs=HostCosts(**kept["costs"]), decoder=Decoder(**kept["decoder"]), **rest)
+        return cls(**facts_from_json(kept), share=kept["share"], step_s=kept["step_s"])

@@ -7,8 +7,10 @@ written by a kernel of its own (vllm/compilation, RMSNorm and SiluAndMul of vllm
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +18,22 @@ from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.rates.attention import VERSION_2_OF_3
 from autofit.fakegpu.rates.grid import Floats
 from autofit.fakegpu.rates.kernels import KernelSeconds
+from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 ITEM = 2  # bytes of a half-precision element
+
+
+@lru_cache(maxsize=64)
+def kernel_seconds(spec: GpuSpec, costs: HostCosts) -> KernelSeconds:
+    return KernelSeconds(spec, costs)
+
+
+def facts_from_json(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that every engine has, as objects: its card, the host's costs and its decoder."""
+    return {
+        "spec": GpuSpec.from_json(kept["spec"]), "costs": HostCosts(**kept["costs"]),
+        "decoder": Decoder(**kept["decoder"]),
+    }  # fmt: skip
 
 
 class Batch(NamedTuple):

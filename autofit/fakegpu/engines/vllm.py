@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from autofit.fakegpu.engines.decoder import Decoder
-from autofit.fakegpu.engines.forward import ITEM, Batch, Forward
+from autofit.fakegpu.engines.forward import ITEM, Batch, Forward, facts_from_json, kernel_seconds
 from autofit.fakegpu.engines.schedule import Scheduler, Stretch, batches
 from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.rates.grid import Floats
-from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 BLOCK_TOKENS = 16
@@ -47,11 +46,6 @@ _SLEEP_S_PER_GIB, _WAKE_S_PER_GIB = 0.31 / 47.4, 0.4 / 47.4
 # output's update 1.1 us a sequence (vllm-project/vllm#46112: 0.287 ms for 256). Detokenising is not measured: as much.
 _STEP_HOST_S = 0.43e-3
 _SEQUENCE_HOST_S = 2.2e-6
-
-
-@lru_cache(maxsize=64)
-def _kernel_seconds(spec: GpuSpec, costs: HostCosts) -> KernelSeconds:
-    return KernelSeconds(spec, costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +211,7 @@ class VllmEngine:
 
     @cached_property
     def forward(self) -> Forward:
-        return Forward(decoder=self.decoder, kernels=_kernel_seconds(self.spec, self.costs), ranks=self.ranks)
+        return Forward(decoder=self.decoder, kernels=kernel_seconds(self.spec, self.costs), ranks=self.ranks)
 
     # ------------------------------------------------------------------ on disk
     def to_json(self) -> dict[str, object]:
@@ -225,6 +219,4 @@ class VllmEngine:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> VllmEngine:
-        spec = {**kept["spec"], "compute_capability": tuple(kept["spec"]["compute_capability"])}
-        parts = {"spec": GpuSpec(**spec), "costs": HostCosts(**kept["costs"]), "decoder": Decoder(**kept["decoder"])}
-        return cls(**{**kept, **parts})
+        return cls(**{**kept, **facts_from_json(kept)})

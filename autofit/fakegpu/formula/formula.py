@@ -187,7 +187,7 @@ class MassModel:
             flop_s=arrays["flop_s"], move_s=arrays["move_s"], counts=arrays["counts"],
             count_slopes=arrays["count_slopes"], segments=tuple(rest["segments"]),
             host={k: (v[0], v[1]) for k, v in rest["host"].items()},
-            kernels=KernelSeconds(_spec(rest["spec"]), HostCosts(**rest["costs"])),
+            kernels=KernelSeconds(GpuSpec.from_json(rest["spec"]), HostCosts(**rest["costs"])),
             tabled=TabledRows.from_json(rest["tabled"], len(rest["time_exponents"])),
             sums={k: (np.asarray(v[0]), np.asarray(v[1])) for k, v in rest["sums"].items()},
         )  # fmt: skip
@@ -331,10 +331,6 @@ def _sample_points(names: Sequence[str], ranges: Mapping[str, tuple[float, float
         edge = random.random(_PRUNING_POINTS)
         columns.append(np.where(edge < 0.15, low, np.where(edge > 0.85, high, spread)))
     return np.stack(columns, axis=1)
-
-
-def _spec(kept: dict[str, Any]) -> GpuSpec:
-    return GpuSpec(**kept | {"compute_capability": tuple(kept["compute_capability"])})
 
 
 def _engine(kept: dict[str, Any] | None) -> VllmEngine | PagedBatching | None:
