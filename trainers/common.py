@@ -272,8 +272,6 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     if kwargs.get("use_kernels"):  # as from_pretrained does
         model.set_use_kernels(True)
     model.config._name_or_path = model_id
-    if kwargs.get("use_kernels"):
-        model.set_use_kernels(True)
     return model
 
 

@@ -20,7 +20,6 @@ _VERL = {
     "data.train_files": "dataset_name",
     "data.max_response_length": "max_completion_length",
 }
-_VERL_ONLY = ("actor_rollout_ref", "reward_model", "custom_reward_function")
 
 # Key of another tool's YAML -> (whose, the key of TRL).
 _OTHERS = {
@@ -49,7 +48,7 @@ _PYTHON = {
 
 def foreign_file(trainer: str, values: Mapping[str, object]) -> str | None:
     """What the recipe is instead, if it is another tool's file: verl's, or accelerate's."""
-    if any(key in values for key in _VERL_ONLY[:1]):
+    if "actor_rollout_ref" in values:
         return _verl(trainer, values)
     ours = [key for key in _ACCELERATE if key in values]
     if len(ours) > 1:

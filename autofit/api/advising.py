@@ -82,9 +82,14 @@ def _kept(trial: int | None, allow: Tier, found: Sequence[Outside]) -> dict[str,
 
 def outside_of(kept: Mapping[str, object] | None, best: Trial | None, allow: Tier) -> tuple[Outside, ...]:
     """What a study keeps of the changes outside its tier; () if it belongs to another winner or tier."""
-    if kept is None or kept["trial"] != (None if best is None else best.number) or kept["allow"] != allow:
+    if kept is None or not is_known(kept, best, allow):
         return ()
     return tuple(Outside(**row) for row in cast("list[dict[str, object]]", kept["changes"]))  # type: ignore[arg-type]
+
+
+def is_known(kept: Mapping[str, object] | None, best: Trial | None, allow: Tier) -> bool:
+    """Whether what a study keeps is of this winner and tier; it may be that there is nothing."""
+    return kept is not None and kept["trial"] == (None if best is None else best.number) and kept["allow"] == allow
 
 
 def outside_lines(found: Sequence[Outside], original: Mapping[str, object], allow: Tier, *, fits: bool) -> list[str]:

@@ -47,7 +47,7 @@ class SearchResult(Shown):
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
-    relaxed: str = ""  # what a lower tier offers, where nothing fits or where one is clearly faster
+    relaxed: str = ""  # what a lower of the allowed tiers offers, where it is clearly faster
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
     outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import optuna
 
-from autofit.api.advising import outside, outside_of
+from autofit.api.advising import is_known, outside
 from autofit.api.arguments import FOLDER, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
@@ -259,7 +259,7 @@ class _Run:
         """Keep with the study what lies outside its tier, unless it is known from an earlier run of the same search."""
         record, trials = record_of(study), trials_of(study)
         best, estimator = winner(trials, **record.rule), self._estimator(plan, "advice")
-        if estimator is None or outside_of(record.outside, best, record.allow):
+        if estimator is None or is_known(record.outside, best, record.allow):
             return
         try:
             keep_record(study, replace(record, outside=outside(best, trials, estimator, record.allow, tell=self._note)))
