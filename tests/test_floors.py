@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.forecast",),
     ("autofit.tuning",),
     ("autofit.proof",),
+    ("autofit.watching",),
     ("autofit.promotion",),
     ("autofit.tracking",),
     ("autofit.api",),

@@ -15,7 +15,7 @@ import yaml
 
 from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer
-from autofit.promotion.promotion import read_progress
+from autofit.promotion.progress import read_progress
 from autofit.tracking.study_mirror import client, experiment_id
 from autofit.tuning.study import load_study
 

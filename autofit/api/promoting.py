@@ -12,13 +12,13 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
+from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
     Promotion,
     choose,
     follow,
     model_path,
     plan_promotion,
-    read_progress,
     stop,
 )
 from autofit.promotion.promotion import (
@@ -183,7 +183,7 @@ def promote(
             how = launch_run(promotion, study_folder=Path(folder), restart=restart)
             say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
             try:
-                final = follow(promotion, on_step or (lambda _: None))
+                final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text))
             except KeyboardInterrupt:
                 say("saving a checkpoint after the step at work; run the same command again to resume")
                 stop(promotion)

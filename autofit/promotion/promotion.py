@@ -1,6 +1,5 @@
 """Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
 
-import json
 import os
 import shutil
 import time
@@ -13,13 +12,16 @@ from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import Device, choose_device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion.job import run_promoted
+from autofit.promotion.progress import read_progress
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.recipe import merge, tuned_yaml
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Rule, Trial, winner
-from autofit.tuning.record import record_of
+from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import load_study, trials_of
+from autofit.watching.events import RunEvent, events_of
+from autofit.watching.promise import Promise
 
 _YEAR_S = 365 * 24 * 3600.0
 
@@ -41,6 +43,7 @@ class Promotion:
     trains_on_data: bool
     command: str | None  # the command that runs the tuned YAML without autofit, up to the file's name
     confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
+    promise: Promise | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -86,7 +89,19 @@ def plan_promotion(
         folder=home, study=study.study_name, trial=chosen, device=device, trainer=record.trainer,
         values=merge(given, {**chosen.yaml_changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
-        trains_on_data=record.trains_on_data, command=record.command,
+        trains_on_data=record.trains_on_data, command=record.command, promise=_promise(chosen, record, proof),
+    )  # fmt: skip
+
+
+def _promise(chosen: Trial, record: StudyRecord, proof: Proof) -> Promise | None:
+    """What the trial's probe, or its confirmation, leads to expect of the full run."""
+    figures = chosen.figures
+    if figures is None:
+        return None
+    return Promise(
+        device_name=figures.device_name, fidelity=figures.fidelity, device_used_bytes=figures.device_used_bytes,
+        limit_bytes=record.limit_bytes, step_s=figures.median_step_s, samples_per_s=figures.completions_per_s,
+        effective_batch_size=record.effective_batch_size, proof=proof.sentence,
     )  # fmt: skip
 
 
@@ -123,7 +138,7 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
     folder = promotion.folder
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
-        for name in ("final.json", "progress.jsonl"):
+        for name in ("final.json", "progress.jsonl", "events.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if is_alive(folder):
         return "running"
@@ -138,6 +153,7 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
         "generates": promotion.generates, "cwd": str(promotion.cwd), "slots": list(slot_names(promotion.device, 1)),
         "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
         "confirmation": promotion.confirmation,
+        "promise": None if promotion.promise is None else promotion.promise.to_json(),
     }  # fmt: skip
     write_json(folder / "request.json", request)
     resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))
@@ -145,14 +161,19 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
     return "resumed" if resumed else "started"
 
 
-def follow(promotion: Promotion, show: Callable[[dict[str, object]], None]) -> dict[str, object]:
-    """The final summary of the run; calls `show` with each logged step until the run ends.
+def follow(
+    promotion: Promotion, show: Callable[[dict[str, object]], None], tell: Callable[[RunEvent], None] = lambda _: None
+) -> dict[str, object]:
+    """The final summary of the run; calls `show` with each logged step and `tell` with each event until it ends.
 
     Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
-    seen = 0
+    seen = told = 0
     while True:
         alive = is_alive(promotion.folder)
+        for event in events_of(promotion.folder)[told:]:
+            told += 1
+            tell(event)
         for line in read_progress(promotion.folder)[seen:]:
             seen += 1
             show(line)
@@ -168,15 +189,6 @@ def follow(promotion: Promotion, show: Callable[[dict[str, object]], None]) -> d
                 f"see {promotion.folder / 'run.log'}"
             )
         time.sleep(0.1)
-
-
-def read_progress(folder: Path) -> list[dict[str, object]]:
-    """The logged steps so far, one dict each. An incomplete last line is skipped: it is still being written."""
-    path = folder / "progress.jsonl"
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:

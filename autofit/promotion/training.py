@@ -1,28 +1,27 @@
 """The promoted run itself: the full training of a tuned recipe, resumable from every saved checkpoint.
 
-Runs in a process of its own (`python -m autofit.promotion.training REQUEST`). Imports torch.
+Runs in a process of its own (`python -m autofit.promotion.training REQUEST`). Loads torch.
 """
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from autofit.files import read_json, write_atomically, write_json
-from autofit.plugin.protocol import Control, Report, Run, Task
+from autofit.files import read_json, write_json
+from autofit.plugin.protocol import Run, Task
 from autofit.plugin.registry import load
 from autofit.probing.supervise import die_with_parent
-
-_SAVE_EVERY_S = 60.0  # time between checkpoints: a kill loses at most about a minute
+from autofit.promotion.checkpoints import last_checkpoint, step_of
+from autofit.promotion.progress import forget_progress_after, read_progress
+from autofit.promotion.recorder import Recorder
+from autofit.watching.events import forget_events_after
+from autofit.watching.promise import Promise
+from autofit.watching.watcher import Watched, Watcher
 
 
 def main(request_path: str) -> int:
@@ -43,8 +42,10 @@ def _train(request: dict[str, Any], folder: Path) -> int:
     output = Path(str(request["output_dir"]))
     run = load(request["trainer"]).build(request["values"], Task(device=request["device"], output=output))
     checkpoint = last_checkpoint(output, run.checkpoint_is_whole)
-    _forget_after(folder / "progress.jsonl", 0 if checkpoint is None else _step_of(checkpoint))
-    recorder = _Recorder(folder, run, "completions" if request["generates"] else "samples")
+    done = 0 if checkpoint is None else step_of(checkpoint)
+    forget_progress_after(folder, done)
+    forget_events_after(folder, done)
+    recorder = Recorder(run, _watched(request, folder, run, done), _watchers(request))
     mirror = _start_mirror(request, folder)
     began = time.monotonic()
     try:
@@ -52,11 +53,27 @@ def _train(request: dict[str, Any], folder: Path) -> int:
         if recorder.stopped:
             return 0
         run.save_model(output)
-        lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+        recorder.ends()
+        lines: list[dict[str, Any]] = read_progress(folder)
         write_json(folder / "final.json", _final(lines, recorder.steps, output, time.monotonic() - began))
     finally:
         _stop_mirror(mirror)
     return 0
+
+
+def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
+    promise = request.get("promise")
+    return Watched(
+        folder=folder, trainer=request["trainer"], values=request["values"], device=request["device"],
+        generates=request["generates"], samples_per_step=run.samples_per_step, first_step=done, last_step=0,
+        promise=None if promise is None else Promise.from_json(promise), lines=tuple(read_progress(folder)),
+        hf_trainer=getattr(run, "trainer", None),
+    )  # fmt: skip
+
+
+def _watchers(request: Mapping[str, Any]) -> list[Watcher]:
+    """Everyone who looks at a promoted run."""
+    return []
 
 
 def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
@@ -71,77 +88,6 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
         "output_dir": str(output.resolve()),
         "seconds_since_resume": seconds,
     }
-
-
-# -- resuming ---------------------------------------------------------------------------------------------------------
-
-
-def last_checkpoint(output: Path, is_whole: Callable[[Path], bool]) -> Path | None:
-    """The newest complete checkpoint in `output`, or None. Deletes incomplete ones (killed while saving)."""
-    for folder in sorted(output.glob("checkpoint-*"), key=_step_of, reverse=True):
-        if is_whole(folder):
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-    return None
-
-
-def _step_of(checkpoint: Path) -> int:
-    tail = checkpoint.name.rsplit("-", 1)[1]
-    return int(tail) if tail.isdigit() else -1
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Delete the log lines after the checkpoint's step: those steps are repeated, with the same result."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    write_atomically(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-# -- logging ----------------------------------------------------------------------------------------------------------
-
-
-class _Recorder(Report):
-    """Writes each logged step to progress.jsonl, saves a checkpoint about once a minute, and stops on request."""
-
-    def __init__(self, folder: Path, run: Run, samples_word: str) -> None:
-        self._folder, self._run, self._samples_word = folder, run, samples_word
-        self._saved = self._began = time.monotonic()
-        self.steps = 0
-        self.stopped = False
-
-    def step_begins(self, step: int) -> None:
-        self._began = time.monotonic()
-
-    def step_ends(self, step: int) -> Control:
-        self.steps = step
-        if step % self._run.steps_between_saves:
-            return Control()
-        asked = (self._folder / "stop").exists()
-        save = asked or time.monotonic() - self._saved > _SAVE_EVERY_S
-        if save:
-            self._saved = time.monotonic()
-        self.stopped = asked and step < self._run.last_step
-        return Control(save=save, stop=self.stopped)
-
-    def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
-        step_s = time.monotonic() - self._began
-        line = {"step": step, "max_steps": last_step, "time": time.time(), **_numbers(values), "step_s": step_s}
-        line |= {f"{self._samples_word}_per_s": self._run.samples_per_step / step_s, **_memory()}
-        with (self._folder / "progress.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in logs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
-def _memory() -> dict[str, int]:
-    found = {"host_rss_bytes": int(psutil.Process().memory_info().rss)}
-    if torch.cuda.is_available():
-        found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return found
 
 
 def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":

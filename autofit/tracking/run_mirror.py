@@ -10,7 +10,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from autofit.errors import AutofitError
 from autofit.files import read_json
-from autofit.promotion.promotion import read_progress
+from autofit.promotion.progress import read_progress
 from autofit.tracking.study_mirror import (
     KIND,
     STATUS,

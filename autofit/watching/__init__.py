@@ -1,0 +1,1 @@
+"""What looks at a full run while it trains: its promise, its memory, its guards, its progress."""
