@@ -24,3 +24,16 @@ def nearest(given: str, known: Iterable[str]) -> str:
     # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
     close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))
     return f"; the nearest valid one is {close[0]!r}" if close else ""
+
+
+def printable(text: str, most: int) -> str:
+    """`text` for one line of an error: control characters as escapes, about `most` characters at most."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: 2 * most])
+    if len(text) <= most and len(line) <= most:
+        return line
+    return f"{line[: most - 20]}... ({len(text):,} characters)"
+
+
+def quoted(given: object, most: int = 60) -> str:
+    """A value that the user gave, as Python writes it, in about `most` printable characters."""
+    return printable(repr(given), most)

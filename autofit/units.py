@@ -2,7 +2,7 @@
 
 import re
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 
 _FACTORS = {
     "": 1, "B": 1,
@@ -14,21 +14,23 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def parse_bytes(text: str) -> int:
     """Bytes in `text`, such as `40GB` (10^9 each) or `40GiB` (2^30 each). A number without a unit is refused."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _FACTORS or unit == "":
-        raise ConfigError(f"an amount of memory must look like 40GB (40e9 bytes) or 40GiB (40*2^30); got {text!r}")
+        raise ConfigError(
+            f"an amount of memory must look like 40GB (40e9 bytes) or 40GiB (40*2^30); got {quoted(text)}"
+        )
     value = int(float(match.group(1)) * _FACTORS[unit])
     if value <= 0:
-        raise ConfigError(f"an amount of memory must be above zero; got {text!r}")
+        raise ConfigError(f"an amount of memory must be above zero; got {quoted(text)}")
     return value
 
 
 def parse_seconds(text: str) -> float:
     """Seconds in `text`, such as `90`, `90s`, `10m` or `2h`."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smh]?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([smh]?)\s*", text)
     if match is None or float(match.group(1)) <= 0:
-        raise ConfigError(f"a duration must look like 90s, 10m or 2h and be above zero; got {text!r}")
+        raise ConfigError(f"a duration must look like 90s, 10m or 2h and be above zero; got {quoted(text)}")
     return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
@@ -37,7 +39,7 @@ def parse_frac(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
     value = float(match.group(1)) / (100 if match.group(2) else 1) if match else 1.0
     if value >= 1:
-        raise ConfigError(f"a share must look like 1% or 0.01 and be below 100 %; got {text!r}")
+        raise ConfigError(f"a share must look like 1% or 0.01 and be below 100 %; got {quoted(text)}")
     return value
 
 

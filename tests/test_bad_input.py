@@ -162,7 +162,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         (["search", "gone.yaml", "--target-vram", "3GB"], "gone.yaml does not exist"),
         (["search", ".", "--target-vram", "3GB"], "is a folder"),
         (["search", "list.yaml", "--target-vram", "3GB"], "must be a YAML mapping .* is a list"),
-        (["search", "broken.yaml", "--target-vram", "3GB"], "is not valid YAML: .*line 1"),
+        (["search", "broken.yaml", "--target-vram", "3GB"], "not valid YAML: .*line 1"),
         (["search", "twice.yaml", "--target-vram", "3GB"], "given twice: a"),
         (["search", "empty.yaml", "--target-vram", "3GB"], "is empty"),
         (["search", "binary.yaml", "--target-vram", "3GB"], "UTF-8"),

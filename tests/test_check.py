@@ -18,7 +18,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of, step_of_longest
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
-from autofit.recipe.recipe import read_yaml_mapping
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.trainers.common import real
 from autofit.trainers.sft import TRAINER as SFT
 

@@ -11,7 +11,7 @@ from autofit.api.estimating import estimate
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.registry import load
-from autofit.recipe.recipe import read_yaml_mapping
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.trainers.trl_config import parse
 
 VERL = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, printable, quoted
 
 if TYPE_CHECKING:
     from autofit.api.tables import Shown
@@ -39,27 +39,28 @@ def dir_option(folder: Path) -> str:
 
 def settings(given: Sequence[str]) -> dict[str, object]:
     """{key: value} of `--set key=value` options, each value read as YAML; of a key given twice the last one counts."""
-    import yaml
+    from autofit.recipe.yaml_file import parse_yaml
 
     changes: dict[str, object] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set takes key=value, for example --set lora_r=8; got {text!r}")
+            raise ConfigError(f"--set takes key=value, for example --set lora_r=8; got {quoted(text)}")
         try:
-            changes[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {key.strip()}: the value is not valid YAML; got {value!r}") from error
+            changes[key.strip()] = parse_yaml(value)
+        except ConfigError as error:
+            raise ConfigError(f"--set {printable(text, 80)}: {error}") from error
     return changes
 
 
 def terminate_like_interrupt() -> None:
-    """SIGTERM ends a search the way Ctrl-C does."""
+    """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, interrupt)
 
 
 def ignore_interrupts() -> None:

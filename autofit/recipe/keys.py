@@ -1,5 +1,6 @@
 """The recipe keys that the search interprets: those that batch the samples; and the tiers of changes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
@@ -33,3 +34,9 @@ class BatchKeys:
     @classmethod
     def from_json(cls, content: Mapping[str, str | None]) -> "BatchKeys":
         return cls(**content)  # type: ignore[arg-type]
+
+
+def divisors(number: int) -> set[int]:
+    """Every divisor of `number`, found by trying up to its square root."""
+    small = {n for n in range(1, math.isqrt(number) + 1) if number % n == 0}
+    return small | {number // n for n in small}

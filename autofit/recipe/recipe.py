@@ -5,63 +5,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import yaml
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, printable
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.units import format_bytes
 
+_MOST_SAMPLES = 10**6  # of one optimizer step or rollout; pre-training on thousands of cards takes 10^4 sequences
+
 TrainerName = str  # an installed trainer's name, or module:object
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys: plain YAML silently keeps the second one."""
-
-
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[object, object]:
-    loader.flatten_mapping(node)
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ConfigError(f"each key may appear only once; given twice: {', '.join(twice)}; remove one of them")
-    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
-    """The mapping in the YAML file `path`; `what` names it in the errors ("recipe", "search space")."""
-    if not path.exists():
-        raise ConfigError(f"the {what} {path} does not exist; give the path of a YAML file")
-    if path.is_dir():
-        raise ConfigError(f"the {what} must be a YAML file, but {path} is a folder")
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506  (a SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the {what} {path} must be UTF-8 text; byte {error.start} is not valid") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the {what} {path} is not valid YAML: {_one_line(error)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"the {what} {path}: {error}") from error
-    if not isinstance(content, dict):
-        kind = {list: "a list", type(None): "empty", str: "text"}.get(type(content), f"a {type(content).__name__}")
-        raise ConfigError(f"the {what} {path} must be a YAML mapping (key: value lines); it is {kind}")
-    wrong = [key for key in content if not isinstance(key, str)]
-    if wrong:
-        raise ConfigError(f"the {what} {path}: every key must be text; got {wrong[0]!r}")
-    return cast(dict[str, object], content)
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +123,13 @@ class Recipe:
         return bool(self.resolved.get("use_peft"))
 
     def check(self) -> None:
-        """Raise ConfigError unless every optimizer step holds whole groups of whole prompts."""
+        """Raise ConfigError unless every optimizer step holds whole groups of whole prompts, and believably many."""
         keys = self.keys
+        most = max(self.effective_batch_size, self.generation_batch_size)
+        if most > _MOST_SAMPLES:
+            asked = (keys.micro_batch, keys.accumulation, keys.rollout)
+            given = ", ".join(f"{key}={printable(str(self.resolved[key]), 40)}" for key in asked if key is not None)
+            raise ConfigError(f"an optimizer step may have at most {_MOST_SAMPLES:,} samples; got {given}; lower them")
         if not self.generates:
             return
         if self.effective_batch_size % self.num_generations:

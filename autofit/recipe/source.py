@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from autofit.errors import ConfigError
 from autofit.recipe.baseline import PROMPT_TOKENS, baseline_path
-from autofit.recipe.recipe import read_yaml_mapping
+from autofit.recipe.yaml_file import read_yaml_mapping
 
 
 class ConfigObject(Protocol):

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from autofit.recipe.keys import Tier
+from autofit.recipe.keys import Tier, divisors
 from autofit.recipe.recipe import Recipe, inner_value
 
 Value = bool | int | float | str | None
@@ -58,8 +58,7 @@ def choices_of(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
     own = own_value(knob.name, recipe, knob.unset)
     if knob.solved:
         per_rank = recipe.effective_batch_size // recipe.world_size
-        top = max(per_rank, recipe.generation_batch_size // recipe.world_size)
-        solved = {n for n in range(1, top + 1) if top % n == 0 or per_rank % n == 0}
+        solved = divisors(per_rank) | divisors(max(per_rank, recipe.generation_batch_size // recipe.world_size))
         return tuple(sorted(solved | {cast(int, own)}))
     values = list(listed_values(knob, recipe))
     if own not in values:

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.keys import TIERS
-from autofit.recipe.recipe import Recipe, read_yaml_mapping
+from autofit.recipe.recipe import Recipe
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.knob import Condition, Knob, Value
 
 _OURS = resources.files("autofit.search_spaces")

@@ -134,7 +134,7 @@ def parts(recipe: Path, folder: Path, prompt_tokens: int, output: Path) -> None:
     from autofit.probing.prepare import worst_case_path
     from autofit.probing.result import ProbeRequest
     from autofit.probing.simulated import SimMemory
-    from autofit.recipe.recipe import read_yaml_mapping
+    from autofit.recipe.yaml_file import read_yaml_mapping
 
     values = read_yaml_mapping(recipe, what="recipe")
     worst_case, answer, device = worst_case_path(folder), folder / "inspection.json", f"sim:{CARD}"

@@ -1,0 +1,48 @@
+"""The slots of a machine lie where their user alone can write, and no link of another user is followed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autofit.probing.slots import slot, slots_folder
+
+
+@pytest.fixture
+def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the slots lie where nobody was first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / f"autofit-slots-{os.getuid()}"
+
+
+def test_the_folder_is_the_users_own(usual: Path) -> None:
+    assert slots_folder() == usual
+    assert usual.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_in_which_others_can_write_or_a_link_is_left_for_one_in_the_cache(usual: Path) -> None:
+    usual.mkdir()
+    usual.chmod(0o777)
+    assert slots_folder().is_relative_to(usual.parent / "cache")
+    usual.rmdir()
+    usual.symlink_to(usual.parent)
+    assert slots_folder().is_relative_to(usual.parent / "cache")
+
+
+def test_a_link_in_the_place_of_a_slot_is_not_followed_and_its_file_keeps_its_content(usual: Path) -> None:
+    precious = usual.parent / "precious"
+    precious.write_text("kept")
+    slots_folder()
+    (usual / "cpu-0").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), slot(("cpu-0",)):
+        pass
+    assert precious.read_text() == "kept"
+
+
+def test_a_slot_that_is_held_is_waited_for_until_that_is_abandoned(usual: Path) -> None:
+    with slot(("cpu-0", "cpu-1")) as first, slot(("cpu-0", "cpu-1")) as second:
+        assert (first, second) == ("cpu-0", "cpu-1")
+        asked = iter((False, False, True))
+        with slot(("cpu-0",), abandoned=lambda: next(asked)) as third:
+            assert third is None
