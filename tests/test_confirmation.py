@@ -20,7 +20,8 @@ from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
-from autofit.tracking.study_mirror import client, experiment_id, sync
+from autofit.tracking.runs import client, experiment_id
+from autofit.tracking.study_mirror import sync
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Rule, Trial, pareto_front, winner
 from autofit.tuning.record import keep_confirmation

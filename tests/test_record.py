@@ -28,7 +28,9 @@ RECORD = StudyRecord(
     trainer="grpo", values={"lora_r": 8}, resolved={"lora_r": 8, "beta": 0.0}, recipe_name="run",
     effective_batch_size=16, cwd=Path("/somewhere"), allow="approximate", goal="memory", sampler="tpe",
     baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, relaxed="the recipe tier",
-    outside={"trial": 0}, sensitivity={"trial": 0},
+    outside={"trial": 0}, sensitivity={"trial": 0}, predicted={"candidates": 1}, tiers={"dtype": "recipe"},
+    left_out={"optim": "no card"}, other_names={"gradient_checkpointing": "activation_checkpointing"},
+    space="grpo.yaml",
 )  # fmt: skip
 COMPARISON = Comparison(pairs=(Pair(baseline_s=2.0, finalist_s=1.0),), searched=Pair(baseline_s=2.5, finalist_s=1.0))
 
@@ -88,6 +90,7 @@ def test_a_study_written_before_there_were_records_is_opened_with_its_confirmati
 
 def test_what_is_kept_of_a_trial_is_kept_with_the_study_as_the_trial_is_finished(tmp_path: Path) -> None:
     study = new_study(tmp_path)
+    keep_record(study, RECORD)
     study.ask()
     tell(study, 0, FIT, target_bytes=None)
     keep_confirmation(study, 0, replace(FIT, step_s=(2.0,)))

@@ -14,9 +14,8 @@ from optuna.trial import FrozenTrial
 from search_driver import plan
 
 from autofit.probing.launch import Launcher
-from autofit.tracking.study_mirror import _sync, client, experiment_id, sync
-from autofit.tracking.ui import compare_path, server
-from autofit.tuning.frontier import pareto_front
+from autofit.tracking.runs import client, experiment_id
+from autofit.tracking.study_mirror import _sync, sync
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of
 
@@ -124,30 +123,3 @@ def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) 
     assert follower.returncode == 0
     assert b"MLflow:" in errors
     assert b"Traceback" not in errors
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
-def test_the_compare_page_shows_the_front_in_a_real_browser(folder: Path, tmp_path: Path) -> None:
-    from playwright.sync_api import expect, sync_playwright
-
-    sync(folder, "law")
-    path = compare_path(folder, "law")
-    numbers = {t.number for t in pareto_front(trials_of(load_study(folder, "law")))}
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync"]  # fmt: skip
-    with server(folder, port=None) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
-        try:
-            page = browser.new_page(viewport={"width": 1500, "height": 1200})
-            page.add_init_script(
-                "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false');"
-                "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true');"
-            )
-            page.goto(address + path)
-            for number in sorted(numbers):
-                expect(page.get_by_text(f"trial-{number:04d}").first).to_be_visible(timeout=300_000)
-            page.screenshot(path=os.environ.get("AUTOFIT_SCREENSHOT", str(tmp_path / "compare.png")))
-        finally:
-            browser.close()
-    assert len(numbers) >= 2

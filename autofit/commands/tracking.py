@@ -9,17 +9,20 @@ from autofit.errors import ConfigError
 
 def ui(options: argparse.Namespace) -> int:
     from autofit.tracking.study_mirror import sync
-    from autofit.tracking.ui import compare_path, server
+    from autofit.tracking.ui import pages, server
 
     terminate_like_interrupt()
     if options.port is not None and not 0 < options.port < 65536:
         raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
     sync(options.dir, options.study)
-    path = compare_path(options.dir, options.study)
+    found = pages(options.dir, options.study)
     try:
         with server(options.dir, port=options.port) as address:
             print(f"MLflow: {address}")
-            print(f"compare the front: {address}{path}", flush=True)
+            print(f"all trials: {address}{found.table}")
+            print(f"compare the front: {address}{found.compared}", flush=True)
+            if found.summary is not None:
+                print(f"the front as a picture: {address}{found.summary}", flush=True)
             say("Ctrl-C stops it")
             while True:
                 signal.pause()
@@ -28,7 +31,8 @@ def ui(options: argparse.Namespace) -> int:
 
 
 def sync(options: argparse.Namespace) -> int:
-    from autofit.tracking.study_mirror import sync, tracking_uri
+    from autofit.tracking.database import tracking_uri
+    from autofit.tracking.study_mirror import sync
 
     count = sync(options.dir, options.study, rebuild=options.rebuild)
     print(f"{count} finished trials are in MLflow ({tracking_uri(options.dir)})")

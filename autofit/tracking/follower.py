@@ -1,11 +1,18 @@
-"""MLflow's mirror beside a search: a process of its own, so that this one loads no MLflow and waits for none."""
+"""MLflow's mirrors as processes of their own, so that this one loads no MLflow and waits little for it."""
 
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autofit.files import read_json
+from autofit.probing.launch import is_alive
+from autofit.promotion.progress import read_progress
+from autofit.watching.events import events_of
+
+MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
 _AT_THE_END_S = 20
 
 
@@ -28,3 +35,54 @@ def following(folder: Path, study: str, *, say: Callable[[str], None] = lambda _
         except subprocess.TimeoutExpired:
             process.kill()
             say(f"MLflow is behind (see {log_path}); `autofit sync` brings it up to date")
+
+
+@contextlib.contextmanager
+def mended(folder: Path) -> Iterator[None]:
+    """Afterwards MLflow shows the end of the full run in `folder`, also where its own mirror was killed.
+
+    Takes at most 40 s, without a word: `autofit sync` does the same.
+    """
+    try:
+        yield
+    finally:
+        if (folder / "request.json").exists() and _has_ended(folder) and not _is_up_to_date(folder):
+            _mirror_once(folder)
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether no process of the run is left; waits while one that is done still tells MLflow."""
+    deadline = time.monotonic() + _AT_THE_END_S
+    while is_alive(folder):
+        done = (folder / "final.json").exists()
+        if not done or _is_up_to_date(folder) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _is_up_to_date(folder: Path) -> bool:
+    return read_json(folder / MIRRORED) == mirrored_state(folder, ended=True)
+
+
+def _mirror_once(folder: Path) -> None:
+    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
+    with (folder / "mlflow.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_AT_THE_END_S, check=False)
+
+
+def mirrored_state(folder: Path, *, ended: bool) -> dict[str, object]:
+    """What a mirror that is up to date has copied of the full run in `folder`."""
+    lines = read_progress(folder)
+    began = lines[0].get("time") if lines else None
+    state = state_of(folder, ended=ended)
+    return {"state": state, "began": began, "steps": len(lines), "events": len(events_of(folder))}
+
+
+def state_of(folder: Path, *, ended: bool) -> str:
+    """The state of the full run in `folder`: done, failed, interrupted or running."""
+    if (folder / "final.json").exists():
+        return "done"
+    if not ended:
+        return "running"
+    return "failed" if (folder / "failed.json").exists() else "interrupted"

@@ -1,55 +1,169 @@
-"""The plot of a study's front: device-used against step time. No MLflow here."""
+"""The picture of a study's front: device-used against step time, with every candidate that was predicted. No MLflow."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
+from autofit.forecast.cloud import Cloud
 from autofit.probing.result import ProbeStatus
+from autofit.tracking.front_frame import Frame, Picture, Point, columns, is_bar, ran_out
+from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
+from autofit.tuning.record import StudyRecord
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-class Point(Protocol):
-    """A trial, as far as it is drawn."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def status(self) -> ProbeStatus | None: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def step_s(self) -> float | None: ...
-    @property
-    def device_used_bytes(self) -> int | None: ...
+# Okabe and Ito's colours, which most people who see colours differently can tell apart.
+_BLUE, _GREEN, _RED, _ORANGE, _GREY = "#0072B2", "#009E73", "#D55E00", "#E69F00", "#808080"
+_CLOSE_POINTS = 14  # a trial's number is left out where another label is nearer (1/72 inch)
 
 
-def front_figure(
-    trials: Sequence[Point], front: Sequence[Point], base: Point | None, target_bytes: int | None
-) -> "Figure":
-    """Device-used (GB) against step time (s): fits, OOMs at their lower bound, the front, the target."""
+def study_figure(study: str, trials: Sequence[Trial], record: StudyRecord) -> "Figure":
+    """The picture of a study as it is kept."""
+    probed = [t.result for t in trials if t.result is not None]
+    title = title_of(
+        study, record.resolved, trainer=record.trainer, device=probed[0].device_name or record.device if probed else "",
+        fidelity=str(probed[0].fidelity) if probed else "",
+    )  # fmt: skip
+    return front_figure(
+        Picture(trials=trials, front=pareto_front(trials), winner=winner(trials, **record.rule),
+                baseline=baseline(trials), target_bytes=record.target_bytes,
+                predicted=Cloud.from_json(record.predicted), title=title)
+    )  # fmt: skip
+
+
+def title_of(study: str, original: Mapping[str, object], *, trainer: str, device: str, fidelity: str) -> str:
+    """Two lines: model, trainer, card, and whether the probes were measured or predicted; then the study."""
+    model = PurePath(str(original.get("model_name_or_path") or "")).name
+    head = " ".join(filter(None, (model, trainer.upper() if ":" not in trainer else trainer)))
+    where = f"{head or study} on {device}" if device else head or study
+    return f"{where}: {fidelity}\n{study}" if fidelity else f"{where}\n{study}"
+
+
+def front_figure(picture: Picture) -> "Figure":
+    """Device-used (GB) against step time (s): candidates, trials, the front, the winner, the baseline, the target.
+
+    An OOM whose whole need is not known is a bar upwards from the bytes that it held, beside the time axis: it has no
+    step time.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
     axes = figure.subplots()
-    fits = [t for t in trials if t.fits and t.step_s is not None]
-    ooms = [t for t in trials if t.status is ProbeStatus.OOM and t.device_used_bytes]
-    axes.scatter([t.step_s or 0 for t in fits], [_gb(t) for t in fits], label="fit", zorder=3)
-    right = max([t.step_s or 0 for t in fits], default=1.0)
-    if ooms:
-        axes.scatter([right] * len(ooms), [_gb(t) for t in ooms], marker="x", color="tab:red", label="oom (at least)")
-    axes.step([t.step_s or 0 for t in front], [_gb(t) for t in front], where="post", alpha=0.6, label="Pareto front")
-    baseline = None if base is None else base.number
-    shown = {t.number: t for t in (*front, *(t for t in fits if t.number == baseline))}
-    for number, trial in shown.items():
-        name = "baseline" if number == baseline else str(number)
-        axes.annotate(name, (trial.step_s or 0, _gb(trial)), textcoords="offset points", xytext=(5, 5))
-    if target_bytes:
-        axes.axhline(target_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="target")
-    axes.set(xlabel="step time (s)", ylabel="device-used (GB)")
-    axes.legend()
+    frame = Frame.of(picture)
+    beyond = _candidates(axes, picture.predicted, frame)
+    _trials(axes, picture, frame)
+    _target(axes, picture.target_bytes, frame)
+    frame.fit(axes)
+    _names(axes, picture, frame)
+    head, _, study = picture.title.partition("\n")
+    axes.set_title(_plain(head), fontsize=12, loc="left", pad=20)
+    below = "; ".join(filter(None, (_plain(study), *_counts(picture, beyond))))
+    axes.text(0, 1.015, below, transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    axes.set(xlabel="seconds of an optimizer step", ylabel=f"device-used ({frame.unit})")
+    axes.grid(visible=True, alpha=0.25)
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     return figure
 
 
-def _gb(trial: Point) -> float:
-    return (trial.device_used_bytes or 0) / 1e9
+def _plain(text: str) -> str:
+    """`text` without the meaning that matplotlib gives to a dollar sign."""
+    return text.replace("$", r"\$")
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def _candidates(axes: Any, cloud: Cloud | None, frame: Frame) -> int:
+    """Draw the predictions; returns how many of its points are outside the picture."""
+    if cloud is None:
+        return 0
+    points = list(zip(cloud.step_s, cloud.device_used_bytes, strict=True))
+    shown = [(step_s, frame.amount(used)) for step_s, used in points if frame.holds(used, step_s)]
+    axes.scatter(*columns(shown), s=10, color=_GREY, alpha=0.6, linewidths=0, label="candidates, predicted", zorder=1)
+    return len(points) - len(shown)
+
+
+def _trials(axes: Any, picture: Picture, frame: Frame) -> None:
+    fits = [t for t in picture.trials if t.fits and t.step_s is not None]
+    whole = [t for t in picture.trials if ran_out(t) and not is_bar(t)]
+    bars = [t for t in picture.trials if is_bar(t)]
+    if fits:
+        axes.scatter(*frame.places(fits), s=34, color=_BLUE, label="probed, fits", zorder=4)
+    if whole:
+        axes.scatter(*frame.places(whole), s=42, marker="x", color=_RED, label="out of memory", zorder=4)
+    if bars:
+        _bars(axes, bars, frame)
+    if len(picture.front) > 1:
+        axes.step(*frame.places(picture.front), where="post", color=_BLUE, alpha=0.6, label="Pareto front", zorder=3)
+
+
+def _bars(axes: Any, trials: Sequence[Point], frame: Frame) -> None:
+    """A bar upwards from the bytes that each trial held when memory ran out."""
+    axes.axvspan(*frame.strip, color=_RED, alpha=0.06, zorder=0)
+    for trial in trials:
+        x, y = frame.place(trial)
+        label = "out of memory, needs at least" if trial is trials[0] else None
+        axes.plot([x, x], [y, frame.amount(frame.top_bytes)], color=_RED, linewidth=1.6, label=label, zorder=4)
+        axes.plot([x], [y], marker="_", markersize=7, color=_RED, zorder=4)
+
+
+def _target(axes: Any, target_bytes: int | None, frame: Frame) -> None:
+    if target_bytes:
+        label = f"target {format_bytes(target_bytes)}"
+        axes.axhline(frame.amount(target_bytes), color=_ORANGE, linestyle="--", linewidth=1.4, label=label, zorder=2)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _names(axes: Any, picture: Picture, frame: Frame) -> None:
+    """Name the winner and the baseline, and number the front as far as there is room."""
+    base, best = picture.baseline, picture.winner
+    named: list[tuple[Point, str, str]] = []
+    if best is not None and base is not None and best.number == base.number:
+        named.append((best, f"the winner is the baseline (trial {best.number})", _GREEN))
+    else:
+        named += [] if best is None else [(best, f"winner: trial {best.number}", _GREEN)]
+        named += [] if base is None else [(base, "baseline", "black")]
+    shown = {trial.number for trial, _, _ in named}
+    named += [(t, str(t.number), _BLUE) for t in picture.front if t.number not in shown]
+    if best is not None and best.step_s is not None:
+        axes.scatter(*frame.places([best]), s=150, facecolors="none", edgecolors=_GREEN, linewidths=2, zorder=5)
+    _placed(
+        axes, frame, [(t, text, colour) for t, text, colour in named if t.step_s is not None or t.number in frame.bars]
+    )
+
+
+def _placed(axes: Any, frame: Frame, named: Sequence[tuple[Point, str, str]]) -> None:
+    """Write each name beside its trial, on the side where the picture has room; a number near another is left out."""
+    from matplotlib.patheffects import withStroke
+
+    taken: list[tuple[float, float]] = []
+    for trial, text, colour in named:
+        place = frame.place(trial)
+        x, y = axes.transData.transform(place) * 72 / axes.figure.dpi
+        near = any(abs(x - a) < _CLOSE_POINTS and abs(y - b) < _CLOSE_POINTS for a, b in taken)
+        if near and text.isdigit():
+            continue
+        right = axes.transAxes.inverted().transform(axes.transData.transform(place))[0] < 0.6
+        axes.annotate(
+            text, place, textcoords="offset points", xytext=(9 if right else -9, -13 if near else 7),
+            ha="left" if right else "right", fontsize=9, color=colour, weight="normal" if text.isdigit() else "bold",
+            zorder=6, path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
+        taken.append((x, y))
+
+
+def _counts(picture: Picture, beyond: int) -> list[str]:
+    """How many trials there are of each kind, and how many candidates were predicted."""
+    states = [t.status for t in picture.trials if t.status is not None]
+    parts = [f"{states.count(s)} {s}" for s in ProbeStatus if s in states]
+    found = [f"{len(states)} probed: {', '.join(parts)}" if states else "nothing probed"]
+    if picture.predicted is not None:
+        cut = ", some beyond this picture" if beyond else ""
+        found.append(f"{picture.predicted.candidates} candidates predicted{cut}")
+    return found

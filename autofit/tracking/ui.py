@@ -1,6 +1,5 @@
-"""`autofit ui`: MLflow's server for the studies' folder, on loopback, and the address of the compare page."""
+"""`autofit ui`: MLflow's server for the studies' folder, on loopback, and the addresses of a study's pages."""
 
-import json
 import os
 import signal
 import socket
@@ -10,33 +9,38 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.tracking.study_mirror import client, experiment_id, tracking_uri, trial_run_ids
-from autofit.tuning.frontier import baseline, pareto_front
-from autofit.tuning.study import load_study, trials_of
+from autofit.tracking.database import tracking_uri
+from autofit.tracking.runs import client, experiment_id, runs_of
+from autofit.tracking.views import COMPARED, TABLE, run_path, runs_path
+from autofit.tuning.study import load_study
 
 _START_S = 60.0
-_MOST_COMPARED = 50  # with more runs the page is unreadable, and the address too long for browsers
 
 
-def compare_path(folder: Path, study_name: str | None) -> str:
-    """The path of MLflow's compare page for the front and the baseline; of the experiment if it has only one run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Paths of MLflow's pages of a study: the table of all trials, the charts that compare the front, the summary."""
+
+    table: str
+    compared: str
+    summary: str | None  # with the picture of the front; None before the first trial
+
+
+def pages(folder: Path, study_name: str | None) -> Pages:
+    """The pages of the study in MLflow, as they are after `sync`."""
     study = load_study(folder, study_name)
-    trials = trials_of(study)
     api = client(folder)
     experiment = experiment_id(api, folder, study.study_name)
-    base = baseline(trials)
-    shown = [*pareto_front(trials), *([base] if base is not None and base.result is not None else [])]
-    numbers = {t.number for t in shown}
-    if len(numbers) < 2:  # a front of one trial: compare it with the other trials
-        numbers |= {t.number for t in [t for t in trials if t.result is not None][:_MOST_COMPARED]}
-    found = trial_run_ids(api, folder, study.study_name, sorted(numbers))
-    if len(found) < 2:
-        return f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
-    return f"/#/compare-runs?runs={quote(json.dumps(found))}&experiments={quote(json.dumps([experiment]))}"
+    summary = runs_of(api, experiment, []).get("summary")
+    return Pages(
+        table=runs_path(experiment, TABLE),
+        compared=runs_path(experiment, COMPARED),
+        summary=None if summary is None else run_path(experiment, summary.info.run_id, "artifacts/front.png"),
+    )
 
 
 @contextmanager

@@ -42,6 +42,10 @@ class StudyRecord:
     resolved: Mapping[str, object] = field(default_factory=dict)  # the recipe with TRL's defaults filled in
     keys: BatchKeys | None = None
     compared: tuple[str, ...] = ()  # keys that the trainer's gradient proof trains with
+    tiers: Mapping[str, Tier] = field(default_factory=dict)  # knobs that change more than their space declares
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
+    other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
+    space: str = ""  # path of the trainer's own search space
     command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
     trains_on_data: bool = True  # False: the samples were synthetic
     recipe_name: str = ""
@@ -53,6 +57,7 @@ class StudyRecord:
     baseline_predicted: Mapping[str, float] | None = None  # floor_bytes, device_used_bytes, step_s, where known
     least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
+    predicted: Mapping[str, object] | None = None  # bytes and seconds of all candidates, as JSON of forecast.cloud
     relaxed: str = ""  # what a lower tier offers, in words; of the last search
     outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.advising
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
@@ -97,6 +102,12 @@ class StudyRecord:
 
 def record_of(study: Attributed) -> StudyRecord:
     return StudyRecord.from_json(study.user_attrs)
+
+
+def is_own(study: Attributed) -> bool:
+    """Whether autofit made the study: its record is written before the first trial."""
+    known = study.user_attrs
+    return bool(known.get("fingerprint") or known.get("trainer"))
 
 
 def keep_record(study: Keeping, record: StudyRecord) -> None:

@@ -16,6 +16,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError
+from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
@@ -147,9 +148,16 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
         values=dict(recipe.values), resolved=dict(recipe.resolved), recipe_name=recipe.name,
         effective_batch_size=recipe.effective_batch_size, cwd=Path.cwd(), allow=plan.space.allow, goal=plan.goal,
         keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
-        sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan),
+        tiers=dict(recipe.tiers), left_out=dict(recipe.left_out), other_names=dict(recipe.other_names),
+        space="" if recipe.space is None else str(recipe.space),
+        sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan), predicted=_predicted(plan),
         least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
     )  # fmt: skip
+
+
+def _predicted(plan: Plan) -> dict[str, object] | None:
+    cloud = Cloud.of(plan.predictions)
+    return None if cloud is None else cloud.to_json()
 
 
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:

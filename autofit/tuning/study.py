@@ -19,11 +19,14 @@ from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
+from autofit.tuning.born_whole import is_there, put_in_place
 from autofit.tuning.frontier import Trial
-from autofit.tuning.record import comparisons, confirmations, record_of, repeats
+from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+_LOCK_S = 120.0  # longest wait for another process that makes the database, which takes a second
 
 
 def database_path(folder: Path) -> Path:
@@ -36,14 +39,25 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
     if not create and not path.exists():
         raise ConfigError(f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder")
     with database_errors(path):
-        if create:
-            folder.mkdir(parents=True, exist_ok=True)
-        storage = RDBStorage(
-            f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
-            skip_compatibility_check=True,  # Optuna's own check raises a plain RuntimeError; _check_version replaces it
-        )  # fmt: skip
+        if create and not is_there(path):
+            with exclusive(folder / "locks", "studies-database", wait_s=_LOCK_S):
+                if not is_there(path):
+                    put_in_place(path, _make)
+        storage = _storage(path)
         _check_version(path, storage)
         return storage
+
+
+def _storage(path: Path) -> RDBStorage:
+    return RDBStorage(
+        f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
+        skip_compatibility_check=True,  # Optuna's own check raises a plain RuntimeError; _check_version replaces it
+    )  # fmt: skip
+
+
+def _make(path: Path) -> None:
+    """All tables of Optuna in the new file `path`."""
+    _storage(path).engine.dispose()
 
 
 def _check_version(path: Path, storage: RDBStorage) -> None:
@@ -120,8 +134,17 @@ def study_names(storage: RDBStorage) -> list[str]:
     return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
 
 
+def own_studies(folder: Path) -> list[optuna.Study]:
+    """The studies in `folder` that autofit made, last used at the end. Raises ConfigError without a database."""
+    storage = open_storage(folder)
+    names = study_names(storage)
+    with database_errors(database_path(folder)):
+        found = [optuna.load_study(study_name=name, storage=storage) for name in names]
+        return [study for study in found if is_own(study)]
+
+
 def load_study(folder: Path, name: str | None) -> optuna.Study:
-    """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none."""
+    """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none, or not of autofit."""
     storage = open_storage(folder)
     names = study_names(storage)
     if not names:
@@ -130,7 +153,13 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
         known = ", ".join(names)
         raise ConfigError(f"there is no study {name!r} in {folder}{nearest(name, names)}; there are: {known}")
     with database_errors(database_path(folder)):
-        return optuna.load_study(study_name=name or names[-1], storage=storage)
+        study = optuna.load_study(study_name=name or names[-1], storage=storage)
+        if not is_own(study):  # the last used one is another program's only where all are
+            raise ConfigError(
+                f"the study {study.study_name!r} in {folder} was not made by autofit; run `autofit search` first, or "
+                f"point --dir at its folder"
+            )
+        return study
 
 
 def to_trial(frozen: FrozenTrial) -> Trial:

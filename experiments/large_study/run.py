@@ -142,7 +142,7 @@ def _plan(case: cases.LawCase, folder: Path, sampler: SamplerName, trials: int) 
 def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
     """Seconds of each command on the study of `searched`, and the study's size on disk."""
     from autofit.tracking.study_mirror import sync  # a search itself loads no MLflow, and its memory is measured
-    from autofit.tracking.ui import compare_path
+    from autofit.tracking.ui import pages
 
     def one_more() -> None:
         plan = _plan(case, folder, "autofit", trials + 1)
@@ -162,7 +162,7 @@ def opened(case: cases.LawCase, folder: Path, trials: int) -> dict[str, object]:
     found["report_command_s"] = _seconds(reported)
     found["promote_lookup_s"] = _seconds(chosen)
     found["sync_of_one_s"] = _seconds(lambda: sync(folder, "large"))
-    found["compare_page_s"] = _seconds(lambda: compare_path(folder, "large"))
+    found["compare_page_s"] = _seconds(lambda: pages(folder, "large"))
     told = trials_of(load_study(folder, "large"))
     found["told"] = Counter(str(t.status) for t in told)
     found["distinct_candidates"] = len({tuple(sorted(t.params.items())) for t in told})

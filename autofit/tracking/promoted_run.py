@@ -1,0 +1,212 @@
+"""MLflow's run of a promoted trial: each logged step once, its promise beside what it did, its events, its state.
+
+Everything is read from the run's folder, so that it can be mended at any time: after a kill of this mirror, a resume
+that repeated steps, or the loss of MLflow's database.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Run, RunTag
+
+from autofit.files import read_json, write_json
+from autofit.probing.launch import is_alive
+from autofit.promotion.progress import read_progress
+from autofit.tracking.follower import MIRRORED, mirrored_state, state_of
+from autofit.tracking.promoted_text import contract_figures, event_tags, note, outcome
+from autofit.tracking.runs import (
+    KIND,
+    PROMISE,
+    STATUS,
+    STUDY,
+    TIER,
+    TRIAL,
+    client,
+    experiment_id,
+    role_tags,
+    search,
+    trial_run_ids,
+)
+from autofit.tracking.trial_run import log_params, trial_params, with_gb
+from autofit.tuning.record import record_of
+from autofit.tuning.study import exclusive, load_study, trials_of
+from autofit.watching.contract import contract_of
+from autofit.watching.events import RunEvent, events_of
+
+Line = Mapping[str, object]
+_BEGAN, _TRIAL_RUN = "autofit.began", "autofit.trial_run"  # time of the first step; id of the run of the trial's probe
+_MIRROR = "autofit.mirror"  # who wrote last: a mirror process, or `autofit sync`
+_RUN_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
+_NO_METRICS = ("step", "time", "max_steps")
+_LOCK_S = 15.0
+_MOST_METRICS = 900  # in one batch; MLflow takes 1,000
+
+
+def mirror_promoted(study_folder: Path, study: str) -> None:
+    """Bring all promoted runs of `study` up to date, whatever was killed."""
+    for path in sorted((study_folder / "promoted").glob("*/request.json")):
+        request = read_json(path)
+        if request is not None and request["study"] == study:
+            folder = path.parent  # the studies may have been moved since
+            RunMirror({**request, "folder": str(folder), "study_folder": str(study_folder)}).update(
+                ended=not is_alive(folder)
+            )
+
+
+class RunMirror:
+    """The mirror of one promoted run. Keeps in memory what MLflow has already."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._request = request
+        self._folder, self._study_folder = Path(str(request["folder"])), Path(str(request["study_folder"]))
+        self._steps: dict[str, set[int]] = {}  # steps that MLflow has, by the metric that was asked for
+        self._run_id, self._told, self._id = "", "", uuid.uuid4().hex
+
+    def update(self, *, ended: bool) -> str | None:
+        """Copy what MLflow lacks; returns the id of MLflow's run, or None while there is neither a step nor an event.
+
+        `ended` says that no process trains any more. Raises MlflowException, and ConfigError if another mirror is busy.
+        """
+        lines, events = read_progress(self._folder), events_of(self._folder)
+        if not lines and not events and not ended:
+            return None
+        now = f"{state_of(self._folder, ended=ended)} {len(lines)} {len(events)}"
+        if now == self._told and not ended:
+            return self._run_id
+        with exclusive(self._study_folder / "locks", f"mlflow-{self._folder.name}", wait_s=_LOCK_S):
+            api = client(self._study_folder)
+            run = self._run(api, lines)
+            if run.data.tags.get(_MIRROR) != self._id:
+                self._take_over(api, run)
+            self._log(api, [line for line in lines if self._is_new(api, line)])
+            if now != self._told:
+                self._tell(api, run, lines, events, ended=ended)
+            self._told = now
+        return self._run_id
+
+    # -- the run --
+
+    def _run(self, api: Any, lines: Sequence[Line]) -> Run:
+        """MLflow's run: the one of this start, or a new one after `promote --restart`."""
+        experiment = experiment_id(api, self._study_folder, str(self._request["study"]))
+        began = str(lines[0].get("time", "")) if lines else ""
+        found = search(api, experiment, " and ".join(f"tags.`{key}` = '{value}'" for key, value in self._who().items()))
+        known = [run for run in found if not began or run.data.tags.get(_BEGAN, began) == began]
+        for run in found:
+            if run not in known[:1]:
+                api.delete_run(run.info.run_id)
+        run = known[0] if known else self._create(api, experiment, lines)
+        if began and _BEGAN not in run.data.tags:
+            api.set_tag(run.info.run_id, _BEGAN, began)
+        return run
+
+    def _take_over(self, api: Any, run: Run) -> None:
+        """Begin with a run that is new, or that another mirror has written to: ask MLflow for its steps again."""
+        self._run_id, self._told, self._steps = str(run.info.run_id), "", {}
+        study, number = str(self._request["study"]), int(self._request["trial"])
+        found = load_study(self._study_folder, study)
+        values, tags = dict(self._request["values"]), {_MIRROR: self._id}
+        for trial in trials_of(found):
+            if trial.number == number:  # its knobs, under the names that trials have
+                values |= trial_params(trial, record_of(found).resolved)
+                tags |= {TIER: trial.tier, _TRIAL_RUN: "".join(trial_run_ids(api, self._study_folder, study, [number]))}
+        log_params(api, self._run_id, {key: value for key, value in values.items() if key not in run.data.params})
+        api.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items() if value])
+
+    def _who(self) -> dict[str, str]:
+        return {STUDY: str(self._request["study"]), TRIAL: str(self._request["trial"]), KIND: "promoted"}
+
+    def _create(self, api: Any, experiment: str, lines: Sequence[Line]) -> Run:
+        known = ("proof", "proof_verdict", "confirmation")
+        tags = self._who() | {STATUS: "running"} | role_tags("full run")
+        tags |= {f"autofit.{key}": str(self._request[key]) for key in known if key in self._request}
+        name = f"promoted trial-{int(self._request['trial']):04d}"
+        start_ms = _at_ms(lines[0]) if lines else None  # of a run that is mirrored after its end
+        created: Run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=name)
+        return created
+
+    # -- steps --
+
+    def _is_new(self, api: Any, line: Line) -> bool:
+        """Whether MLflow lacks the step. It stores all metrics of a step or none."""
+        names = list(_figures(line))
+        if not names:
+            return False
+        name = "step_s" if "step_s" in names else names[0]
+        if name not in self._steps:
+            self._steps[name] = {int(metric.step) for metric in api.get_metric_history(self._run_id, _named(name))}
+        return int(str(line["step"])) not in self._steps[name]
+
+    def _log(self, api: Any, lines: Sequence[Line]) -> None:
+        for batch in _batches(lines):
+            api.log_batch(self._run_id, metrics=[metric for line in batch for metric in _metrics(line)])
+            for line in batch:
+                for steps in self._steps.values():
+                    steps.add(int(str(line["step"])))
+
+    # -- the promise, events and state --
+
+    def _tell(self, api: Any, run: Run, lines: Sequence[Line], events: Sequence[RunEvent], *, ended: bool) -> None:
+        state = state_of(self._folder, ended=ended)
+        rows = contract_of(self._folder) or ()
+        text = note(self._request, state, rows, events)
+        tags = {STATUS: state, "mlflow.note.content": text, PROMISE: outcome(rows), **event_tags(events)}
+        figures = contract_figures(self._request.get("promise"), rows)
+        at_step = int(str(lines[-1]["step"])) if lines else 0
+        at_ms = int(1000 * time.time())
+        metrics = [Metric(key, value, at_ms, at_step) for key, value in with_gb(figures).items()]
+        api.log_batch(self._run_id, metrics=metrics, tags=[RunTag(k, v[:5000]) for k, v in tags.items() if v])
+        if (self._folder / "events.jsonl").exists():
+            api.log_artifact(self._run_id, str(self._folder / "events.jsonl"))
+        _set_status(api, run, state, lines)
+        if state != "running":
+            write_json(self._folder / MIRRORED, mirrored_state(self._folder, ended=ended))
+
+
+def _set_status(api: Any, run: Run, state: str, lines: Sequence[Line]) -> None:
+    status = _RUN_STATUS[state]
+    if status == "RUNNING":
+        if run.info.status != status:
+            api.update_run(run.info.run_id, status=status)
+    elif run.info.status != status:
+        api.set_terminated(run.info.run_id, status=status, end_time=_at_ms(lines[-1]) if lines else None)
+
+
+def _figures(line: Line) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in line.items()
+        if key not in _NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _metrics(line: Line) -> list[Metric]:
+    return [Metric(_named(k), v, _at_ms(line), int(str(line["step"]))) for k, v in with_gb(_figures(line)).items()]
+
+
+def _at_ms(line: Line) -> int:
+    return int(1000 * float(str(line.get("time", time.time()))))
+
+
+def _named(key: str) -> str:
+    """`key` with the characters that MLflow takes in a metric's name."""
+    return re.sub(r"[^\w\-./ ]", "_", key)
+
+
+def _batches(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """Whole lines, as many as MLflow takes at once: it stores a batch whole or not at all."""
+    batch: list[Line] = []
+    size = 0
+    for line in lines:
+        count = 2 * len(line)
+        if batch and size + count > _MOST_METRICS:
+            yield batch
+            batch, size = [], 0
+        batch.append(line)
+        size += count
+    if batch:
+        yield batch

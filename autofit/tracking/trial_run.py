@@ -1,0 +1,123 @@
+"""MLflow's run of a trial: its params, metrics and tags."""
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from mlflow.entities import Metric, Param, Run, RunTag
+
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space.describe import describe_changes
+from autofit.tracking.runs import CONFIRMED, ENDED, KIND, STATUS, STUDY, TIER, TRIAL
+from autofit.tracking.secrets import masked
+from autofit.tuning.frontier import SPEED, Trial
+from autofit.tuning.record import StudyRecord
+from autofit.tuning.sentences import confirmation_note
+
+_RUN_STATUS = {ProbeStatus.FIT: "FINISHED", ProbeStatus.OOM: "FAILED", ProbeStatus.FAILED: "FAILED",
+               ProbeStatus.LOST: "KILLED"}  # fmt: skip
+
+
+def mirror_trial(
+    api: Any, experiment: str, study_name: str, record: StudyRecord, trial: Trial, run: Run | None,
+    ended: datetime | None, base: Trial | None,
+) -> Run:  # fmt: skip
+    """The run of a finished trial, in MLflow; `run` is the one that was begun before. `base` is the baseline."""
+    result = trial.result
+    assert result is not None
+    at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
+    tags = _tags(study_name, trial, result, record.resolved) | {ENDED: str(ended)}
+    if run is None:
+        start_ms = at_ms - int(1000 * (result.wall_s or 0))
+        run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=f"trial-{trial.number:04d}")
+    figures = with_gb(_metrics(result) | _compared(trial, base, record))
+    metrics = [Metric(key, value, at_ms, 0) for key, value in figures.items()]
+    log_params(api, run.info.run_id, trial_params(trial, record.resolved))
+    api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in tags.items()])
+    api.set_terminated(run.info.run_id, status=_RUN_STATUS[result.status], end_time=at_ms)
+    return run
+
+
+def _tags(study_name: str, trial: Trial, result: ProbeResult, resolved: Mapping[str, object]) -> dict[str, str]:
+    changes = describe_changes(trial.changes, resolved)
+    return {
+        STUDY: study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", TIER: trial.tier,
+        "autofit.device": result.device, "autofit.changes": changes,
+        "autofit.shown_as": "pruned" if result.status is ProbeStatus.OOM else str(result.status),
+        "mlflow.note.content": result.reason or changes,
+    }  # fmt: skip
+
+
+def log_params(api: Any, run_id: str, values: Mapping[str, object]) -> None:
+    """Log `values` without secrets, in the batches that MLflow takes. Logged again, they must be the same."""
+    params = [Param(key, str(value)[:6000]) for key, value in masked(values).items()]
+    for start in range(0, len(params), 90):
+        api.log_batch(run_id, params=params[start : start + 90])
+
+
+def trial_params(trial: Trial, resolved: Mapping[str, object]) -> dict[str, object]:
+    """Every knob's value, including derived ones, so that MLflow's parallel coordinates show all differences."""
+    names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
+    always = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    base = {key: resolved.get(key) for key in always if key in resolved}
+    return {**base, **names, "tier": trial.tier}
+
+
+def with_gb(figures: Mapping[str, float]) -> dict[str, float]:
+    """`figures`, and beside each `x_bytes` an `x_GB` of 10^9 bytes: MLflow's pages print plain numbers."""
+    return {**figures, **{_in_gb(key): value / 1e9 for key, value in figures.items() if "_bytes" in key}}
+
+
+def _in_gb(key: str) -> str:
+    return key.replace("_bytes", "_GB", 1)
+
+
+def _metrics(result: ProbeResult) -> dict[str, float]:
+    found: dict[str, float | int | None] = {
+        "step_s": result.median_step_s, "completions_per_s": result.completions_per_s,
+        "tokens_per_s": result.tokens_per_s, "device_used_bytes": result.device_used_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes, "peak_allocated_bytes": result.peak_allocated_bytes,
+        "process_s": result.process_s, "wall_s": result.wall_s,
+        "rollout_s": _mean(result.rollout_s), "update_s": _mean(result.update_s),
+    }  # fmt: skip
+    found |= {f"peak_allocated_bytes.{p.name}": p.peak_allocated_bytes for p in result.phases}
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def _compared(trial: Trial, base: Trial | None, record: StudyRecord) -> dict[str, float]:
+    """The speed-up over the baseline in the probes of the search, and the limit of the memory."""
+    speedup = trial.before_confirmation.speedup(base and base.before_confirmation) if trial.fits else None
+    found = {"speedup": speedup and round(speedup, 3), "limit_bytes": record.limit_bytes}
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# -- confirmations ----------------------------------------------------------------------------------------------------
+
+
+def how_confirmed(trial: Trial) -> str | None:
+    """The result of a trial's confirmation in words; None before it."""
+    result = trial.confirmed
+    if result is None:
+        return None
+    if result.status is not ProbeStatus.FIT:
+        return f"{result.status}: {result.reason}"
+    return confirmation_note([trial], SPEED)
+
+
+def mirror_confirmation(api: Any, run_id: str, trial: Trial, sure: str) -> None:
+    """Log the confirmation of a finalist as `confirmed_` metrics and a tag of its trial's run.
+
+    The baseline's is logged anew after each finalist that it was compared with, so the time is that of the logging.
+    """
+    assert trial.confirmed is not None
+    found = {key: value for key, value in _metrics(trial.confirmed).items() if "." not in key}
+    if trial.comparison is not None:
+        found |= {key: getattr(trial.comparison, key) for key in ("speedup", "low", "high")}
+    at_ms = int(1000 * time.time())
+    metrics = [Metric(f"confirmed_{key}", value, at_ms, 0) for key, value in with_gb(found).items()]
+    api.log_batch(run_id, metrics=metrics, tags=[RunTag(CONFIRMED, sure)])
