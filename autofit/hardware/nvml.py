@@ -34,10 +34,10 @@ class CardState:
 
 def driver_gpus() -> tuple[Gpu, ...]:
     """Every card of this machine in the order of the PCI bus; empty without a driver."""
-    with _started() as nvml:
+    with started() as nvml:
         if nvml is None:
             return ()
-        return tuple(_described(nvml, handle, index) for index, handle in _handles(nvml))
+        return tuple(described(nvml, handle, index) for index, handle in handles(nvml))
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
@@ -78,7 +78,7 @@ def card_state(nvml: Any, handle: Any) -> CardState:
 
 
 @contextmanager
-def _started() -> Iterator[Any]:
+def started() -> Iterator[Any]:
     """pynvml with NVML started, or None without a driver."""
     import pynvml
 
@@ -93,7 +93,7 @@ def _started() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
+def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
     """(the card's index, handle) of every card, and of every slice in place of a card in MIG mode."""
     for index in range(nvml.nvmlDeviceGetCount()):
         card = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -114,7 +114,7 @@ def _in_mig_mode(nvml: Any, handle: Any) -> bool:
         return False
 
 
-def _described(nvml: Any, handle: Any, index: int) -> Gpu:
+def described(nvml: Any, handle: Any, index: int) -> Gpu:
     try:
         capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
     except nvml.NVMLError:

@@ -111,7 +111,7 @@ class CpuMemory:
     least_measured_s = 0.0
 
     def __init__(self, limit_bytes: int | None) -> None:
-        self.device_name = _cpu_name()
+        self.device_name = cpu_name()
         self._tracker = _StorageTracker("cpu", limit_bytes)
         self._original_rng: Callable[[], torch.Tensor] | None = None
 
@@ -259,7 +259,8 @@ def tops(peaks: Iterable[PhasePeak]) -> dict[str, Any]:
     return {name: max((getattr(p, name) for p in found), default=None) for name in names}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What a result measured on this CPU calls it: its model and the number of its threads."""
     import platform
 
     try:

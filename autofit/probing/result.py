@@ -75,6 +75,11 @@ class ProbeRequest:
         """The file with the name of the current phase, read if the probe dies without an answer."""
         return self.folder / "phase"
 
+    @property
+    def pid_path(self) -> Path:
+        """The file with the process id of the probe itself: `autofit monitor` reads it."""
+        return self.folder / "pid"
+
     def to_json(self) -> dict[str, object]:
         paths = {"folder": str(self.folder), "worst_case": str(self.worst_case), "cwd": str(self.cwd)}
         return {**asdict(self), **paths}

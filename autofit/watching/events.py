@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from autofit.files import write_atomically
+from autofit.watching.journal import append_line
 
 _FILE = "events.jsonl"
+PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each (autofit.promotion.progress)
 
 
 class Kind(StrEnum):
@@ -23,6 +25,7 @@ class Kind(StrEnum):
     RESCUE = "rescue"  # the run went on with another setting after an OOM
     RESUME = "resume"  # the run went on from a checkpoint
     CHECKPOINT = "checkpoint"  # a checkpoint was saved on the spot, or passed over because it is torn
+    FAULT = "fault"  # a watcher failed, and watches no more
     VERDICT = "verdict"  # the promise against the whole run
 
 
@@ -51,13 +54,20 @@ class RunEvent:
 
 def keep_event(folder: Path, event: RunEvent) -> None:
     """Append `event` to the events of the run in `folder`."""
-    with (folder / _FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(event.to_json()) + "\n")
+    append_line(folder / _FILE, event.to_json())
 
 
 def events_of(folder: Path) -> list[RunEvent]:
     """The events of the run in `folder`, oldest first."""
     return [RunEvent.from_json(line) for line in read_lines(folder / _FILE)]
+
+
+def stop_asked(folder: Path) -> RunEvent | None:
+    """The event that asked the run in `folder` to stop since it was last started or resumed; None: nothing did."""
+    asked = None
+    for event in events_of(folder):
+        asked = None if event.kind is Kind.START else event if event.stop else asked
+    return asked
 
 
 def forget_events_after(folder: Path, step: int) -> None:

@@ -49,6 +49,10 @@ class Watcher:
         """Called after every optimizer step."""
         return ()
 
+    def adds(self, line: Mapping[str, object]) -> Mapping[str, object]:
+        """Figures that it adds to a logged line, before the line is kept and `logs` gets it."""
+        return {}
+
     def logs(self, line: Mapping[str, object]) -> Iterable[RunEvent]:
         """Called with each logged line: step, max_steps, step_s, and the trainer's metrics."""
         return ()

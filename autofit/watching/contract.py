@@ -1,0 +1,241 @@
+"""The contract of a full run: what the search promised beside what the run does, and whether it keeps it.
+
+A probe trains on the longest sample, so its seconds and bytes are those of the slowest and largest step: a run whose
+samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed what was promised
+by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/equals.py) where
+they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, cast
+
+from autofit.hardware.driver_names import card_of
+from autofit.probing.result import Fidelity
+from autofit.tuning.equals import NOISE_FRAC
+from autofit.units import format_bytes, format_seconds
+from autofit.watching.events import PROGRESS, Kind, RunEvent, events_of, read_lines
+from autofit.watching.promise import Promise
+
+Figure = float | int | str | None
+_SIMULATED = " (simulated)"  # the end of a simulated card's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A promised figure beside the actual one. `kept` is None where they cannot be compared; the text says why."""
+
+    key: str  # device_used_bytes, step_s, samples_per_s, effective_batch_size or proof
+    what: str  # the same in words
+    promised: Figure
+    actual: Figure
+    kept: bool | None
+    promised_text: str
+    actual_text: str
+
+    @property
+    def text(self) -> str:
+        """Both figures in one clause, or the reason why they are not compared."""
+        if self.key == "proof" and self.kept is not None:
+            return self.actual_text
+        actual, promised = _short(self.key, self.actual), _short(self.key, self.promised)
+        if self.kept is None:
+            return f"{self.what}, {self.actual_text}"
+        return f"{self.what} {actual}" + ("" if actual == promised else f" ({promised} promised)")
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Row":
+        return cls(**content)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actual:
+    """What a run did so far; None is "not measured"."""
+
+    device: str  # cpu or cuda
+    device_name: str = ""
+    generates: bool = False
+    step_s: Sequence[float] = ()  # without the first step of each start
+    samples_per_step: int | None = None  # of one rank, as a probe's
+    effective_batch_size: int | None = None  # of all ranks
+    batch_text: str = ""  # the factors of the effective batch
+    device_used_bytes: int | None = None
+    host_rss_bytes: int | None = None
+    rescues: tuple[str, ...] = ()  # changes after an OOM, a sentence each
+    same_gradient: bool = True  # False: a rescue went to a tier below neutral
+    of_trial: bool = True  # False: a script of one's own, whose recipe nobody compared with the trial's
+
+
+def contract_of(folder: Path) -> tuple[Row, ...] | None:
+    """The rows of the run in `folder`, up to its last logged step; None for a run without a promise.
+
+    Those of its verdict once it has one.
+    """
+    events = events_of(folder)
+    last = next((e for e in reversed(events) if e.kind is Kind.VERDICT and "rows" in e.data), None)
+    if last is not None:
+        return tuple(Row.from_json(row) for row in cast("list[dict[str, object]]", last.data["rows"]))
+    started = [e for e in events if e.kind is Kind.PROMISE and "promise" in e.data]
+    if not started:
+        return None
+    promise = Promise.from_json(cast("dict[str, object]", started[-1].data["promise"]))
+    return contract(promise, actual_of(started[-1].data, read_lines(folder / PROGRESS), events))
+
+
+def verdict_of(folder: Path) -> str:
+    """The verdict of the run in `folder` as a sentence; "" before it ends, and for a run without a promise."""
+    return next((e.text for e in reversed(events_of(folder)) if e.kind is Kind.VERDICT), "")
+
+
+def actual_of(
+    start: Mapping[str, object], lines: Sequence[Mapping[str, object]], events: Sequence[RunEvent]
+) -> "Actual":
+    """What a run did: `start` is what the event of its start told, `lines` are its logged steps."""
+    firsts = {e.step + 1 for e in events if e.kind is Kind.PROMISE and "promise" in e.data}
+    rescues = [e for e in events if e.kind is Kind.RESCUE]
+    return Actual(
+        device=str(start["device"]), device_name=str(start["device_name"]), generates=bool(start["generates"]),
+        samples_per_step=cast("int | None", start["samples_per_step"]), batch_text=str(start["batch_text"]),
+        effective_batch_size=cast("int | None", start["effective_batch_size"]),
+        step_s=[float(str(line["step_s"])) for line in lines if "step_s" in line and line.get("step") not in firsts],
+        device_used_bytes=_most(lines, "device_used_bytes"), host_rss_bytes=_most(lines, "host_rss_bytes"),
+        rescues=tuple(e.text for e in rescues), of_trial=bool(start.get("of_trial", True)),
+        same_gradient=all(e.data.get("tier", "neutral") == "neutral" for e in rescues),
+    )  # fmt: skip
+
+
+def _most(lines: Sequence[Mapping[str, object]], key: str) -> int | None:
+    return max((int(str(line[key])) for line in lines if line.get(key) is not None), default=None)
+
+
+def contract(promise: Promise, actual: Actual) -> tuple[Row, ...]:
+    """The rows of a run: device-used, seconds of a step, samples a second, effective batch, gradient proof."""
+    return (
+        _bytes_row(promise, actual), *_speed_rows(promise, actual), _batch_row(promise, actual),
+        _proof_row(promise, actual),
+    )  # fmt: skip
+
+
+def verdict(rows: Sequence[Row], rescues: Sequence[str] = ()) -> str:
+    """One sentence: whether the promise was kept, with both figures of every row, and the rescues on the way."""
+    broken, kept, unknown = (
+        "; ".join(row.text for row in rows if row.kept is wanted) for wanted in (False, True, None)
+    )
+    said = [
+        (f"the promise is broken: {broken}", broken),
+        (f"{'kept' if broken else 'the promise is kept'}: {kept}", kept),
+        (f"not compared: {unknown}", unknown),
+        (f"rescued from {len(rescues)} OOM(s): {'; '.join(rescues)}", rescues),
+    ]
+    return ". ".join(text for text, there in said if there)
+
+
+def step_bound_frac(promise: Promise) -> float:
+    """By which share a step may be slower than promised before the promise is broken."""
+    return NOISE_FRAC if promise.log_error is None else math.exp(promise.log_error) - 1
+
+
+def typical_s(promise: Promise, step_s: Sequence[float]) -> float | None:
+    """Seconds of an optimizer step as the promise states them: the median, or the mean where steps are not alike."""
+    if not step_s:
+        return None
+    return median(step_s) if promise.steps_alike else mean(step_s)
+
+
+def elsewhere(promise: Promise, actual: Actual) -> str:
+    """Why bytes and seconds of the run say nothing about the promise: it is for another device. "" where it is not."""
+    promised, own = promise.device_name.removesuffix(_SIMULATED), actual.device_name or actual.device
+    if actual.device == "cuda" and promise.fidelity == Fidelity.PREDICTED:
+        card, _ = card_of(own)
+        own = own if card is None else card.full_name
+    return "" if promised == own else f"the promise is for {promise.device_name}, the run is on {own}"
+
+
+def _bytes_row(promise: Promise, actual: Actual) -> Row:
+    promised, limit, used = promise.device_used_bytes, promise.limit_bytes, actual.device_used_bytes
+    most = limit if limit is not None else promised
+    why = elsewhere(promise, actual)
+    kept = None if why or used is None or most is None else used <= most
+    limit_text = "" if limit is None else f" (limit {format_bytes(limit)})"
+    return Row(
+        key="device_used_bytes", what="device-used", promised=promised, actual=used, kept=kept,
+        promised_text=_or_none(promised, format_bytes) + limit_text,
+        actual_text=_unmeasured_bytes(actual) if used is None else _said(format_bytes(used), why),
+    )  # fmt: skip
+
+
+def _unmeasured_bytes(actual: Actual) -> str:
+    if actual.device != "cpu":
+        return "not measured"
+    rss = actual.host_rss_bytes
+    held = "" if rss is None else f" (the whole process held {format_bytes(rss)} resident, libraries included)"
+    return f"not measured on the CPU{held}"
+
+
+def _speed_rows(promise: Promise, actual: Actual) -> tuple[Row, Row]:
+    step_s, why, more = typical_s(promise, actual.step_s), elsewhere(promise, actual), 1 + step_bound_frac(promise)
+    kept = None
+    if not why and step_s is not None and promise.step_s is not None:
+        kept = step_s <= more * promise.step_s
+    word = "completions" if actual.generates else "samples"
+    per_s = None if step_s is None or actual.samples_per_step is None else actual.samples_per_step / step_s
+    return (
+        Row(key="step_s", what="step", promised=promise.step_s, actual=step_s, kept=kept,
+            promised_text=_or_none(promise.step_s, lambda s: f"{seconds_text(s)} (at most {seconds_text(more * s)})"),
+            actual_text=_said(_or_none(step_s, seconds_text, "no step after the first"), why)),
+        Row(key="samples_per_s", what=f"{word}/s", promised=promise.samples_per_s, actual=per_s,
+            kept=None if per_s is None else kept,
+            promised_text=_or_none(promise.samples_per_s, lambda v: f"{v:.2f} (at least {v / more:.2f})"),
+            actual_text=_said(_or_none(per_s, lambda v: f"{v:.2f}", "no step after the first"), why)),
+    )  # fmt: skip
+
+
+def _batch_row(promise: Promise, actual: Actual) -> Row:
+    promised, own = promise.effective_batch_size, actual.effective_batch_size
+    factors = f" ({actual.batch_text})" if actual.batch_text and own is not None else ""
+    return Row(
+        key="effective_batch_size", what="effective batch", promised=promised, actual=own,
+        kept=None if promised is None or own is None else promised == own,
+        promised_text=_or_none(promised, str), actual_text=f"{_or_none(own, str)}{factors}",
+    )  # fmt: skip
+
+
+def _proof_row(promise: Promise, actual: Actual) -> Row:
+    """The proof is of the trial's recipe, so the run keeps it as long as no rescue left the neutral tier."""
+    kept: bool | None = actual.same_gradient
+    text = "the same gradient after neutral rescues" if actual.rescues else "the same recipe"
+    if not actual.same_gradient:
+        text = "changed by a rescue of a lower tier"
+    elif not actual.of_trial or not promise.proof:
+        kept, text = None, "unknown: a script's recipe is its own" if promise.proof else "nothing was proven"
+    return Row(
+        key="proof", what="gradient", promised=promise.proof, actual=text, kept=kept,
+        promised_text=promise.proof or "no proof", actual_text=text,
+    )  # fmt: skip
+
+
+def _said(text: str, why: str) -> str:
+    return f"{text}, not compared: {why}" if why else text
+
+
+def _short(key: str, figure: Figure) -> str:
+    if figure is None or isinstance(figure, str):
+        return figure or "unknown"
+    if key == "device_used_bytes":
+        return format_bytes(int(figure))
+    return {"step_s": seconds_text(figure), "samples_per_s": f"{figure:.2f}"}.get(key, str(figure))
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits below ten, so that a bound of a few percent is seen."""
+    return f"{seconds:.3g} s" if seconds < 10 else format_seconds(seconds)
+
+
+def _or_none(value: float | None, text: Callable[[Any], str], none: str = "unknown") -> str:
+    return none if value is None else text(value)

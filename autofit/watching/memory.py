@@ -1,0 +1,218 @@
+"""The watcher of memory: a longer sample to come, or a leak, that will cross the limit, and the step at which it does.
+
+On a CPU nothing is watched: no limit ends a run there.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from autofit.units import format_bytes
+from autofit.watching.coming import Coming, Crossing, Rhythm
+from autofit.watching.events import Kind, RunEvent
+from autofit.watching.trend import Trend
+from autofit.watching.watcher import StepFacts, Watched, Watcher
+
+if TYPE_CHECKING:
+    from autofit.watching.micro_batches import Gauge, MicroBatches
+
+_EVERY_STEP = 32  # so many steps are looked at one by one, then every eighth: they teach little
+_SELDOM = 8
+
+
+class MemoryWatcher(Watcher):
+    """Warns before the limit is crossed; says nothing else. The limit: the promise's, else the whole card."""
+
+    def __init__(self, gauge: "Gauge | None" = None) -> None:
+        self._gauge = gauge
+        self._coming: Coming | None = None
+        self._micro_batches: MicroBatches | None = None
+        self._trend, self._completions = Trend(), Trend()
+        self._run: Watched | None = None
+        self._steps = self._limit_bytes = self._outside_bytes = self._working_bytes = 0
+        self._told_visit = self._told_step = -1  # a longer one after it is told when it has passed
+        self._told_leak = self._told_completions = False
+
+    def begins(self, run: Watched) -> Iterable[RunEvent]:
+        """Looks up which samples come at which step; nothing to say."""
+        self.stop()
+        if run.device != "cuda":
+            return ()
+        if self._gauge is None:
+            from autofit.watching.peaks import CudaGauge
+
+            self._gauge = CudaGauge()
+        self._run, self._steps = run, 0
+        promised = None if run.promise is None else run.promise.limit_bytes
+        self._limit_bytes = min(promised or self._gauge.capacity_bytes, self._gauge.capacity_bytes)
+        if run.hf_trainer is not None:
+            # What a trainer holds is its author's: a training does not end because a look at it failed.
+            with suppress(AttributeError, LookupError, NotImplementedError, TypeError, ValueError):
+                self._look_ahead(run, self._gauge)
+        return ()
+
+    def _look_ahead(self, run: Watched, gauge: "Gauge") -> None:
+        from autofit.watching.micro_batches import MicroBatches
+        from autofit.watching.visits import visits_of
+
+        epoch, rhythm = rhythm_of(run)
+        most = (run.last_step - run.first_step) * rhythm.accumulation + rhythm.first_micro_batch
+        visits = visits_of(run.hf_trainer, epoch=epoch, most=most)
+        if visits is not None and len(visits.longest) > rhythm.first_micro_batch:
+            self._coming = Coming(visits, rhythm)
+            self._micro_batches = MicroBatches(run.hf_trainer, gauge)
+
+    def step_ends(self, step: StepFacts) -> Iterable[RunEvent]:
+        """A warning for a sample to come, or for a leak, each once."""
+        if self._gauge is None or self._run is None:
+            return
+        self._steps += 1
+        held = self._gauge.allocated_bytes()
+        peak = self._gauge.window_bytes()
+        self._learn(peak - held)
+        if self._steps == 1 or self._steps % _SELDOM == 0:
+            self._outside_bytes = self._gauge.outside_bytes()
+        held += self._outside_bytes
+        yield from self._longer_sample(step.number, held)
+        if self._steps > 1:  # the optimizer's state is made in the first
+            self._trend.add(step.number, held)
+            yield from self._leak(step.number, held)
+            yield from self._longer_completions(step.number, held)
+
+    def _learn(self, rest_bytes: int) -> None:
+        """Note what the finished micro-batches, and the rest of the step, worked with."""
+        self._working_bytes = max(self._working_bytes, rest_bytes)
+        for done in [] if self._micro_batches is None else self._micro_batches.taken():
+            self._working_bytes = max(self._working_bytes, done.before_bytes + done.working_bytes)
+            if self._coming is not None:
+                self._coming.learn(done)
+
+    def _longer_sample(self, step: int, held_bytes: int) -> Iterable[RunEvent]:
+        assert self._run is not None
+        if self._coming is None:
+            return
+        if self._steps > _EVERY_STEP and self._steps % _SELDOM and not self._coming.is_due(step):
+            return
+        promised = self._run.promise is not None and self._run.promise.fidelity == "measured"
+        room = self._limit_bytes - held_bytes
+        found = self._coming.crossing(room, finished_steps=step, guess=not promised)
+        if found is not None and found.visit > self._told_visit and step >= self._told_step:
+            self._told_visit, self._told_step = found.visit, found.step
+            yield sample_event(step, found, held_bytes, self._limit_bytes, self._run.hf_trainer)
+
+    def _leak(self, step: int, held_bytes: int) -> Iterable[RunEvent]:
+        assert self._run is not None
+        if self._told_leak or not self._trend.is_due:
+            return
+        growth = self._trend.growth()
+        if growth is None:
+            return
+        room = self._limit_bytes - held_bytes - self._working_bytes
+        at_step = step + max(1, int(room / growth) + 1)
+        if at_step <= self._run.last_step:
+            self._told_leak = True
+            yield leak_event(step, at_step, growth, held_bytes + self._working_bytes, self._limit_bytes)
+
+    def _longer_completions(self, step: int, held_bytes: int) -> Iterable[RunEvent]:
+        assert self._run is not None
+        most = getattr(getattr(self._run.hf_trainer, "args", None), "max_completion_length", None)
+        if self._coming is None or most is None or self._told_completions:
+            return
+        self._completions.add(step, self._coming.completion_tokens)
+        growth = self._completions.growth() if self._completions.is_due else None
+        limit = None if growth is None else self._coming.completion_limit(self._limit_bytes - held_bytes, int(most))
+        if growth is None or limit is None:
+            return
+        at_step = step + max(1, int((limit - self._coming.completion_tokens) / growth) + 1)
+        if at_step <= self._run.last_step:
+            self._told_completions = True
+            yield completions_event(step, at_step, limit, growth, self._limit_bytes)
+
+    def ends(self) -> Iterable[RunEvent]:
+        self.stop()
+        return ()
+
+    def stop(self) -> None:
+        """Look no longer at the trainer's micro-batches."""
+        if self._micro_batches is not None:
+            self._micro_batches.stop()
+        self._coming = self._micro_batches = self._run = None
+        self._trend, self._completions = Trend(), Trend()
+
+
+def rhythm_of(run: Watched) -> tuple[int, Rhythm]:
+    """(the epoch at work, from 0; the rhythm of its micro-batches)."""
+    trainer = run.hf_trainer
+    args, loader = trainer.args, trainer.callback_handler.train_dataloader
+    accumulation = int(args.gradient_accumulation_steps)
+    steps_an_epoch = max(1, -(-len(loader) // accumulation)) if hasattr(loader, "__len__") else max(1, run.last_step)
+    epoch, done = divmod(run.first_step, steps_an_epoch)
+    return epoch, Rhythm(
+        accumulation=accumulation, first_step=run.first_step, first_micro_batch=done * accumulation,
+        micro_batches_a_rollout=_a_rollout(args), flat=bool(getattr(trainer, "padding_free", False)),
+        eager=getattr(getattr(trainer.model, "config", None), "_attn_implementation", "") == "eager",
+    )  # fmt: skip
+
+
+def _a_rollout(args: Any) -> int | None:
+    if not hasattr(args, "steps_per_generation"):
+        return None
+    return int(args.steps_per_generation or 1) * int(getattr(args, "num_iterations", 1))
+
+
+def sample_event(step: int, found: Crossing, held_bytes: int, limit_bytes: int, trainer: Any) -> RunEvent:
+    """The warning of a sample that is too long for the limit."""
+    held = held_bytes + found.before_bytes
+    estimate, most = held + round(found.projection.estimate), held + round(found.projection.at_most)
+    sure = estimate > limit_bytes
+    needs = (
+        f"an estimated {format_bytes(estimate)}, and at most {format_bytes(most)}," if found.projection.fitted
+        else f"between {format_bytes(estimate)} and {format_bytes(most)}"
+    )  # fmt: skip
+    text = (
+        f"memory {'will' if sure else 'may'} cross the limit at step {found.step:,}: sample {found.row:,} there is the "
+        f"longest so far, {found.tokens:,} tokens{_completions(trainer)} against {found.largest_seen:,} until now, "
+        f"and needs {needs} of {format_bytes(limit_bytes)}; {_advice(found, trainer)}"
+    )
+    return _event(step, text, found.step, estimate if sure else most, limit_bytes, sample=found.row,
+                  at_most_bytes=most, tokens=found.tokens)  # fmt: skip
+
+
+def _completions(trainer: Any) -> str:
+    return " (with a completion as long as the longest so far)" if hasattr(trainer.args, "num_generations") else ""
+
+
+def _advice(found: Crossing, trainer: Any) -> str:
+    """What to change: the samples' length where the trainer cuts them."""
+    if hasattr(trainer.args, "max_completion_length"):
+        return f"lower max_completion_length or per_device_train_batch_size, or leave out prompt {found.row:,}"
+    if found.fitting_tokens is None or not hasattr(trainer.args, "max_length"):
+        return f"lower per_device_train_batch_size, or shorten sample {found.row:,}"
+    return f"set max_length to at most {found.fitting_tokens:,}, or lower per_device_train_batch_size"
+
+
+def leak_event(step: int, at_step: int, growth: float, projected: int, limit_bytes: int) -> RunEvent:
+    """The warning of bytes that are held and never freed."""
+    text = (
+        f"memory will cross the limit of {format_bytes(limit_bytes)} at about step {at_step:,}: what is held between "
+        f"steps grows by {format_bytes(round(growth))} a step; look for tensors that a reward function or a callback "
+        "keeps (append loss.item(), not the loss)"
+    )
+    return _event(step, text, at_step, round(projected + growth * (at_step - step)), limit_bytes, growth_bytes=growth)
+
+
+def completions_event(step: int, at_step: int, tokens: int, growth: float, limit_bytes: int) -> RunEvent:
+    """The warning of completions that become longer."""
+    text = (
+        f"memory will cross the limit of {format_bytes(limit_bytes)} at about step {at_step:,}: completions grow by "
+        f"{growth:.3g} tokens a step, and the longest prompt with one of {tokens:,} tokens does not fit; set "
+        f"max_completion_length below {tokens:,}, or lower per_device_train_batch_size"
+    )
+    return _event(step, text, at_step, limit_bytes, limit_bytes, completion_tokens=tokens)
+
+
+def _event(step: int, text: str, at_step: int, projected: int, limit_bytes: int, **more: object) -> RunEvent:
+    data: Mapping[str, object] = {
+        "at_step": at_step, "projected_bytes": projected, "limit_bytes": limit_bytes, "sample": None, **more
+    }  # fmt: skip
+    return RunEvent(step=step, kind=Kind.MEMORY, text=text, data=data)

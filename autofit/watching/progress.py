@@ -1,0 +1,147 @@
+"""How far a run is: seconds left, tokens a second, memory, and the trend of its reward, from its logged lines."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from statistics import median
+
+from autofit.units import format_bytes, format_seconds
+from autofit.watching.events import RunEvent
+from autofit.watching.robust import Trend, trend
+from autofit.watching.watcher import Watched, Watcher
+
+_WINDOW = 50  # logged lines that are looked at: the trend of 50 points takes 0.3 ms
+_EVERY_S = 0.5  # between two looks: they take 0.25 ms of CPU time, which a step of 30 ms would feel
+_MEMORY = {  # the first that a line has; the host's memory stands for a device's on a CPU
+    "device_used_bytes": "device-used", "peak_reserved_bytes": "peak reserved", "host_rss_bytes": "host memory",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run is after its last logged line. None is "not known", or "not known yet"."""
+
+    step: int
+    last_step: int
+    step_s: float | None = None  # median seconds from one step to the next, saves included
+    eta_s: float | None = None  # seconds until the last step
+    tokens_per_s: float | None = None  # as the trainer counts its tokens
+    reward: float | None = None
+    reward_trend_per_100: float | None = None  # change of the reward over 100 steps
+    reward_is_flat: bool = False  # noise alone could give this trend
+    memory_bytes: int | None = None
+    memory_kind: str = ""  # device-used, peak reserved, or host memory (of a run on the CPU)
+
+
+def progress_of(lines: Sequence[Mapping[str, object]]) -> Progress | None:
+    """The progress of a run with the logged `lines`, oldest first; None before the first line."""
+    if not lines:
+        return None
+    recent, last = [*lines][-_WINDOW:], lines[-1]
+    timed = _of_this_start(recent)
+    kind = next((key for key in _MEMORY if last.get(key) is not None), None)
+    found = _reward_trend(recent)
+    return Progress(
+        step=_whole(last, "step"), last_step=_whole(last, "max_steps"), step_s=_step_s(timed), eta_s=_eta_s(timed),
+        tokens_per_s=_tokens_per_s(timed), reward=_number(last, "reward"),
+        reward_trend_per_100=None if found is None else 100 * found.slope,
+        reward_is_flat=found is not None and found.is_flat,
+        memory_bytes=None if kind is None else _whole(last, kind), memory_kind=_MEMORY.get(kind or "", ""),
+    )  # fmt: skip
+
+
+class ProgressWatcher(Watcher):
+    """Adds the seconds left, the tokens a second and the reward's trend (0: within noise) to each logged line."""
+
+    def __init__(self) -> None:
+        self._lines: deque[Mapping[str, object]] = deque(maxlen=_WINDOW)
+        self._looked_at, self._shown = -_EVERY_S, dict[str, object]()
+
+    def begins(self, run: Watched) -> Iterable[RunEvent]:
+        self._lines.extend(run.lines)
+        return ()
+
+    def adds(self, line: Mapping[str, object]) -> Mapping[str, object]:
+        """The figures as of half a second ago at most."""
+        self._lines.append(line)
+        if _clock(line) - self._looked_at >= _EVERY_S:
+            self._looked_at, self._shown = _clock(line), _figures(self._lines)
+        return self._shown
+
+
+def _figures(lines: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    now = progress_of(lines)
+    assert now is not None
+    slope = 0.0 if now.reward_is_flat else now.reward_trend_per_100
+    shown = {"eta_s": now.eta_s, "tokens_per_s": now.tokens_per_s, "reward_trend_per_100": slope}
+    return {key: value for key, value in shown.items() if value is not None}
+
+
+def progress_words(line: Mapping[str, object]) -> list[str]:
+    """What a logged line of a watched run says of its progress: reward's trend, tokens/s, memory, time left."""
+    slope, tokens, eta = (_number(line, key) for key in ("reward_trend_per_100", "tokens_per_s", "eta_s"))
+    words = [] if slope is None else [f"reward {_direction(slope)}"]
+    words += [] if tokens is None else [f"{tokens:.4g} tokens/s"]
+    words += [f"{format_bytes(_whole(line, key))} {_MEMORY[key]}" for key in _MEMORY if line.get(key) is not None][:1]
+    return words + ([] if not eta else [f"{format_seconds(eta)} left"])
+
+
+def _direction(slope: float) -> str:
+    return "flat" if slope == 0 else f"{'rising' if slope > 0 else 'falling'} {abs(slope):.2g} per 100 steps"
+
+
+def _of_this_start(lines: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The lines since the run was last started or resumed."""
+    kept: list[Mapping[str, object]] = []
+    for line in lines:
+        if kept and _clock(line) <= _clock(kept[-1]):
+            kept = []
+        kept.append(line)
+    return kept
+
+
+def _clock(line: Mapping[str, object]) -> float:
+    """Seconds since training began in this start; the time of day in lines that lack them."""
+    return _number(line, "run_s") or _number(line, "time") or 0.0
+
+
+def _step_s(lines: Sequence[Mapping[str, object]]) -> float | None:
+    each = [
+        (_clock(b) - _clock(a)) / (_whole(b, "step") - _whole(a, "step"))
+        for a, b in pairwise(lines)
+        if _whole(b, "step") > _whole(a, "step")
+    ]
+    return median(each) if each else None
+
+
+def _eta_s(lines: Sequence[Mapping[str, object]]) -> float | None:
+    """The mean step's seconds times the steps left: a mean counts saves, and rollouts that serve several steps."""
+    steps = _whole(lines[-1], "step") - _whole(lines[0], "step")
+    if steps <= 0:
+        return None
+    step_s = (_clock(lines[-1]) - _clock(lines[0])) / steps
+    return step_s * max(0, _whole(lines[-1], "max_steps") - _whole(lines[-1], "step"))
+
+
+def _tokens_per_s(lines: Sequence[Mapping[str, object]]) -> float | None:
+    counted = [(_clock(line), tokens) for line in lines if (tokens := _number(line, "num_tokens")) is not None]
+    if len(counted) < 2 or counted[-1][0] <= counted[0][0]:
+        return None
+    return (counted[-1][1] - counted[0][1]) / (counted[-1][0] - counted[0][0])
+
+
+def _reward_trend(lines: Sequence[Mapping[str, object]]) -> Trend | None:
+    rewards = [(float(_whole(line, "step")), _number(line, "reward")) for line in lines]
+    return trend([(step, reward) for step, reward in rewards if reward is not None])
+
+
+def _number(line: Mapping[str, object], key: str) -> float | None:
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) and isfinite(value) else None
+
+
+def _whole(line: Mapping[str, object], key: str) -> int:
+    value = line.get(key)
+    return int(value) if isinstance(value, int | float) else 0
