@@ -83,7 +83,7 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     assert stopped.returncode == 2
     assert "claimed neutral, but is not" in stopped.stderr
     assert "steps_per_generation" in stopped.stderr
-    assert len(stopped.stderr.splitlines()) == 1
+    assert len(stopped.stderr.splitlines()) == 2  # the study, and the reason
     assert not (folder / "promoted").exists()
 
     proven = autofit_("promote", "2", "--write-only", "--out", "tuned.yaml")

@@ -105,11 +105,18 @@ def _repeat(rows: Dataset, training: Any) -> Dataset:
 class RolloutRun(TrlRun):
     """A run of a trainer that generates: it saves only between rollouts, and restores the prompts' order on resume."""
 
+    weighs_samples_alike = True  # its micro-batches are all whole
+
     @property
     def steps_between_saves(self) -> int:
         training = self.trainer.args
         micro_steps = int(training.steps_per_generation * training.num_iterations)
         return micro_steps // gcd(int(training.gradient_accumulation_steps), micro_steps)
+
+    def save_on_the_spot(self) -> bool:
+        """As for any run, but not while a rollout is in use: it is not saved."""
+        exact = int(self.trainer.state.global_step) % self.steps_between_saves == 0
+        return exact and super().save_on_the_spot()
 
     @property
     def rollout_share(self) -> float:

@@ -19,7 +19,7 @@ from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
 from .padding import Collator, padded, shorter_sample
-from .trl import SamplesTrainer
+from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
 _IGNORED = -100  # label of a token that the loss ignores
@@ -59,10 +59,17 @@ def _documents(documents: list[int], count: int) -> list[int]:
     return kept
 
 
+class SftRun(TrlRun):
+    """A run of SFT, whose loss is a mean over the tokens of a whole optimizer step."""
+
+    weighs_samples_alike = True
+
+
 class SftTrainer(SamplesTrainer):
     """`trl sft`."""
 
     name = "sft"
+    run_class = SftRun
     auto_class = AutoModelForCausalLM
     compared = (
         *COMPARED,

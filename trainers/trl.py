@@ -139,7 +139,8 @@ class TrlTrainer:
         overrides: dict[str, object] = {
             **device_overrides(task.device), "report_to": values.get("report_to", "none"), "logging_steps": 1,
             "logging_strategy": "steps", "disable_tqdm": True, "save_only_model": False, "resume_from_checkpoint": None,
-            "save_total_limit": values.get("save_total_limit", 2), "output_dir": str(task.output),
+            "output_dir": str(task.output),
+            "auto_find_batch_size": False,  # after an OOM it would halve the effective batch; autofit holds it
         }  # fmt: skip
         config = self.parse(values, overrides=overrides)
         return self.run(self.real(config), config)

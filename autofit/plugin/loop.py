@@ -19,8 +19,9 @@ import torch
 from autofit.errors import ConfigError, nearest
 from autofit.files import write_json
 from autofit.plugin.fields import accepts, readable
-from autofit.plugin.protocol import Facts, Inspection, Report, Task, WorstCase
-from autofit.recipe.keys import BatchKeys, Tier
+from autofit.plugin.protocol import Facts, Inspection, Report, SampleFacts, Task, WorstCase, own_checkpoints
+from autofit.plugin.randoms import RandomStates
+from autofit.recipe.keys import BatchKeys, Tier, divisors
 
 _STATE = "loop.pt"
 
@@ -89,6 +90,8 @@ class LoopRun:
         self.samples_per_step = samples_per_step
         self.tokens_per_step = tokens_per_step
         self._output = output
+        self._report = Report()
+        self._before_step: tuple[int, RandomStates] | None = None  # until the optimizer begins
 
     @property
     def model(self) -> torch.nn.Module:
@@ -99,16 +102,17 @@ class LoopRun:
         return ((name, p) for name, p in self.loop.model.named_parameters() if p.requires_grad)
 
     def train(self, report: Report, *, resume_from: Path | None = None) -> None:
+        self._report = report
         first = 0 if resume_from is None else self._resume(resume_from)
         report.train_begins()
         for step in range(first, self.last_step):
+            self._before_step = (step, RandomStates.now())
             report.step_begins(step)
             loss = self._step(step, report)
             wanted = report.step_ends(step + 1)
             report.logs(step + 1, self.last_step, {"loss": loss, **self.loop.logs()})
             if wanted.save:
-                with report.phase("save"):
-                    self._save(step + 1)
+                self._try_to_save(step + 1, report)
             if wanted.stop:
                 return
 
@@ -124,17 +128,47 @@ class LoopRun:
             if number < len(micro_batches):
                 report.micro_step_ends()
         report.gradient_is_whole(loop.model, loop.optimizer)
+        self._before_step = None
         loop.optimizer.step()
         report.optimizer_ends()
         loop.optimizer.zero_grad(set_to_none=True)
         return total
 
+    @property
+    def sample_facts(self) -> SampleFacts:
+        return SampleFacts(rows=None)
+
+    def save_on_the_spot(self) -> bool:
+        """Save the last finished step's checkpoint after a failed step; False where it would not be exact.
+
+        A loop with a state of its own may have moved it in the failed step.
+        """
+        if self._before_step is None or type(self.loop).state is not Loop.state:
+            return False
+        step, randoms = self._before_step
+        randoms.restore()
+        self._try_to_save(step, self._report)
+        return True
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _try_to_save(self, step: int, report: Report) -> None:
+        final = own_checkpoints(self._output) / f"checkpoint-{step}"
+        with report.phase("save"):
+            report.save_begins()
+            try:
+                self._save(step)
+            except Exception as error:
+                shutil.rmtree(_partial(final), ignore_errors=True)
+                if not report.save_failed(final, error):
+                    raise
+            else:
+                report.saved(final)
 
     def _save(self, step: int) -> None:
         """Put a whole checkpoint in place: it is written beside its place and renamed."""
-        final = self._output / f"checkpoint-{step}"
-        partial = self._output / f".checkpoint-{step}.part"
+        final = own_checkpoints(self._output) / f"checkpoint-{step}"
+        partial = _partial(final)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -172,6 +206,10 @@ class LoopRun:
             return
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({name: p.detach() for name, p in self._trained}, folder / "trained.pt")
+
+
+def _partial(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.part")
 
 
 class LoopTrainer(ABC):
@@ -292,8 +330,7 @@ class _SmallLoops:
         parsed = {name: trainer.parse(values) for name, values in recipes.items()}
         samples = trainer._samples_per_step(parsed["baseline"])
         common = gcd(*(int(getattr(settings, key)) for settings in parsed.values()))
-        divisors = [n for n in range(1, common + 1) if common % n == 0]
-        self.divided_by = min((n for n in divisors if samples // n <= most_samples), default=max(divisors))
+        self.divided_by = min((n for n in divisors(common) if samples // n <= most_samples), default=common)
         self.samples_per_step = samples // self.divided_by
         self._settings = {
             name: trainer.parse({**recipes[name], key: int(getattr(settings, key)) // self.divided_by})

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from autofit.files import read_json
 from autofit.recipe.keys import BatchKeys, Tier
@@ -116,7 +116,7 @@ class Task:
     """
 
     device: str
-    output: Path  # where checkpoints go, as output/checkpoint-N
+    output: Path  # where checkpoints go, as output/checkpoint-N, or as own_checkpoints(output)/checkpoint-N
     worst_case: WorstCase | None = None
     steps: int | None = None
 
@@ -125,8 +125,13 @@ class Task:
 class Control:
     """What the receiver of a report wants after an optimizer step."""
 
-    save: bool = False
+    save: bool = False  # a checkpoint besides those of the recipe, in `own_checkpoints`
     stop: bool = False
+
+
+def own_checkpoints(output: Path) -> Path:
+    """The folder of the checkpoints that a `Control` asked for: those of the recipe's own settings are in `output`."""
+    return output / "autofit-checkpoints"
 
 
 class Report:
@@ -159,6 +164,16 @@ class Report:
     def step_ends(self, step: int) -> Control:
         """`step` optimizer steps are finished."""
         return Control()
+
+    def save_begins(self) -> None:
+        """A checkpoint is about to be written."""
+
+    def saved(self, checkpoint: Path) -> None:
+        """Every file of `checkpoint` is written, in a whole number of optimizer steps."""
+
+    def save_failed(self, checkpoint: Path, error: Exception) -> bool:
+        """Whether the run goes on without `checkpoint`, which `error` kept from being written."""
+        return False
 
     def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
         """What the trainer logs of step number `step` of `last_step`: loss, reward, lengths, ..."""
@@ -212,6 +227,31 @@ class Run(Protocol):
 
     def save_model(self, folder: Path) -> None:
         """What was trained, for use after training."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFacts:
+    """What decides whether another micro-batch trains on the same samples with the same weights."""
+
+    rows: int | None  # samples or prompts of an epoch; None: not known
+    last_step: int | None = None  # of the whole training
+    drops_last: bool = False  # whether an incomplete last micro-batch of an epoch is dropped
+    weighs_alike: bool = True  # whether the samples of an incomplete micro-batch weigh as much as all others
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@runtime_checkable
+class Rescuable(Protocol):
+    """What a `Run` may offer besides, so that a step that runs out of memory loses nothing."""
+
+    @property
+    def sample_facts(self) -> SampleFacts: ...
+
+    def save_on_the_spot(self) -> bool:
+        """Save the last finished step's checkpoint after a failed step; False where it would not be exact."""
         ...
 
 

@@ -1,16 +1,20 @@
 """The adapter for `transformers.Trainer` and what derives from it: a run that reports its steps and phases."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from autofit.plugin.protocol import Report
+from autofit.plugin.protocol import Report, SampleFacts, own_checkpoints
+from autofit.plugin.spot import Spot
 
 _CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+_WEIGHTS = ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin")
 
 
 class TransformersRun:
@@ -20,6 +24,8 @@ class TransformersRun:
     optimizer step is `update` or `optimizer`.
     """
 
+    weighs_samples_alike = False  # whether a smaller last micro-batch of an epoch counts by its samples or tokens
+
     def __init__(
         self, trainer: Any, *, phases: Mapping[str, str], samples_per_step: int, tokens_per_step: int | None = None
     ) -> None:
@@ -27,6 +33,7 @@ class TransformersRun:
         self.samples_per_step = samples_per_step
         self.tokens_per_step = tokens_per_step
         self._phases = phases
+        self._spot = Spot(trainer)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -51,9 +58,12 @@ class TransformersRun:
         return int(self.trainer.state.max_steps)
 
     def train(self, report: Report, *, resume_from: Path | None = None) -> None:
+        self._reporter = reporter = _Reporter(report)
+        _report_saves(self.trainer, reporter, report)
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
-        self.trainer.add_callback(_Reporter(report))
+        self.trainer.add_callback(reporter)
+        self.trainer.add_callback(self._spot)
         if resume_from is not None:
             self.before_resuming(resume_from)
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -61,16 +71,31 @@ class TransformersRun:
     def before_resuming(self, checkpoint: Path) -> None:
         """Put right what the trainer does not continue exactly by itself; nothing here."""
 
+    def save_on_the_spot(self) -> bool:
+        """Save the last finished step's checkpoint after a failed step; False where it would not be exact."""
+        self._reporter.request_save()
+        return self._spot.save()
+
+    @property
+    def sample_facts(self) -> SampleFacts:
+        rows: int | None = None
+        with suppress(TypeError, AttributeError):  # a stream has no length
+            rows = len(self.trainer.train_dataset)
+        drops = bool(self.trainer.args.dataloader_drop_last)
+        last = self.last_step or None  # 0: the training has not begun
+        return SampleFacts(rows=rows, last_step=last, drops_last=drops, weighs_alike=self.weighs_samples_alike)
+
     def checkpoint_is_whole(self, checkpoint: Path) -> bool:
         """Whether every file is there that the trainer continues from; a kill while saving leaves some out."""
-        whole = all((checkpoint / name).exists() for name in _CHECKPOINT_FILES)
-        if not whole or not list(checkpoint.glob("rng_state*.pth")):
+        names = {path.name for path in checkpoint.glob("*")}
+        needed = names.issuperset(_CHECKPOINT_FILES) and any(fnmatch(name, "rng_state*.pth") for name in names)
+        if not needed or not any(fnmatch(name, weights) for name in names for weights in _WEIGHTS):
             return False
         try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
-        except (OSError, ValueError):
+            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            return int(state["global_step"]) == int(checkpoint.name.rsplit("-", 1)[1])
+        except (OSError, ValueError, KeyError, TypeError):
             return False
-        return True
 
     def save_model(self, folder: Path) -> None:
         self.trainer.save_model(str(folder))
@@ -93,11 +118,57 @@ def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
     setattr(owner, method, within)
 
 
+def _report_saves(trainer: Any, reporter: "_Reporter", report: Report) -> None:
+    """Make the trainer say of every checkpoint whether it was written, and put those that `report` asked for apart."""
+    save = trainer._save_checkpoint
+
+    def saving(*args: Any, **kwargs: Any) -> None:
+        own = reporter.takes_request() or not trainer.control.should_save  # the latter: saved outside of its turn
+        with _own_place(trainer.args) if own else nullcontext():
+            checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+            report.save_begins()
+            try:
+                save(*args, **kwargs)
+            except Exception as error:
+                if not report.save_failed(checkpoint, error):
+                    raise
+            else:
+                report.saved(checkpoint)
+
+    trainer._save_checkpoint = saving
+
+
+@contextmanager
+def _own_place(arguments: Any) -> Iterator[None]:
+    """A checkpoint saved within goes to autofit's own folder: the recipe's limit does not count it, no hub gets it."""
+    changes = {
+        "output_dir": str(own_checkpoints(Path(arguments.output_dir))), "save_total_limit": None, "push_to_hub": False,
+    }  # fmt: skip
+    kept = {name: getattr(arguments, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(arguments, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(arguments, name, value)
+
+
 class _Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on what transformers says, and says back what the receiver wants."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self._requested = False
+
+    def request_save(self) -> None:
+        """The next checkpoint is the receiver's."""
+        self._requested = True
+
+    def takes_request(self) -> bool:
+        """Whether the checkpoint to save now is the receiver's, and not the recipe's; asked once for each."""
+        requested, self._requested = self._requested, False
+        return requested
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         self._report.train_begins()
@@ -118,6 +189,7 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
         wanted = self._report.step_ends(state.global_step)
+        self._requested = wanted.save and not control.should_save
         control.should_save = control.should_save or wanted.save
         control.should_training_stop = control.should_training_stop or wanted.stop
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.files import is_full, write_json
-from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase
+from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase, own_checkpoints
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
@@ -35,6 +35,7 @@ def run(request_path: str) -> int:
         os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
     try:
+        request.pid_path.write_text(str(os.getpid()), encoding="ascii")
         with memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
             recorder.append(Recorder(memory, request.phase_path))
             result = _probe(request, memory, recorder[0])
@@ -122,7 +123,7 @@ def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder,
         rounds = _MOST_ROUNDS if memory.least_measured_s > 0 else 1
         run = trainer.build(request.values, _task(request, steps=2 + rounds * request.measured_steps))
         steps = StepClock(run, recorder, memory, measure_after=2, round_of=request.measured_steps)
-        run.train(steps, resume_from=task.output / "checkpoint-1")
+        run.train(steps, resume_from=own_checkpoints(task.output) / "checkpoint-1")
         recorder.enter("end")
     finally:
         memory.stop()

@@ -11,6 +11,9 @@ import psutil
 from autofit.files import read_json, write_json
 from autofit.probing.slots import slot
 from autofit.probing.supervise import computing_env, keep
+from autofit.promotion.ending import write_ending
+from autofit.promotion.interruption import ask_to_end, listen
+from autofit.promotion.rescue import goes_on
 
 
 def run_promoted(request_path: str) -> None:
@@ -19,6 +22,7 @@ def run_promoted(request_path: str) -> None:
     assert request is not None
     folder = Path(str(request["folder"]))
     process = psutil.Process()
+    listen(lambda: ask_to_end(folder))
     write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
     with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: (folder / "stop").exists()) as name:
         if name is None:
@@ -26,7 +30,11 @@ def run_promoted(request_path: str) -> None:
         env = computing_env()
         if name.startswith("cuda-"):
             env["CUDA_VISIBLE_DEVICES"] = name.removeprefix("cuda-")
-        keep(lambda: _start(request_path, folder, str(request["cwd"]), env), deadline_s=math.inf)
+        again = True
+        while again:  # after an OOM, with the next setting that needs less memory
+            ending = keep(lambda: _start(request_path, folder, str(request["cwd"]), env), deadline_s=math.inf)
+            again = goes_on(Path(request_path), ending)
+        write_ending(folder, ending)
 
 
 def _start(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:

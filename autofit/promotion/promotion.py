@@ -3,25 +3,35 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_atomically, write_json
-from autofit.hardware.hardware import Device, choose_device, slot_names
+from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.launch import is_alive, start_job
+from autofit.promotion.checkpoints import checkpoints
+from autofit.promotion.ending import ending_of, forget_ending
+from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
+from autofit.promotion.ladder import Ladder
+from autofit.promotion.place import training_device
 from autofit.promotion.progress import read_progress
+from autofit.promotion.rescue import FILES as RESCUE_FILES
+from autofit.promotion.rescue import carried
 from autofit.proof.proof import Proof, checked
+from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import merge, tuned_yaml
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Rule, Trial, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import load_study, trials_of
-from autofit.watching.events import RunEvent, events_of
+from autofit.tuning.study import database_errors, database_path, load_study, trials_of
+from autofit.watching.events import RunEvent, events_of, stop_asked
 from autofit.watching.promise import Promise
+from autofit.watching.thresholds import Guard
 
 _YEAR_S = 365 * 24 * 3600.0
 
@@ -44,6 +54,7 @@ class Promotion:
     command: str | None  # the command that runs the tuned YAML without autofit, up to the file's name
     confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
     promise: Promise | None = None
+    ladder: Ladder | None = None  # what the run may change after an OOM
 
     @property
     def output_dir(self) -> Path:
@@ -52,25 +63,32 @@ class Promotion:
 
 
 def plan_promotion(
-    folder: Path, *, study_name: str | None, trial: str, say: Callable[[str], None] = lambda _: None
-) -> Promotion:
+    folder: Path, *, study_name: str | None, trial: str, device: str = "auto", launch: bool = True,
+    allow: Tier = "neutral",
+    say: Callable[[str], None] = lambda _: None,
+) -> Promotion:  # fmt: skip
     """The promotion of `trial` (a number or "best") of a study in `folder`, after its proof; writes its tuned YAML.
 
-    Raises ConfigError, and writes nothing, for a trial that claims to be neutral and is not.
+    `device` is where its run trains. Raises ConfigError, and writes nothing, for a trial that claims to be neutral and
+    is not, and, where the run is to be launched, for a study of a card that this machine lacks.
     """
     study = load_study(folder, study_name)
     record = record_of(study)
+    say(f"study {study.study_name}{' (used last)' if study_name is None else ''}")
     chosen = choose(trials_of(study), trial, record.rule)
-    proof = checked(study, chosen, say=say)
+    home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
+    where = record.device
+    if launch and record.trains_on_data:
+        where = training_device(record.device, device, begun=read_json(home / "request.json"))
+    with database_errors(database_path(folder)):  # the proof is kept there
+        proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
     sure = confirmation_note([chosen], record.rule)
     say(sure)
-    home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
-    given, device = record.values, record.device
-    if device.startswith("sim:"):  # the run itself needs a device that exists
-        device = choose_device("auto")
+    given = record.values
     on_cpu: dict[str, object] = {"use_cpu": True} if "use_cpu" in record.resolved else {}
     extra = dict(on_cpu if record.device == "cpu" else {})  # a YAML tuned for a simulated card is for a real card
+    own_device = {"use_cpu": where == "cpu"} if on_cpu and (where == "cpu" or record.device == "cpu") else {}
     if "output_dir" in record.resolved:
         own = given.get("output_dir")
         extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
@@ -85,9 +103,11 @@ def plan_promotion(
         comment += "\nits prompts were synthetic: add dataset_name, and your own reward_funcs"
     path = home / "tuned.yaml"
     write_atomically(path, tuned_yaml(given, {**chosen.yaml_changes, **extra}, comment=comment))
+    values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
     return Promotion(
-        folder=home, study=study.study_name, trial=chosen, device=device, trainer=record.trainer,
-        values=merge(given, {**chosen.yaml_changes, **extra, **(on_cpu if device == "cpu" else {})}), yaml_path=path,
+        folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
+        values=values, yaml_path=path,
+        ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
         trains_on_data=record.trains_on_data, command=record.command, promise=_promise(chosen, record, proof),
     )  # fmt: skip
@@ -95,13 +115,11 @@ def plan_promotion(
 
 def _promise(chosen: Trial, record: StudyRecord, proof: Proof) -> Promise | None:
     """What the trial's probe, or its confirmation, leads to expect of the full run."""
-    figures = chosen.figures
-    if figures is None:
+    if chosen.figures is None:
         return None
-    return Promise(
-        device_name=figures.device_name, fidelity=figures.fidelity, device_used_bytes=figures.device_used_bytes,
-        limit_bytes=record.limit_bytes, step_s=figures.median_step_s, samples_per_s=figures.completions_per_s,
-        effective_batch_size=record.effective_batch_size, proof=proof.sentence,
+    return Promise.of(
+        chosen.figures, limit_bytes=record.limit_bytes, effective_batch_size=record.effective_batch_size,
+        proof=proof.sentence,
     )  # fmt: skip
 
 
@@ -133,17 +151,20 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     return chosen
 
 
-def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -> str:
+def launch(
+    promotion: Promotion, *, study_folder: Path, restart: bool = False, guards: Sequence[Guard] | None = None
+) -> str:
     """Start the run unless it is running or done. Returns "started", "resumed", "running" or "done"."""
     folder = promotion.folder
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
-        for name in ("final.json", "progress.jsonl", "events.jsonl"):
+        for name in ("final.json", "progress.jsonl", "events.jsonl", *RESCUE_FILES):
             (folder / name).unlink(missing_ok=True)
     if is_alive(folder):
         return "running"
     if read_json(folder / "final.json") is not None:
         return "done"
+    forget_ending(folder)
     for name in ("stop", "started.json", "job.json", "failed.json"):
         (folder / name).unlink(missing_ok=True)
     request = {
@@ -154,9 +175,12 @@ def launch(promotion: Promotion, *, study_folder: Path, restart: bool = False) -
         "proof": promotion.proof.sentence, "proof_verdict": str(promotion.proof.verdict),
         "confirmation": promotion.confirmation,
         "promise": None if promotion.promise is None else promotion.promise.to_json(),
+        "guards": None if guards is None else [guard.to_json() for guard in guards],
     }  # fmt: skip
+    if promotion.ladder is not None:
+        request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
     write_json(folder / "request.json", request)
-    resumed = promotion.output_dir.exists() and any(promotion.output_dir.glob("checkpoint-*"))
+    resumed = bool(checkpoints(promotion.output_dir))
     start_job(folder, run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S)
     return "resumed" if resumed else "started"
 
@@ -168,15 +192,10 @@ def follow(
 
     Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
-    seen = told = 0
+    said: set[tuple[object, ...]] = set()  # a rescue takes steps and events back, so no count would do
     while True:
         alive = is_alive(promotion.folder)
-        for event in events_of(promotion.folder)[told:]:
-            told += 1
-            tell(event)
-        for line in read_progress(promotion.folder)[seen:]:
-            seen += 1
-            show(line)
+        _say_new(promotion.folder, said, show, tell)
         final = read_json(promotion.folder / "final.json")
         if final is not None:
             return final
@@ -184,16 +203,33 @@ def follow(
             failed = read_json(promotion.folder / "failed.json")
             if failed is not None:
                 raise EnvironmentFault(f"the run failed: {failed['reason']}; see {promotion.folder / 'run.log'}")
+            asked = stop_asked(promotion.folder)
+            if asked is not None:
+                raise EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
+            reason = ending_of(promotion.folder) or "perhaps killed"
             raise EnvironmentFault(
-                f"the run ended before its last step, perhaps killed; run the same command to resume it; "
+                f"the run ended before its last step ({reason}); run the same command to resume it; "
                 f"see {promotion.folder / 'run.log'}"
             )
         time.sleep(0.1)
 
 
+def _say_new(
+    folder: Path, said: set[tuple[object, ...]], show: Callable[[dict[str, object]], None],
+    tell: Callable[[RunEvent], None],
+) -> None:  # fmt: skip
+    """Show the steps and tell the events that are not in `said` yet, in the order in which they happened."""
+    news = [((line.get("time", 0), line["step"]), partial(show, line)) for line in read_progress(folder)]
+    news += [((event.time, event.text), partial(tell, event)) for event in events_of(folder)]
+    for key, say in sorted(news, key=lambda one: float(str(one[0][0]))):
+        if key not in said:
+            said.add(key)
+            say()
+
+
 def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
     """Ask the run to save a checkpoint after its current step and to end; waits. True if it has ended."""
-    (promotion.folder / "stop").touch()
+    ask_to_end(promotion.folder)
     deadline = time.monotonic() + wait_s
     while is_alive(promotion.folder) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,20 +1,30 @@
 """The receiver of a full run's report: logs its steps, asks its watchers, saves checkpoints, stops on request."""
 
+import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
+from autofit.errors import printable
 from autofit.plugin.protocol import Control, Report, Run
-from autofit.promotion.progress import keep_progress
-from autofit.watching.events import RunEvent, keep_event
+from autofit.promotion.checkpoints import rotate, what_is_torn
+from autofit.promotion.full_disk import unwritten
+from autofit.promotion.interruption import asked_to_end
+from autofit.promotion.manifest import prove
+from autofit.promotion.progress import keep_progress, sync_progress
+from autofit.watching.events import Kind, RunEvent, keep_event
+from autofit.watching.peaks import retries, since_beginning
 from autofit.watching.watcher import StepFacts, Watched, Watcher
 
-_SAVE_EVERY_S = 60.0  # time between checkpoints: a kill loses at most about a minute
+# Time between checkpoints: a kill loses at most about a minute, or more where saving would take more than this share.
+_SAVE_EVERY_S = 60.0
+_MOST_SAVING_FRAC = 0.05
+_RSS_EVERY_S = 0.5  # between two readings of the process' memory
 
 
 class Recorder(Report):
@@ -23,44 +33,100 @@ class Recorder(Report):
     def __init__(self, run: Run, watched: Watched, watchers: Sequence[Watcher]) -> None:
         assert watched.folder is not None
         self._folder: Path = watched.folder
-        self._run, self._watched, self._watchers = run, watched, watchers
+        self._run, self._watched, self._watchers = run, watched, list(watchers)
         self._samples_word = "completions" if watched.generates else "samples"
-        self._saved = self._began = time.monotonic()
+        self._saved = self._began = self._save_began = self._training_began = time.monotonic()
+        self._save_s = 0.0
         self._asked_to_stop = False
+        self.began = False
+        self._process, self._rss_bytes, self._rss_at = psutil.Process(), 0, -_RSS_EVERY_S
         self.steps = watched.first_step
         self.stopped = False
 
     def train_begins(self) -> None:
+        self._training_began = time.monotonic()
         self._watched = replace(self._watched, last_step=self._run.last_step)
-        self._tell(event for watcher in self._watchers for event in watcher.begins(self._watched))
+        self._ask(lambda watcher: watcher.begins(self._watched))
 
     def step_begins(self, step: int) -> None:
         self._began = time.monotonic()
+        self.began = True
 
     def step_ends(self, step: int) -> Control:
         self.steps = step
-        facts = StepFacts(number=step, step_s=time.monotonic() - self._began, **_peaks())
-        self._tell(event for watcher in self._watchers for event in watcher.step_ends(facts))
+        facts = StepFacts(number=step, step_s=time.monotonic() - self._began, **since_beginning())
+        self._ask(lambda watcher: watcher.step_ends(facts))
         if step % self._run.steps_between_saves:
             return Control()
-        asked = self._asked_to_stop or (self._folder / "stop").exists()
-        save = asked or time.monotonic() - self._saved > _SAVE_EVERY_S
-        if save:
-            self._saved = time.monotonic()
+        asked = self._asked_to_stop or asked_to_end(self._folder)
+        save = asked or time.monotonic() - self._saved > max(_SAVE_EVERY_S, self._save_s / _MOST_SAVING_FRAC)
         self.stopped = asked and step < self._run.last_step
         return Control(save=save, stop=self.stopped)
+
+    def save_begins(self) -> None:
+        self._save_began = time.monotonic()
+
+    def saved(self, checkpoint: Path) -> None:
+        try:
+            sync_progress(self._folder)
+            prove(checkpoint)
+        except OSError as error:
+            self.save_failed(checkpoint, error)
+            return
+        rotate(checkpoint)
+        self._saved = time.monotonic()
+        self._save_s = self._saved - self._save_began
+
+    def save_failed(self, checkpoint: Path, error: Exception) -> bool:
+        """True after an error of the disk: the run goes on, and saves again at the next interval."""
+        failure = unwritten(checkpoint, error)
+        if failure is None:
+            return False
+        if what_is_torn(checkpoint, self._run.checkpoint_is_whole) is not None:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        self._saved = time.monotonic()
+        self._tell([RunEvent(step=self.steps, kind=Kind.CHECKPOINT, text=failure)])
+        return True
 
     def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
         step_s = time.monotonic() - self._began
         line: dict[str, object] = {"step": step, "max_steps": last_step, "time": time.time(), **_numbers(values)}
         line |= {"step_s": step_s, f"{self._samples_word}_per_s": self._run.samples_per_step / step_s}
-        line |= {"host_rss_bytes": int(psutil.Process().memory_info().rss), **_peaks()}
+        line |= {"host_rss_bytes": self._rss(), **since_beginning(), **retries()}
+        line["run_s"] = time.monotonic() - self._training_began  # of this start: its steps are timed by it
+
+        def add(watcher: Watcher) -> Iterable[RunEvent]:
+            line.update(watcher.adds(line))
+            return ()
+
+        self._ask(add)
         keep_progress(self._folder, line)
-        self._tell(event for watcher in self._watchers for event in watcher.logs(line))
+        self._ask(lambda watcher: watcher.logs(line))
+
+    def _rss(self) -> int:
+        """Resident bytes of the process, as of half a second ago at most."""
+        now = time.monotonic()
+        if now - self._rss_at >= _RSS_EVERY_S:
+            self._rss_bytes, self._rss_at = int(self._process.memory_info().rss), now
+        return self._rss_bytes
 
     def ends(self) -> None:
         """The training is finished."""
-        self._tell(event for watcher in self._watchers for event in watcher.ends())
+        self._ask(lambda watcher: watcher.ends())
+
+    def _ask(self, question: Callable[[Watcher], Iterable[RunEvent]]) -> None:
+        """Ask every watcher. One that fails is asked no more: hours of training must not end by it."""
+        for watcher in tuple(self._watchers):
+            try:
+                events = list(question(watcher))
+            except Exception as error:
+                traceback.print_exception(error)  # into the log of the run
+                self._watchers.remove(watcher)
+                reason = printable(f"{type(error).__name__}: {error}", 200)
+                text = f"{type(watcher).__name__} failed ({reason}); the run goes on without it"
+                events = [RunEvent(step=self.steps, kind=Kind.FAULT, text=text)]
+            if events:
+                self._tell(events)
 
     def _tell(self, events: Iterable[RunEvent]) -> None:
         for event in events:
@@ -70,12 +136,3 @@ class Recorder(Report):
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in logs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
-def _peaks() -> dict[str, int]:
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }

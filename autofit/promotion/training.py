@@ -3,6 +3,8 @@
 Runs in a process of its own (`python -m autofit.promotion.training REQUEST`). Loads torch.
 """
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -12,16 +14,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import Run, Task
 from autofit.plugin.registry import load
+from autofit.probing.oom import is_oom
 from autofit.probing.supervise import die_with_parent
-from autofit.promotion.checkpoints import last_checkpoint, step_of
-from autofit.promotion.progress import forget_progress_after, read_progress
+from autofit.promotion.checkpoints import delete_own
+from autofit.promotion.full_disk import print_leniently, reason_of
+from autofit.promotion.interruption import deaf_children, listen, received
+from autofit.promotion.progress import read_progress
 from autofit.promotion.recorder import Recorder
-from autofit.watching.events import forget_events_after
+from autofit.promotion.start import Start
+from autofit.promotion.whereabouts import Locating, oom_told, tell_oom
 from autofit.watching.promise import Promise
+from autofit.watching.thresholds import guards_of
 from autofit.watching.watcher import Watched, Watcher
+from autofit.watching.watchers import watchers
 
 
 def main(request_path: str) -> int:
@@ -32,33 +41,52 @@ def main(request_path: str) -> int:
     try:
         return _train(request, folder)
     except Exception as error:
+        if is_oom(error):  # the job goes on with a setting that needs less
+            tell_oom(folder, Path(str(request["output_dir"])), error)
+            return 1
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        write_json(folder / "failed.json", {"reason": reason})
+        with contextlib.suppress(EnvironmentFault):  # a full disk
+            write_json(folder / "failed.json", {"reason": reason_of(error, Path(str(request["output_dir"])))})
         return 1
 
 
 def _train(request: dict[str, Any], folder: Path) -> int:
     output = Path(str(request["output_dir"]))
-    run = load(request["trainer"]).build(request["values"], Task(device=request["device"], output=output))
-    checkpoint = last_checkpoint(output, run.checkpoint_is_whole)
-    done = 0 if checkpoint is None else step_of(checkpoint)
-    forget_progress_after(folder, done)
-    forget_events_after(folder, done)
-    recorder = Recorder(run, _watched(request, folder, run, done), _watchers(request))
     mirror = _start_mirror(request, folder)
     began = time.monotonic()
     try:
-        run.train(recorder, resume_from=checkpoint)
-        if recorder.stopped:
+        trained = _trained(request, folder, Start(folder, output))
+        if trained is None:
             return 0
+        run, recorder = trained
         run.save_model(output)
         recorder.ends()
         lines: list[dict[str, Any]] = read_progress(folder)
         write_json(folder / "final.json", _final(lines, recorder.steps, output, time.monotonic() - began))
+        delete_own(output)
     finally:
         _stop_mirror(mirror)
     return 0
+
+
+def _trained(request: dict[str, Any], folder: Path, start: Start) -> tuple[Run, Recorder] | None:
+    """The finished training, from the newest checkpoint that can be loaded; None: it was asked to end before."""
+    while True:
+        run = load(request["trainer"]).build(request["values"], Task(device=request["device"], output=start.output))
+        start.choose(run)
+        if received():
+            return None
+        recorder = Locating(run, _watched(request, folder, run, start.step), [start, *_watchers(request)])
+        try:
+            with oom_told(folder, start.output, run, recorder):
+                run.train(recorder, resume_from=start.checkpoint)
+        except Exception as error:
+            if recorder.began or not start.passes_over(error):
+                raise
+        else:
+            return None if recorder.stopped else (run, recorder)
+        del run, recorder
+        gc.collect()
 
 
 def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
@@ -73,7 +101,7 @@ def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> W
 
 def _watchers(request: Mapping[str, Any]) -> list[Watcher]:
     """Everyone who looks at a promoted run."""
-    return []
+    return watchers(guards=guards_of(request.get("guards")))
 
 
 def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
@@ -91,12 +119,19 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
 
 
 def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":
-    """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end."""
-    with (folder / "mlflow.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
+    """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end.
+
+    None where it cannot be started: the training needs no MLflow.
+    """
+    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
+    try:
+        with (folder / "mlflow.log").open("ab") as log, deaf_children():
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            )
+    except OSError as error:
+        print(f"MLflow's mirror could not be started: {error}", file=sys.stderr)
+        return None
 
 
 def _stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30.0) -> None:
@@ -111,4 +146,6 @@ def _stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30
 
 if __name__ == "__main__":
     die_with_parent()
+    listen()
+    print_leniently()
     sys.exit(main(sys.argv[1]))

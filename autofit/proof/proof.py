@@ -126,6 +126,24 @@ def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lam
     return proof
 
 
+def prove_changes(
+    compared_changes: Mapping[str, object], yaml_changes: Mapping[str, object], *, trial: int, trainer: str,
+    keys: BatchKeys, compared: tuple[str, ...], values: Mapping[str, object], resolved: Mapping[str, object], cwd: Path,
+) -> Proof:  # fmt: skip
+    """The proof that changes of the recipe `values` are neutral, as for a trial that claims so; kept nowhere.
+
+    `yaml_changes` are the same changes as keys of the YAML, where None removes a key. Raises EnvironmentFault if the
+    comparison itself fails.
+    """
+    claimed = Trial(
+        number=trial, tier="neutral", changes=compared_changes, params={}, yaml_changes=yaml_changes
+    )  # fmt: skip
+    question = _Question.asked(
+        claimed, trainer=trainer, keys=keys, compared=compared, values=values, resolved=resolved, cwd=cwd
+    )
+    return _answered(question, lambda _: None)
+
+
 def checked(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lambda _: None) -> Proof:
     """The proof of `trial` before its run. Raises ConfigError if the trial claims to be neutral and is not."""
     proof = prove(study, trial, say=say)
@@ -155,17 +173,27 @@ class _Question:
     @classmethod
     def of(cls, study: optuna.Study, trial: Trial) -> "_Question":
         record = record_of(study)
-        trainer, values, resolved = record.trainer, record.values, record.resolved
-        reaches = {k: reach(record.compared, k, v, resolved.get(k)) for k, v in trial.changes.items()}
+        return cls.asked(
+            trial, trainer=record.trainer, keys=record.batch_keys, compared=record.compared, values=record.values,
+            resolved=record.resolved, cwd=record.cwd,
+        )  # fmt: skip
+
+    @classmethod
+    def asked(
+        cls, trial: Trial, *, trainer: str, keys: BatchKeys, compared: tuple[str, ...], values: Mapping[str, object],
+        resolved: Mapping[str, object], cwd: Path,
+    ) -> "_Question":  # fmt: skip
+        """The question for the changes of `trial` to the recipe `values`."""
+        reaches = {k: reach(compared, k, v, resolved.get(k)) for k, v in trial.changes.items()}
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
         in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
         outside = {k: found for k, found in outside.items() if k not in in_both}
-        compared = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
+        made = {k: v for k, v in trial.changes.items() if k not in outside and k not in in_both}
         return cls(
-            trial=trial, trainer=trainer, cwd=record.cwd, keys=record.batch_keys,
+            trial=trial, trainer=trainer, cwd=cwd, keys=keys,
             resolved=resolved, baseline=merge(values, in_both),
             candidate=merge(values, {k: v for k, v in trial.yaml_changes.items() if k not in outside}),
-            compared=compared, in_both=in_both, outside=outside,
+            compared=made, in_both=in_both, outside=outside,
         )  # fmt: skip
 
     @property

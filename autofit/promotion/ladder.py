@@ -1,0 +1,199 @@
+"""The ladder of a full run: the next settings that need less memory and train the same recipe. No torch here.
+
+A rung changes one thing: the micro-batch is made smaller and the accumulation larger, or one knob of the trainer's
+search space that is listed from least to most memory takes one step down. The effective batch is never changed, nor
+the completions generated at once, unless memory ran out while they were generated.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError
+from autofit.plugin.protocol import ROLLOUT
+from autofit.promotion.oom import Oom
+from autofit.promotion.steps_down import largest_part, last_step_differs, one_down, smaller_micro_batch, smaller_rollout
+from autofit.recipe.keys import TIERS, BatchKeys, Tier
+from autofit.recipe.recipe import Recipe, merge
+from autofit.space.knob import Knob
+from autofit.space.space import Space
+from autofit.space.space_file import load_space, space_knobs
+from autofit.tuning.frontier import Trial, measured
+from autofit.tuning.record import StudyRecord
+
+# A checkpoint has no weights or moments for other values of these, or its place in the data is another one.
+_FROM_THE_START = ("use_peft", "lora_r", "quantization", "optim", "packing", "dtype")
+_EVALUATION = "per_device_eval_batch_size"
+# A choice: torch advises expandable segments where the unused share of its memory "is large", without a number.
+_FRAGMENTED_FRAC = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One step down the ladder: `changes` of the running recipe's YAML, where None removes a key."""
+
+    changes: Mapping[str, object]
+    tier: Tier = "neutral"
+    remark: str = ""  # what differs all the same, and no gradient shows
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """The changes whose gradients are compared: those that set a key."""
+        return {key: value for key, value in self.changes.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A trial of the study: how it differs from the promoted one, and what it measured."""
+
+    changes: Mapping[str, object]
+    step_s: float
+    device_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """What the rungs of a promoted run follow from: facts of its study, as plain values."""
+
+    trial: int
+    trainer: str
+    device: str
+    keys: BatchKeys
+    compared: tuple[str, ...]  # keys that the trainer's gradient proof trains with
+    values: Mapping[str, object]  # the promoted recipe's YAML
+    resolved: Mapping[str, object]  # the same with defaults
+    world_size: int
+    allow: Tier = "neutral"
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    space: str = ""  # path of the trainer's own search space
+    device_used_bytes: int | None = None
+    speeds: tuple[Speed, ...] = ()
+
+    @classmethod
+    def of(
+        cls, record: StudyRecord, chosen: Trial, trials: Iterable[Trial], *, values: Mapping[str, object], device: str,
+        allow: Tier,
+    ) -> "Ladder":  # fmt: skip
+        """The ladder of the trial `chosen`, whose YAML is `values`, on `device`."""
+        keys, resolved = record.batch_keys, merge(record.resolved, chosen.yaml_changes)
+        own = {**record.resolved}
+        batch = cast(int, own[keys.micro_batch]) * cast(int, own[keys.accumulation])
+        return cls(
+            trial=chosen.number, trainer=record.trainer, device=device, keys=keys, compared=record.compared,
+            values=dict(values), resolved=resolved, world_size=(record.effective_batch_size or batch) // batch,
+            allow=allow, tiers=record.tiers, left_out=record.left_out, other_names=record.other_names,
+            space=record.space, device_used_bytes=chosen.device_used_bytes,
+            speeds=tuple(_speeds(record.resolved, resolved, trials)),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, object]:
+        names = ("trial", "trainer", "device", "values", "resolved", "world_size", "allow", "tiers", "left_out",
+                 "other_names", "space", "device_used_bytes")  # fmt: skip
+        speeds = [[dict(s.changes), s.step_s, s.device_used_bytes] for s in self.speeds]
+        plain = {name: getattr(self, name) for name in names}
+        return {**plain, "keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Ladder":
+        rows = cast("list[tuple[dict[str, object], float, int]]", content["speeds"])
+        special = {
+            "keys": BatchKeys.from_json(cast("Mapping[str, str | None]", content["keys"])),
+            "compared": tuple(cast("list[str]", content["compared"])),
+            "speeds": tuple(Speed(changes=c, step_s=s, device_used_bytes=b) for c, s, b in rows),
+        }
+        return cls(**{**content, **special})  # type: ignore[arg-type]
+
+    def running(self, taken: Iterable[Mapping[str, object]]) -> Recipe:
+        """The recipe that runs once the changes `taken` are made."""
+        values, resolved = dict(self.values), dict(self.resolved)
+        for changes in taken:
+            values, resolved = merge(values, changes), merge(resolved, changes)
+        return Recipe(
+            trainer=self.trainer, values=values, resolved=resolved, keys=self.keys, tiers=self.tiers,
+            space=Path(self.space) if self.space else None, world_size=self.world_size, compared=self.compared,
+            left_out=self.left_out, other_names=self.other_names,
+        )  # fmt: skip
+
+    def rungs(self, taken: Sequence[Mapping[str, object]], oom: Oom, *, again: bool = False) -> list[Rung]:
+        """The next rungs after the changes `taken` for this OOM: higher tiers first, then what loses least speed.
+
+        `again` says that the last rescue was at the same step. An OOM in the rollout is first met by what leaves every
+        completion as it is: a new process has no fragments of memory. Again there, it takes a smaller rollout.
+        """
+        recipe = self.running(taken)
+        found = _evaluation(recipe) if oom.evaluating else []
+        found += [r for r in self._of_space(recipe, oom) if r.changes]
+        at_start = oom.resumes_from == 0
+        found = self._in_order(found, recipe)
+        if oom.unused_frac > _FRAGMENTED_FRAC:
+            found.sort(key=lambda rung: "env" not in rung.changes)
+        if again and oom.phase == ROLLOUT:
+            found.sort(key=lambda rung: self.keys.accumulation in rung.changes or self.keys.rollout not in rung.changes)
+        return [r for r in found if at_start or not set(r.changes) & set(_FROM_THE_START)]
+
+    def _of_space(self, recipe: Recipe, oom: Oom) -> list[Rung]:
+        space = self._space(recipe)
+        if space is None:
+            return []
+        params = [*smaller_micro_batch(space, recipe, oom), *smaller_rollout(space, recipe, oom), *one_down(space)]
+        candidates = [space.candidate({**space.params(space.baseline), **changed}) for changed in params]
+        return [
+            Rung(changes=space.yaml_changes(c), tier=space.tier(c), remark=self._remark(space.changes(c), recipe, oom))
+            for c in candidates
+            if space.violated(c) is None and TIERS.index(space.tier(c)) <= TIERS.index(self.allow)
+        ]
+
+    def _remark(self, changes: Mapping[str, object], recipe: Recipe, oom: Oom) -> str:
+        """What is not the same under `changes`, though the gradient of a whole step is."""
+        if self.keys.accumulation in changes:
+            return last_step_differs(recipe, oom)
+        if self.keys.rollout in changes:
+            return "the prompts are the same, their completions are drawn anew"
+        return ""
+
+    def _space(self, recipe: Recipe) -> Space | None:
+        """The space around the running recipe: by the trainer's own file, else of its micro-batch alone."""
+        alone = Knob(name=self.keys.micro_batch, tier="neutral", solved=True, memory_ascending=True)
+        with suppress(ConfigError):  # the file of another version, or of a trainer that has none
+            knobs = load_space(self.space, trainer=None) if self.space else space_knobs(recipe)
+            optional = tuple(replace(knob, optional=True) for knob in knobs)
+            return Space.of(recipe, optional, allow=self.allow, device=self.device)
+        with suppress(ConfigError):
+            return Space.of(recipe, (alone,), allow=self.allow, device=self.device)
+        return None
+
+    def _in_order(self, rungs: list[Rung], recipe: Recipe) -> list[Rung]:
+        """Higher tiers first, then what changes nothing at all, then the fastest that the study measured."""
+        return sorted(rungs, key=lambda r: (TIERS.index(r.tier), bool(r.remark), self._step_s(r, recipe)))
+
+    def _step_s(self, rung: Rung, recipe: Recipe) -> float:
+        """The step time that the study measured with this rung, where it needed less memory; else infinite."""
+        changes = _difference(self.resolved, merge(recipe.resolved, rung.changes))
+        less = [
+            s.step_s for s in self.speeds
+            if s.changes == changes and s.device_used_bytes < (self.device_used_bytes or float("inf"))
+        ]  # fmt: skip
+        return min(less, default=float("inf"))
+
+
+def _speeds(original: Mapping[str, object], promoted: Mapping[str, object], trials: Iterable[Trial]) -> Iterable[Speed]:
+    for trial in measured(trials):
+        changes = _difference(promoted, merge(original, trial.yaml_changes))
+        step_s, used = trial.step_s, trial.device_used_bytes
+        if changes and step_s is not None and used is not None:
+            yield Speed(changes=changes, step_s=step_s, device_used_bytes=used)
+
+
+def _difference(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
+    """{key: value of `other`}, where it has one and it differs."""
+    return {key: value for key, value in other.items() if value is not None and one.get(key) != value}
+
+
+def _evaluation(recipe: Recipe) -> list[Rung]:
+    """A smaller micro-batch of the evaluation, which trains nothing."""
+    smaller = None if recipe.generates else largest_part(cast(int, recipe.resolved.get(_EVALUATION) or 1))
+    return [] if smaller is None else [Rung(changes={_EVALUATION: smaller})]

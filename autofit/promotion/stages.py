@@ -1,0 +1,166 @@
+"""What is known of the stages of a pipeline: one small file, and the folders of their promoted runs.
+
+A stage is done where its run is: `final.json` in the folder of its promotion. The file only says which study and trial
+a stage is, and of which recipe, data, code and earlier runs: what its training depends on.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import EnvironmentFault
+from autofit.files import read_json, write_json
+from autofit.plugin.registry import code_hash
+from autofit.recipe.pipeline import Stage
+
+_WHOLE_BYTES = 2**25  # larger files and folders count by sizes and times of change: weights, mostly
+_FILES = 1000  # of a folder
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_OUTPUTS = re.compile(r".*(output|logging)_dir|hub_.*|run_name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the training of a stage depends on, as JSON."""
+
+    values: Mapping[str, object]  # of the recipe, `${stage}` as it stands there
+    trainer: str
+    files: Mapping[str, str]  # {path or module that the recipe names: its hash}
+    models: Mapping[str, str]  # {stage whose model it uses: its run}
+
+    def changed_from(self, other: "Inputs") -> list[str]:
+        """What differs, in words; nothing where they are the same."""
+        found = [] if self.trainer == other.trainer else [f"trainer {other.trainer} -> {self.trainer}"]
+        for key in dict.fromkeys((*other.values, *self.values)):
+            old, new = other.values.get(key), self.values.get(key)
+            if old != new:
+                found.append(f"{key} {old!r} -> {new!r}")
+        found += [f"{name} has other content" for name in _differing(self.files, other.files)]
+        return found + [f"{name} was trained again" for name in _differing(self.models, other.models)]
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return [name for name in one if name in other and one[name] != other[name]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What was decided of a stage: the trial of a study that is, or was, trained."""
+
+    inputs: Inputs
+    study: str
+    trial: int
+    restart: bool = False  # its run is to begin again at step 0, and has not yet done so
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Known":
+        inputs = Inputs(**cast("dict[str, dict[str, str]]", content["inputs"]))  # type: ignore[arg-type]
+        return cls(**{**content, "inputs": inputs})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The finished training of a stage."""
+
+    number: str  # differs from one training to the next
+    final: Mapping[str, object]
+
+    @property
+    def model(self) -> Path:
+        """The folder of what was trained: a model, or an adapter."""
+        return Path(str(self.final["output_dir"]))
+
+
+@dataclass(slots=True)
+class State:
+    """The stages of one pipeline that a study and trial are known of; kept in pipelines/NAME.json."""
+
+    folder: Path  # of the studies
+    name: str
+    stages: dict[str, Known] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "State":
+        """What is kept in `folder` of the pipeline `name`. Raises EnvironmentFault for a file that cannot be read."""
+        path = _path(folder, name)
+        try:
+            stages = cast("dict[str, dict[str, object]]", (read_json(path) or {}).get("stages", {}))
+            return cls(folder, name, {stage: Known.from_json(known) for stage, known in stages.items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise EnvironmentFault(
+                f"{path} cannot be read; delete it: searches and trainings that are done are found again"
+            ) from error
+
+    def keep(self, stage: str, known: Known) -> None:
+        """Note what is known of `stage`, in the file too."""
+        self.stages[stage] = known
+        content = {name: asdict(one) for name, one in self.stages.items()}
+        write_json(_path(self.folder, self.name), {"pipeline": self.name, "stages": content})
+
+    def home(self, stage: str) -> Path:
+        """The folder of the promoted run of `stage`."""
+        known = self.stages[stage]
+        return self.folder / "promoted" / f"{known.study}-trial-{known.trial}"
+
+    def run(self, stage: str) -> Run | None:
+        """The finished training of `stage`, whatever its inputs are now; None before there is one."""
+        if stage not in self.stages or self.stages[stage].restart:
+            return None
+        final = read_json(self.home(stage) / "final.json")
+        if final is None or not Path(str(final["output_dir"])).is_dir():
+            return None
+        return Run(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / "pipelines" / f"{name}.json"
+
+
+def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:
+    """What the training of `stage` depends on; `models` has the runs of the stages that it uses."""
+    files = {name: found for name in sorted(set(_texts(stage.values))) if (found := content_of(name))}
+    if own := code_hash(trainer):
+        files[trainer] = own
+    values = json.loads(json.dumps(stage.values, default=str))  # as the file will have them
+    return Inputs(values=values, trainer=trainer, files=files, models=dict(models))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text inside `value` that is no place for output."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not _OUTPUTS.fullmatch(str(key)):
+                yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def content_of(name: str) -> str:
+    """A hash of the file, folder or module (a dotted path to something in it) called `name`; "" where there is none."""
+    if _DOTTED.fullmatch(name) and not Path(name).exists():
+        module, _, target = name.rpartition(".")
+        return code_hash(f"{module}:{target}")
+    path = Path(name)
+    try:
+        if not name or len(name) > 1000 or not path.exists():
+            return ""
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())[:_FILES]
+        whole = sum(file.stat().st_size for file in files) <= _WHOLE_BYTES
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{file.relative_to(path)}\0".encode() + _content(file, whole=whole))
+    except (OSError, ValueError):  # a name that no file can have, or a file that went away
+        return ""
+    return digest.hexdigest()[:16]
+
+
+def _content(file: Path, *, whole: bool) -> bytes:
+    found = file.stat()
+    return file.read_bytes() if whole else f"{found.st_size} {found.st_mtime_ns}".encode()

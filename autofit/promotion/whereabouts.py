@@ -1,0 +1,116 @@
+"""The training's side of a rescue: where the run is, and its last state saved when memory runs out. Imports torch."""
+
+import gc
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, WAKE_UP, Control, Rescuable, Run, own_checkpoints
+from autofit.probing.oom import is_oom
+from autofit.promotion.checkpoints import checkpoints, last_checkpoint, step_of
+from autofit.promotion.oom import Oom, in_words, keep_oom, read_oom
+from autofit.promotion.recorder import Recorder
+
+
+class Locating(Recorder):
+    """A recorder that knows in which phase of which step the run is."""
+
+    at_work = LOAD  # the phase
+    in_step = False
+
+    def enter(self, phase: str) -> str:
+        left, self.at_work = self.at_work, phase
+        return left
+
+    def train_begins(self) -> None:
+        super().train_begins()
+        self.at_work = UPDATE
+
+    def step_begins(self, step: int) -> None:
+        self.at_work, self.in_step = UPDATE, True
+        super().step_begins(step)
+
+    def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.at_work = OPTIMIZER
+        super().gradient_is_whole(model, optimizer)
+
+    def optimizer_ends(self) -> None:
+        self.at_work = UPDATE
+        super().optimizer_ends()
+
+    def step_ends(self, step: int) -> Control:
+        self.in_step = False
+        return super().step_ends(step)
+
+
+@contextmanager
+def oom_told(folder: Path, output: Path, run: Run, at: Locating) -> Iterator[None]:
+    """Context of a training: an OOM within is told in oom.json, after the last finished step was saved if it can be."""
+    try:
+        yield
+    except Exception as error:
+        if is_oom(error):
+            message, unused_frac = in_words(error), _unused_frac()
+            _let_go(error)
+            _save_on_the_spot(run, at, output)
+            keep_oom(folder, replace(_located(message, run, at, output), unused_frac=unused_frac))
+        raise
+
+
+def _located(message: str, run: Run, at: Locating, output: Path) -> Oom:
+    return Oom(
+        message=message, phase=at.at_work, finished=at.steps, resumes_from=_newest(run, output),
+        evaluating=at.at_work != LOAD and not at.in_step,
+        samples=run.sample_facts if isinstance(run, Rescuable) else None,
+    )  # fmt: skip
+
+
+def _newest(run: Run, output: Path) -> int:
+    """The step of the newest whole checkpoint; 0 for none. A torn one is put aside."""
+    whole = last_checkpoint(output, run.checkpoint_is_whole, steps_between=run.steps_between_saves)
+    return 0 if whole is None else step_of(whole)
+
+
+def _unused_frac() -> float:
+    if not torch.cuda.is_initialized() or not torch.cuda.memory_reserved():
+        return 0.0
+    return 1 - torch.cuda.memory_allocated() / torch.cuda.memory_reserved()
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the failed step held: the frames of the error keep its activations, the parameters its gradients."""
+    traceback.print_exception(error)
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _save_on_the_spot(run: Run, at: Locating, output: Path) -> None:
+    """Save the last finished step unless it is saved already, or is no longer in memory as it was."""
+    unsafe = at.at_work in (LOAD, OPTIMIZER, WAKE_UP)  # vLLM wakes up for weights with the adapters merged into them
+    if unsafe or at.steps == 0 or not isinstance(run, Rescuable) or _newest(run, output) == at.steps:
+        return
+    run.model.zero_grad(set_to_none=True)
+    try:
+        run.save_on_the_spot()
+    except Exception as error:  # memory or disk may be full still; the checkpoint before is whole
+        print(f"no checkpoint of step {at.steps} could be saved: {in_words(error)}", file=sys.stderr, flush=True)
+        shutil.rmtree(own_checkpoints(output) / f"checkpoint-{at.steps}", ignore_errors=True)
+
+
+def tell_oom(folder: Path, output: Path, error: BaseException) -> None:
+    """Tell an OOM in oom.json that `oom_told` has not told: one before the training began."""
+    if read_oom(folder) is None:
+        traceback.print_exception(error)
+        saved = next(map(step_of, checkpoints(output)), 0)
+        keep_oom(folder, Oom(message=in_words(error), finished=saved, resumes_from=saved))
