@@ -45,6 +45,20 @@ def two_rewards(folder: Path, model: Path) -> Path:
     return folder / "run.yaml"
 
 
+def safe_dpo(folder: Path, model: Path) -> Path:
+    """The pipeline's last stage, with a reward model as good as any in a probe."""
+    shutil.copy(EXAMPLES / "safe_dpo" / "safe_dpo.py", folder)
+    more = {"use_peft": None, "lora_r": None, "lora_alpha": None, "dtype": "float32"}
+    scorers = {"helpful_model": str(model), "safety_model": str(model)}
+    return tiny.write_offline_recipe("dpo", folder, model, **more, **scorers)
+
+
+def two_roles(folder: Path, model: Path) -> Path:
+    shutil.copy(EXAMPLES / "two_roles" / "two_roles.py", folder)
+    talk = {"max_completion_length": 48, "turns": 2, "user_tokens": 4}
+    return tiny.write_recipe(folder, model, **talk)
+
+
 def of_trl(trainer: str) -> Write:
     return lambda folder, model: tiny.write_offline_recipe(trainer, folder, model)
 
@@ -56,6 +70,8 @@ TRAINERS: dict[str, Write] = {
     "reward": of_trl("reward"),
     "rloo": rloo,
     "two_rewards:TRAINER": two_rewards,
+    "safe_dpo:TRAINER": safe_dpo,
+    "two_roles:TRAINER": two_roles,
 }
 NEW = ["rloo", "two_rewards:TRAINER"]  # the others have tests of their own for searches, proofs and runs
 
@@ -67,7 +83,7 @@ def recipe(
 ) -> Recipe:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "two_rewards", raising=False)
+    monkeypatch.delitem(sys.modules, request.param.partition(":")[0], raising=False)
     path = TRAINERS[request.param](tmp_path, tiny_model)
     return prepare(path, trainer=request.param, device="cpu", folder=tmp_path / "i", server=fork_server)
 

@@ -1,0 +1,184 @@
+"""`autofit.run`: the stages of a pipeline, each tuned on its own, then trained, for those behind it to use."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.events import Event, OnEvent, Progress, silent
+from autofit.api.pipeline_check import check_stages
+from autofit.api.pipeline_known import Knowledge
+from autofit.api.pipeline_results import PipelineResult, StageResult, Status
+from autofit.api.promoting import PromotionResult, Step, promote
+from autofit.api.searching import search as search_for_the_fastest
+from autofit.promotion.merged import is_adapter, whole_model
+from autofit.promotion.stages import Known, State
+from autofit.recipe.pipeline import Stage, read_pipeline
+from autofit.tuning.study import exclusive
+
+
+def run(
+    pipeline: str | os.PathLike[str] | Mapping[str, object], *,
+    target_vram: str | float | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    trials: int | None = None,
+    changes: Mapping[str, object] | None = None,
+    only: str | None = None,
+    restart: bool = False,
+    search: bool = True,
+    plan: bool = False,
+    folder: str | Path = FOLDER,
+    mlflow: bool = True,
+    on_event: OnEvent | None = None,
+    on_step: Callable[[Step], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> PipelineResult:  # fmt: skip
+    """Tune and train every stage of `pipeline` (a YAML file, or a mapping like it), one after the other.
+
+    A stage has a `recipe` (a file) or `values`, and `set` over them; `${other}` in them is the model that the stage
+    `other` trained, as a folder that transformers loads: an adapter is merged into its base model for it, on the CPU.
+    Every other argument of `autofit.search` may stand in the file, or in a stage; `target_vram`, `device` and `trials`
+    given here win. `changes` is {"stage.key": value} for a recipe's key and {"name": value} for one of the file's vars.
+
+    Each stage is searched (`search=False`: only probed as it is), and its winner is trained as `autofit.promote` does.
+    Called again, the pipeline goes on where it was: stages that are done are kept, a started training resumes from its
+    last checkpoint. A stage whose recipe, data, code or earlier stages changed is trained again. `only` trains that one
+    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen.
+
+    Everything that can be wrong with a stage is looked for before anything trains: each recipe is read with its data,
+    with the base model of an earlier stage in place of what that stage will train. Ctrl-C saves a checkpoint and
+    returns, with the status "interrupted". Raises ConfigError, and EnvironmentFault when a search or a training fails.
+    """
+    with named_as_arguments():
+        given = dict(pipeline) if isinstance(pipeline, Mapping) else Path(pipeline)
+        read = read_pipeline(given, changes=changes)
+        if only is not None:
+            read.stage(only)
+        over = {"target_vram": target_vram, "device": device, "trials": trials}
+        options = {key: value for key, value in over.items() if value is not None}
+        about = Knowledge.of(read, Path(folder), options, search=search)
+        driver = _Driver(about=about, mlflow=mlflow, tell=on_event or silent, on_step=on_step, on_progress=on_progress)
+        chosen = [stage.name for stage in read.stages if only in (None, stage.name)]
+        if plan:
+            check_stages(about, only=only, tell=driver.tell)
+            return PipelineResult(name=read.name, stages=driver.planned(chosen, restart=restart))
+        with exclusive(Path(folder) / "locks", f"pipeline-{read.name}"):
+            check_stages(about, only=only, tell=driver.tell)
+            return PipelineResult(name=read.name, stages=driver.run(chosen, restart=restart))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Driver:
+    """Runs the stages of one pipeline."""
+
+    about: Knowledge
+    mlflow: bool
+    tell: OnEvent
+    on_step: Callable[[Step], None] | None
+    on_progress: Callable[[Progress], None] | None
+
+    @property
+    def state(self) -> State:
+        return self.about.state
+
+    def planned(self, chosen: Collection[str], *, restart: bool) -> tuple[StageResult, ...]:
+        """What a run would do with each stage."""
+        found = []
+        for stage in self.about.pipeline.stages:
+            text = self.about.next(stage, restart=restart) if stage.name in chosen else "left alone"
+            found.append(self._result(stage, "planned", text))
+        return tuple(found)
+
+    def run(self, chosen: Collection[str], *, restart: bool) -> tuple[StageResult, ...]:
+        """Every chosen stage to its end, or to the first that ends otherwise."""
+        for name in chosen if restart else ():
+            if (known := self.state.stages.get(name)) is not None:
+                self.state.keep(name, replace(known, restart=True))
+        found: list[StageResult] = []
+        for stage in self.about.pipeline.stages:
+            going_on = all(result.status in ("done", "kept", "left alone") for result in found)
+            if stage.name not in chosen:
+                found.append(self._result(stage, "left alone", self.about.next(stage)))
+            elif going_on:
+                found.append(self._train(stage))
+            else:
+                found.append(self._result(stage, "not reached", self.about.next(stage)))
+        return tuple(found)
+
+    def _train(self, stage: Stage) -> StageResult:
+        """Search and train `stage`, as far as it is not done."""
+        self._say(stage, self.about.next(stage))
+        if self.about.is_done(stage):
+            return self._result(stage, "kept", "done before")
+        if self.about.goes_on(stage):
+            known = self.state.stages[stage.name]
+            known = replace(known, restart=known.restart or self.about.is_gone(stage))
+        else:
+            chosen = self._tuned(stage)
+            if isinstance(chosen, StageResult):
+                return chosen
+            known = chosen
+        self.state.keep(stage.name, known)
+        trained = self._promoted(stage, known)
+        if trained.final is None:
+            return self._result(stage, "interrupted", "the same command resumes its training")
+        return self._result(stage, "done", f"{trained.final['steps']} steps")
+
+    def _tuned(self, stage: Stage) -> Known | StageResult:
+        """The fastest config of `stage`; its result where the search ends without one."""
+        inputs, again = self.about.inputs(stage), self.about.known(stage) is not None
+        options = {key: value for key, value in self.about.options(stage).items() if value is not None}
+        found = search_for_the_fastest(
+            stage.resolved(self._models(stage)), name=self.about.study_name(stage), folder=self.state.folder,
+            trainer=self.about.trainers[stage.name], mlflow=self.mlflow, on_event=self.tell,
+            on_progress=self.on_progress, **options,
+        )  # fmt: skip
+        if found.interrupted:
+            return self._result(stage, "interrupted", "the same command goes on with its search")
+        if found.winner is None:
+            return self._result(stage, "nothing fits", found.why)
+        self._say(stage, found.why)
+        return Known(inputs=inputs, study=found.study, trial=found.winner.number, restart=again)
+
+    def _promoted(self, stage: Stage, known: Known) -> PromotionResult:
+        to_begin = known.restart
+
+        def stepped(step: Step) -> None:
+            nonlocal to_begin
+            if to_begin:  # the old run is gone from here on: after a kill this one is resumed, not begun again
+                to_begin = False
+                self.state.keep(stage.name, replace(known, restart=False))
+            if self.on_step is not None:
+                self.on_step(step)
+
+        done = promote(
+            known.trial, study=known.study, folder=self.state.folder, restart=known.restart, on_step=stepped,
+            on_event=self.tell,
+        )  # fmt: skip
+        self.state.keep(stage.name, replace(known, restart=False))
+        return done
+
+    def _models(self, stage: Stage) -> dict[str, object]:
+        """{stage that `stage` uses: folder of the whole model that it trained}."""
+        found: dict[str, object] = {}
+        for name in stage.uses:
+            finished = self.state.run(name)
+            assert finished is not None, name
+            if is_adapter(finished.model):
+                self.tell(Event(label=name, text="hands on its base model with its adapter merged in"))
+            found[name] = str(whole_model(finished.model, self.state.home(name), run=finished.number).resolve())
+        return found
+
+    def _say(self, stage: Stage, text: str) -> None:
+        self.tell(Event(label=stage.name, text=text))
+
+    def _result(self, stage: Stage, status: Status, what: str) -> StageResult:
+        known = self.about.known(stage)
+        finished = self.state.run(stage.name) if status in ("done", "kept", "left alone") else None
+        return StageResult(
+            name=stage.name, trainer=self.about.trainers[stage.name], status=status, what=what,
+            study=None if known is None else known.study, trial=None if known is None else known.trial,
+            final=None if finished is None else finished.final,
+        )  # fmt: skip

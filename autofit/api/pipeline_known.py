@@ -1,0 +1,127 @@
+"""What is known of a pipeline's stages now: done or changed, what a run does, what a search is asked."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autofit.api.planning import Request
+from autofit.errors import ConfigError
+from autofit.hardware.hardware import gpus
+from autofit.plugin.registry import trainer_for
+from autofit.promotion.stages import Inputs, Known, State, inputs_of
+from autofit.recipe.pipeline import Pipeline, Stage
+
+# The arguments of a search that a pipeline may set, with what they are where it does not.
+_DEFAULTS: dict[str, Any] = {
+    "target_vram": None, "headroom": None, "device": "auto", "gpu": None, "space": None, "allow": "neutral",
+    "changes": None, "prompt_tokens": None, "world_size": 1, "trials": None, "time_budget": None, "plateau": None,
+    "min_gain": 0.01, "goal": "speed", "sampler": "autofit", "measured_steps": 2, "deadline": "15m", "parallel": None,
+    "seed": 0, "study": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """The stages of a pipeline, what they depend on, and what is kept of them."""
+
+    pipeline: Pipeline
+    state: State
+    given: Mapping[str, object]  # arguments of a search that win over the file's
+    search: bool
+    trainers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, folder: Path, given: Mapping[str, object], *, search: bool) -> "Knowledge":
+        """Raises ConfigError for a stage whose trainer is not told by its keys."""
+        trainers = {stage.name: _trainer(stage) for stage in pipeline.stages}
+        state = State.read(folder, pipeline.name)
+        return cls(pipeline=pipeline, state=state, given=given, search=search, trainers=trainers)
+
+    def known(self, stage: Stage) -> Known | None:
+        """The study and trial of `stage`; None before its search has ended."""
+        return self.state.stages.get(stage.name)
+
+    def inputs(self, stage: Stage) -> Inputs:
+        """What the training of `stage` depends on, now."""
+        runs = {name: self.state.run(name) for name in stage.uses}
+        numbers = {name: "" if found is None else found.number for name, found in runs.items()}
+        return inputs_of(stage, self.trainers[stage.name], numbers)
+
+    def changes(self, stage: Stage) -> list[str]:
+        """What the training of `stage` depends on and has changed since its study and trial were decided, in words."""
+        known = self.known(stage)
+        return [] if known is None else self.inputs(stage).changed_from(known.inputs)
+
+    def unfinished(self, stage: Stage) -> list[str]:
+        """The stages that `stage` uses and that are not done."""
+        return [name for name in stage.uses if not self.is_done(self.pipeline.stage(name))]
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether the stage and all that it uses are trained, and are as they were then."""
+        return not self.unfinished(stage) and self.state.run(stage.name) is not None and not self.changes(stage)
+
+    def goes_on(self, stage: Stage) -> bool:
+        """Whether `stage` has its study and trial, and they still hold: only its training is left."""
+        return self.known(stage) is not None and not self.unfinished(stage) and not self.changes(stage)
+
+    def is_gone(self, stage: Stage) -> bool:
+        """Whether the stage was trained, and its model is no longer there."""
+        known = self.known(stage)
+        finished = known is not None and (self.state.home(stage.name) / "final.json").exists()
+        return finished and self.state.run(stage.name) is None
+
+    def is_searched(self, stage: Stage) -> bool:
+        return self.search and stage.searched
+
+    def next(self, stage: Stage, *, restart: bool = False) -> str:
+        """What a run does with `stage`, in words."""
+        if self.is_done(stage) and not restart:
+            return "done, kept as it is"
+        known, waits = self.known(stage), self.unfinished(stage)
+        after = f", after {' and '.join(waits)}" if waits else ""
+        how = "search, then train" if self.is_searched(stage) else "probe it as it is, then train"
+        if known is None:
+            return f"{how}{after}"
+        if waits:
+            return f"{how} again{after}"
+        if changed := self.changes(stage):
+            return f"{how} again, as {', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+        anew = restart or known.restart or self.is_gone(stage)
+        how = "train again from step 0" if anew else "go on with its training"
+        return f"{how}: trial {known.trial} of {known.study}"
+
+    def request(self, stage: Stage, recipe: Mapping[str, object]) -> Request:
+        """What the search of `stage` is asked."""
+        options = self.options(stage)
+        return Request(
+            **{key: options.get(key, value) for key, value in _DEFAULTS.items()}, recipe=recipe,
+            name=self.study_name(stage), trainer=self.trainers[stage.name], folder=self.state.folder,
+        )  # fmt: skip
+
+    def options(self, stage: Stage) -> dict[str, Any]:
+        """The arguments of the search of `stage`. Raises ConfigError where there is no device to train on."""
+        found: dict[str, Any] = {**stage.options, **self.given}
+        if found.get("device", "auto") == "auto":
+            if not gpus():
+                raise ConfigError(
+                    "a pipeline trains, and the driver lists no CUDA card; give --device cpu to train on the CPU"
+                )
+            found["device"] = "cuda"
+        if found["device"] == "sim":
+            raise ConfigError("a pipeline trains, so its device must be cpu or cuda; got sim: use `autofit search`")
+        if not self.is_searched(stage):
+            found |= {"trials": 1, "confirm": False, "advice": False}
+        return found
+
+    def study_name(self, stage: Stage) -> str:
+        """The first part of the name of the stage's study."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{self.pipeline.name}-{stage.name}")
+
+
+def _trainer(stage: Stage) -> str:
+    try:
+        return trainer_for(stage.values, stage.trainer)
+    except ConfigError as error:
+        raise ConfigError(f"stage {stage.name}: {error}") from error
