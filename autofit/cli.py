@@ -13,16 +13,20 @@ from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
+from autofit.commands.monitor import monitor
 from autofit.commands.promote import promote
 from autofit.commands.report import report
+from autofit.commands.run import run
 from autofit.commands.search import search
+from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
 from autofit.errors import AutofitError
 
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
-    "report": report, "doctor": doctor, "check": check,
+    "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
+    "studies": studies,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, HELPERS), os.
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py", "tests/test_probe.py",
-    "tests/test_installed.py", "tests/test_promotion.py", "tests/test_tracking.py",
+    "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
 }  # fmt: skip
 
 

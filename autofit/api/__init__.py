@@ -7,21 +7,28 @@ if TYPE_CHECKING:
     from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
     from autofit.api.events import Event, Progress
+    from autofit.api.listing import Studies, studies
+    from autofit.api.monitoring import Snapshot, monitor
+    from autofit.api.pipeline import run
+    from autofit.api.pipeline_results import PipelineResult, StageResult
     from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
     from autofit.api.results import SearchResult
     from autofit.api.searching import report, search
     from autofit.api.trials import TrialResult
 
 __all__ = [
-    "Check", "Estimate", "Event", "Progress", "PromotionResult", "ProofResult", "SearchResult", "TrialResult", "check",
-    "estimate", "promote", "report", "search", "verify",
+    "Check", "Estimate", "Event", "PipelineResult", "Progress", "PromotionResult", "ProofResult", "SearchResult",
+    "Snapshot", "StageResult", "Studies", "TrialResult", "check", "estimate", "monitor", "promote", "report", "run",
+    "search", "studies", "verify",
 ]  # fmt: skip
 
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
     "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
+    "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",
     "check": "checking", "estimate": "estimating", "promote": "promoting", "report": "searching",
-    "search": "searching", "verify": "promoting",
+    "search": "searching", "verify": "promoting", "PipelineResult": "pipeline_results",
+    "StageResult": "pipeline_results", "run": "pipeline",
 }  # fmt: skip
 
 

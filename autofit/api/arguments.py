@@ -14,9 +14,9 @@ from autofit.units import parse_bytes, parse_frac, parse_seconds
 
 T = TypeVar("T")
 FOLDER = "autofit-studies"
-_RENAMED = {"dir": "folder", "set": "changes"}
+_RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
-    "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "out", "parallel",
+    "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only", "out", "parallel",
     "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram", "time-budget",
     "trainer", "trials", "world-size",
 )  # fmt: skip

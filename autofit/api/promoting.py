@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, named_as_arguments, one_of
 from autofit.api.events import Event, OnEvent, silent
+from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
@@ -25,9 +26,12 @@ from autofit.promotion.promotion import (
     launch as launch_run,
 )
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
+from autofit.recipe.keys import TIERS, Tier
 from autofit.space.narrow import missing_packages
+from autofit.tracking.follower import mended
 from autofit.tuning.record import record_of
-from autofit.tuning.study import exclusive, load_study, trials_of
+from autofit.tuning.study import database_errors, database_path, exclusive, load_study, trials_of
+from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,6 +91,12 @@ class PromotionResult(Shown):
     proof: Proof
     final: Mapping[str, object] | None = None  # of a run that is done: steps, losses, rewards, output_dir
     steps: tuple[Step, ...] = ()  # as they were logged
+    run: PromotedRun | None = None  # promised against actual, the verdict and the events; None: nothing was launched
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run kept the promise of the search, as a sentence; "" before its end."""
+        return "" if self.run is None else self.run.verdict
 
     @property
     def model_path(self) -> str | None:
@@ -95,7 +105,9 @@ class PromotionResult(Shown):
 
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit promote --json` prints once the run is done: plain values only."""
-        return {"study": self.study, "trial": self.trial, **(self.final or {})}
+        ran = {} if self.run is None else self.run.to_dict()
+        kept: dict[str, object] = {k: ran[k] for k in ("device", "kept", "verdict", "contract", "events") if k in ran}
+        return {"study": self.study, "trial": self.trial, **(self.final or {}), **kept}
 
     def parts(self) -> list[Table | str]:
         """How the run went and where the model is."""
@@ -110,7 +122,7 @@ class PromotionResult(Shown):
                 f"mean reward {figure_text(final['first_reward'])} over the first {window} step(s), "
                 f"{figure_text(final['last_reward'])} over the last {window}"
             )
-        return [*shown, f"the model is in {self.model_path}"]
+        return [*(self.run.parts() if self.run is not None else ()), *shown, f"the model is in {self.model_path}"]
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of the loss, and of the reward where there is one, by optimizer step."""
@@ -136,7 +148,8 @@ def verify(
     with named_as_arguments():
         found = load_study(Path(folder), study)
         chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
-        proof = prove(found, chosen, say=_saying(on_event))
+        with database_errors(database_path(Path(folder))):
+            proof = prove(found, chosen, say=_saying(on_event))
     return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
 
 
@@ -145,23 +158,37 @@ def promote(
     study: str | None = None,
     folder: str | Path = FOLDER,
     out: str | Path | None = None,
+    device: str = "auto",
     launch: bool = True,
     restart: bool = False,
+    guards: StatedGuards | None = None,
+    allow: Tier = "neutral",
     on_step: Callable[[Step], None] | None = None,
     on_event: OnEvent | None = None,
 ) -> PromotionResult:  # fmt: skip
     """Prove `trial` (a number or "best"), write its tuned YAML (to `out` as well), and follow its full run.
 
-    The run is a job of its own, found again and resumed from its last checkpoint by the same call; `restart` throws the
-    checkpoints away. `launch=False` writes the YAML only. `on_step` gets each logged step. Ctrl-C saves a checkpoint
-    after the step at work and returns, with the status "interrupted".
+    The run is a job of its own, found again and resumed from its last whole checkpoint by the same call; `restart`
+    throws the checkpoints away. Besides the recipe's own (save_strategy, save_steps, save_total_limit) it saves one
+    about every minute, in `autofit-checkpoints` of its output folder, and keeps the newest two until it is done.
+    `device` says where it trains: cpu, cuda, or auto, which is the device of the search; after a search on a simulated
+    card, auto asks for it on a machine without that card. `guards` changes what the run is watched for: a file laid
+    over autofit's own guards.yaml, its content as a mapping, or "off". A run that is out of memory goes on from its
+    last checkpoint with the next neutral change that needs less; `allow` is the lowest tier of change that it may make
+    then. `launch=False` writes the YAML only. `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step
+    at work and returns, with the status "interrupted".
 
     Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
     the run fails.
     """
     say = _saying(on_event)
     with named_as_arguments():
-        promotion = plan_promotion(Path(folder), study_name=study, trial=str(trial), say=say)
+        one_of("--device", device, ("auto", "cpu", "cuda"))
+        watched_for = read_guards(guards)
+        one_of("--allow", allow, TIERS)
+        promotion = plan_promotion(
+            Path(folder), study_name=study, trial=str(trial), device=device, launch=launch, allow=allow, say=say
+        )
         path = promotion.yaml_path if out is None else Path(out)
         if out is not None:
             write_atomically(path, promotion.yaml_path.read_text(encoding="utf-8"))
@@ -179,8 +206,8 @@ def promote(
                 f"trial {promotion.trial.number} {missing}; install it and run the same command again, or promote "
                 f"another trial"
             )
-        with exclusive(Path(folder) / "locks", promotion.folder.name):
-            how = launch_run(promotion, study_folder=Path(folder), restart=restart)
+        with exclusive(Path(folder) / "locks", promotion.folder.name), mended(promotion.folder):
+            how = launch_run(promotion, study_folder=Path(folder), restart=restart, guards=watched_for)
             say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
             try:
                 final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text))
@@ -197,6 +224,7 @@ def _result(
     return PromotionResult(
         study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=path, proof=promotion.proof,
         final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
+        run=None if status == "written" else promoted_run(promotion.folder),
     )  # fmt: skip
 
 

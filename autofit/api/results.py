@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.table import Table
 
 from autofit.api.advising import Outside, outside_lines, outside_of
+from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
 from autofit.api.trials import TrialResult
+from autofit.forecast.cloud import Cloud
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.tracking.front_plot import front_figure
+from autofit.tracking.front_frame import Picture
+from autofit.tracking.front_plot import front_figure, title_of
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
-from autofit.tuning.record import record_of
+from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, repeat_note, rule_json, why
 from autofit.tuning.stop import Stop, StopKind
@@ -51,13 +54,19 @@ class SearchResult(Shown):
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
     outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
+    trainer: str = ""
+    predicted: Cloud | None = None  # of all candidates, thinned; None where nothing was predicted
+    proof: str = ""  # of the winner's gradient, as a sentence; "" before it is made
+    promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
 
     @classmethod
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
         target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
-        outside: tuple[Outside, ...] = (),
+        outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
+        proof: str = "",
+        promoted: tuple[PromotedRun, ...] = (),
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -75,7 +84,8 @@ class SearchResult(Shown):
             repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
-            allow=allow, outside=outside,
+            allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
+            proof=proof,
         )  # fmt: skip
 
     @property
@@ -107,6 +117,7 @@ class SearchResult(Shown):
             "sensitivity": None if self.neighbours is None else [asdict(row) for row in self.neighbours],
             "margin": None if self.margin is None else asdict(self.margin),
             "outside": [asdict(one) for one in self.outside],
+            "promoted": [run.to_dict() for run in self.promoted],
         }
 
     def table(self) -> Table:
@@ -133,11 +144,19 @@ class SearchResult(Shown):
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
         outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None)
-        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside]
+        runs = [part for run in self.promoted for part in run.parts()]
+        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside, *runs]
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
-        return front_figure(self.trials, self.front, self.baseline, self.target_bytes)
+        title = title_of(
+            self.study, self.original, trainer=self.trainer, device=self.device_name or self.device or "",
+            fidelity=self.fidelity if self.device else "",
+        )  # fmt: skip
+        return front_figure(
+            Picture(trials=self.trials, front=self.front, winner=self.winner, baseline=self.baseline,
+                    target_bytes=self.target_bytes, predicted=self.predicted, title=title)
+        )  # fmt: skip
 
 
 def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> SearchResult:
@@ -151,7 +170,9 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         screened=record.screened, stop=stop,
         why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
-        outside=outside_of(record.outside, best, record.allow),
+        outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
+        trainer=record.trainer, predicted=Cloud.from_json(record.predicted),
+        proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
 from autofit.errors import AutofitError, EnvironmentFault
-from autofit.files import cache_folder
+from autofit.files import cache_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
@@ -133,10 +133,20 @@ def search(
         return result
 
 
-def report(study: str | None = None, *, folder: str | Path = FOLDER) -> SearchResult:
-    """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError for none."""
+def report(
+    study: str | None = None, *, folder: str | Path = FOLDER, html: str | Path | None = None
+) -> SearchResult:  # fmt: skip
+    """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError for none.
+
+    `html` is the path of a file to which it is also written, as a web page that needs nothing else.
+    """
     with named_as_arguments():
-        return read_result(Path(folder), study)
+        result = read_result(Path(folder), study)
+        if html is not None:
+            from autofit.api.page import page_of
+
+            write_atomically(Path(html), page_of(result))
+        return result
 
 
 class _Run:

@@ -35,7 +35,7 @@ class Shown:
     __repr__ = __str__  # what a Python prompt shows
 
     def _repr_html_(self) -> str:
-        return "\n".join(_html_of(part) for part in self.parts())
+        return "\n".join(html_of(part) for part in self.parts())
 
 
 def _text_of(part: Table | str) -> str:
@@ -45,7 +45,8 @@ def _text_of(part: Table | str) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def _html_of(part: Table | str) -> str:
+def html_of(part: Table | str) -> str:
+    """A table or a sentence as HTML."""
     if isinstance(part, str):
         return f"<div>{html.escape(part)}</div>"
     columns = [(_plain(c.header), [_plain(cell) for cell in c.cells]) for c in part.columns]

@@ -47,6 +47,11 @@ class TrialResult:
         """Whether it fitted whenever it was probed."""
         return self.status is ProbeStatus.FIT and self.confirmed is not False
 
+    @property
+    def stopped_at_oom(self) -> bool:
+        """Whether its bytes are a lower bound, as memory ran out."""
+        return self.at_least
+
     def to_dict(self) -> dict[str, object]:
         """The trial as `--json` has it; what was not measured is None."""
         return {

@@ -104,9 +104,18 @@ def parser() -> argparse.ArgumentParser:
     promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
     promote.add_argument("--study", help="name of the study (default: the one used last)")
     promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
+    promote.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                         help="where the run trains (default: where the search measured)")  # fmt: skip
     promote.add_argument("--write-only", action="store_true", help="write the YAML and do not launch the run")
+    promote.add_argument("--guards", metavar="FILE",
+                         help="what the run is watched for: a YAML laid over our guards.yaml, or off")  # fmt: skip
     promote.add_argument("--restart", action="store_true", help="delete the run's checkpoints and start from step 0")
+    promote.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
+                         help="lowest tier of change that a run which is out of memory may make to go on (default: "
+                              "neutral: the effective batch and the gradient stay as they are)")  # fmt: skip
     promote.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    _run(commands)
 
     ui = _command(commands, "ui", "serve MLflow on 127.0.0.1 and print the address that compares the Pareto front")
     ui.add_argument("--study", help="name of the study (default: the one used last)")
@@ -118,7 +127,16 @@ def parser() -> argparse.ArgumentParser:
 
     report = _command(commands, "report", "show the result of a study again")
     report.add_argument("study", nargs="?", help="name of the study (default: the one used last)")
+    report.add_argument("--html", type=Path, metavar="FILE",
+                        help="also write it as one web page, which needs nothing else")  # fmt: skip
     report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    studies = _command(commands, "studies", "list the studies in a folder, with their winners and promoted runs")
+    studies.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    monitor = _command(commands, "monitor", "watch the cards, the running probes and the promoted runs")
+    monitor.add_argument("--once", action="store_true", help="look once (as it does where stdout is no terminal)")
+    monitor.add_argument("--json", action="store_true", help="look once and print one JSON object")
 
     doctor = _command(commands, "doctor", "check a recipe and show its effective batch, worst case and weights")
     doctor.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl TRAINER --config` takes")
@@ -129,6 +147,23 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
     doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
     return top
+
+
+def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    run = _command(commands, "run", "tune and train the stages of a pipeline file, one after the other")
+    run.add_argument("pipeline", type=Path, help="a YAML file with `stages:`, each with a recipe")
+    run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                     help="change a variable of the file, or STAGE.KEY of a stage's recipe; may be given several "
+                     "times")  # fmt: skip
+    run.add_argument("--target-vram", metavar="SIZE", help="memory that each stage fits into: 40GB or 40GiB")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it trains (default: cuda)")
+    run.add_argument("--trials", type=int, metavar="N", help="stop each search after N trials")
+    run.add_argument("--only", metavar="STAGE", help="train this stage alone; those that it uses must be done")
+    run.add_argument("--restart", action="store_true", help="train again from step 0; with --only that stage alone")
+    run.add_argument("--no-search", action="store_true", help="probe each recipe as it is, once, and train it")
+    run.add_argument("--plan", action="store_true", help="check every stage and say what would happen; train nothing")
+    run.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
+    run.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
 
 def _recipe(parser: _Parser) -> None:

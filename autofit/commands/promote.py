@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from autofit.commands.common import DONE, INTERRUPTED, dir_option, say, terminate_like_interrupt
+from autofit.commands.common import DONE, INTERRUPTED, dir_option, say, show, terminate_like_interrupt
 
 
 def promote(options: argparse.Namespace) -> int:
@@ -12,8 +12,9 @@ def promote(options: argparse.Namespace) -> int:
 
     terminate_like_interrupt()
     found = api.promote(
-        options.trial, study=options.study, folder=options.dir, out=options.out, launch=not options.write_only,
-        restart=options.restart, on_step=lambda step: say(_step_line(step)), on_event=lambda event: say(str(event)),
+        options.trial, study=options.study, folder=options.dir, out=options.out, device=options.device,
+        launch=not options.write_only, restart=options.restart, guards=options.guards, allow=options.allow,
+        on_step=lambda step: say(step_line(step)), on_event=lambda event: say(str(event)),
     )  # fmt: skip
     if found.status == "interrupted":
         return INTERRUPTED
@@ -22,12 +23,15 @@ def promote(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.to_dict()))
         return DONE
-    *lines, where = map(str, found.parts())
-    print("\n".join((*lines, f"{where}; its run is in MLflow: autofit ui{dir_option(options.dir)}")))
+    show(found)
+    print(f"its run is in MLflow: autofit ui{dir_option(options.dir)}")
     return DONE
 
 
-def _step_line(line: Mapping[str, object]) -> str:
+def step_line(line: Mapping[str, object]) -> str:
+    """A logged step of a run, in one line."""
+    from autofit.watching.progress import progress_words
+
     shown = {
         "reward": "reward", "kl": "kl", "loss": "loss", "completions/mean_length": "length",
         "completions/clipped_ratio": "clipped", "mean_token_accuracy": "token accuracy",
@@ -35,7 +39,7 @@ def _step_line(line: Mapping[str, object]) -> str:
         "samples_per_s": "samples/s",
     }  # fmt: skip
     parts = [f"{name} {_number(line[key])}" for key, name in shown.items() if key in line]
-    return f"step {line['step']}/{line['max_steps']}: {', '.join(parts)}"
+    return f"step {line['step']}/{line['max_steps']}: {', '.join(parts + progress_words(line))}"
 
 
 def _number(value: object) -> str:

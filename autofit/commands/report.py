@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, show
+from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, say, show
 from autofit.tuning.stop import Stop, StopKind
 
 if TYPE_CHECKING:
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 def report(options: argparse.Namespace) -> int:
     from autofit import api
 
-    return show_result(options, api.report(options.study, folder=options.dir))
+    result = api.report(options.study, folder=options.dir, html=options.html)
+    if options.html is not None:
+        say(f"wrote {options.html}")
+    return show_result(options, result)
 
 
 def show_result(options: argparse.Namespace, result: "SearchResult") -> int:

@@ -1,0 +1,232 @@
+"""`autofit.monitor`: the cards, the probes at work and the promoted runs of a folder, at one moment."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.originals import Originals
+from autofit.api.promoted import PromotedRun
+from autofit.api.running import Runs
+from autofit.errors import ConfigError
+from autofit.files import read_json
+from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
+from autofit.probing.at_work import AtWork, probes_at_work
+from autofit.watching.contract import Row
+from autofit.watching.progress import Progress
+
+_SAMPLE_S = 0.25  # between the two looks of a single snapshot, as processor use is over a time
+_OURS = ("fork_server.log", "studies.db", "probes", "promoted")  # a search makes the first before all else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardProcess:
+    """A process on a card. Bytes are None where the driver does not tell."""
+
+    pid: int
+    used_bytes: int | None
+    what: str  # the probe or run of autofit that it belongs to, or the beginning of its command line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card at this moment. None is "not known".
+
+    What the allocator holds is known only to the runs themselves: the sum of their last logged peaks, of those on this
+    card.
+    """
+
+    name: str
+    index: int
+    uuid: str
+    capacity_bytes: int
+    device_used_bytes: int
+    utilisation_frac: float | None
+    processes: tuple[CardProcess, ...] | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    alloc_retries: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The machine without its cards: the device `cpu`."""
+
+    cores: int
+    capacity_bytes: int
+    used_bytes: int
+    utilisation_frac: float | None  # of all cores
+    ours_rss_bytes: int  # of the probes and runs below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A running probe. None is "not known", or "not yet"."""
+
+    study: str
+    trial: int
+    name: str  # trial 3, or confirmation of trial 3
+    changes: str
+    device: str
+    phase: str | None  # None while it waits for its turn on the device, or starts
+    elapsed_s: float
+    limit_bytes: int | None
+    rss_bytes: int | None
+    cpu_frac: float | None  # of one core: 2.0 is two cores
+    device_used_bytes: int | None  # of its processes on a card, where the driver tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A promoted run: running, or one of the last that ended. None is "not known"."""
+
+    study: str
+    trial: int
+    device: str
+    state: str
+    progress: Progress | None
+    contract: tuple[Row, ...]  # promised against actual
+    kept: bool | None
+    verdict: str
+    last_event: str
+    rss_bytes: int | None
+    cpu_frac: float | None
+    device_used_bytes: int | None  # of its processes on a card, where the driver tells
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    alloc_retries: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything at one moment."""
+
+    time: float  # seconds since 1970
+    folder: Path
+    cards: tuple[Card, ...]
+    host: Host
+    probes: tuple[Probe, ...]
+    runs: tuple[Run, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit monitor --json` prints: plain values only."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def monitor(folder: str | Path = FOLDER) -> Snapshot:
+    """Cards, host, running probes and promoted runs of `folder` now; takes about 0.3 s. Raises ConfigError without it.
+
+    Nothing is written, and no CUDA is started.
+    """
+    with named_as_arguments():
+        watch = Watch(Path(folder))
+        watch.snapshot()
+        time.sleep(_SAMPLE_S)
+        return watch.snapshot()
+
+
+class Watch:
+    """Takes snapshots; use of processors is over the time since the last one. Raises ConfigError for a wrong folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if not any((folder / name).exists() for name in _OURS):
+            raise ConfigError(
+                f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder"
+            )
+        self._folder = folder
+        self._originals, self._runs = Originals(folder), Runs(folder)
+        self._host: HostUse | None = None
+        self._cpu: dict[Path, tuple[float, float]] = {}  # folder of a probe or run -> (monotonic time, cpu seconds)
+
+    def snapshot(self) -> Snapshot:
+        """The state now."""
+        probes, runs, uses = probes_at_work(self._folder), self._runs.now(), card_uses()
+        used = {probe.folder: probe.use() for probe in probes}
+        used |= {run.folder: _run_use(run) for run in runs}
+        owners = {pid: probe.name for probe in probes for pid in _pids(used[probe.folder])}
+        owners |= {pid: f"full run of trial {run.trial}" for run in runs for pid in _pids(used[run.folder])}
+        shares = {folder: self._cpu_frac(folder, use) for folder, use in used.items()}
+        told = tuple(self._run(run, used[run.folder], shares[run.folder], uses) for run in runs)
+        ours = [(_pids(used[run.folder]), one) for run, one in zip(runs, told, strict=True) if run.state == "running"]
+        host, before = host_use(), self._host
+        self._host = host
+        return Snapshot(
+            time=time.time(), folder=self._folder, cards=tuple(_card(use, owners, ours, len(uses)) for use in uses),
+            host=Host(
+                cores=host.cores, capacity_bytes=host.capacity_bytes, used_bytes=host.used_bytes,
+                utilisation_frac=host.utilisation_since(before),
+                ours_rss_bytes=sum(use.rss_bytes for use in used.values() if use is not None),
+            ),
+            probes=tuple(self._probe(p, used[p.folder], shares[p.folder], uses) for p in probes), runs=told,
+        )  # fmt: skip
+
+    def _cpu_frac(self, folder: Path, use: ProcessUse | None) -> float | None:
+        """Cores in use since the last snapshot; None in the first one."""
+        if use is None:
+            return None
+        now, before = time.monotonic(), self._cpu.get(folder)
+        self._cpu[folder] = now, use.cpu_s
+        if before is None or now <= before[0] or use.cpu_s < before[1]:  # one of its processes ended
+            return None
+        return (use.cpu_s - before[1]) / (now - before[0])
+
+    def _probe(self, probe: AtWork, use: ProcessUse | None, cpu_frac: float | None, cards: Sequence[CardUse]) -> Probe:
+        return Probe(
+            study=probe.study, trial=probe.trial, name=probe.name, device=probe.request.device, phase=probe.phase,
+            changes=self._originals.changes(probe.study, probe.request.values),
+            elapsed_s=max(0.0, time.time() - probe.began_s), limit_bytes=probe.request.limit_bytes,
+            rss_bytes=None if use is None else use.rss_bytes, cpu_frac=cpu_frac,
+            device_used_bytes=_on_cards(_pids(use), cards),
+        )  # fmt: skip
+
+    def _run(self, run: PromotedRun, use: ProcessUse | None, cpu_frac: float | None, cards: Sequence[CardUse]) -> Run:
+        last = self._runs.last_line(run)
+        told = [event.text.partition("\n")[0] for event in run.events if event.text != run.verdict]
+        return Run(
+            study=run.study, trial=run.trial, device=run.device, state=run.state, progress=self._runs.progress(run),
+            contract=run.rows, kept=run.kept, verdict=run.verdict, last_event=told[-1] if told else "",
+            rss_bytes=None if use is None else use.rss_bytes, cpu_frac=cpu_frac,
+            device_used_bytes=_on_cards(_pids(use), cards), peak_allocated_bytes=_count(last, "peak_allocated_bytes"),
+            peak_reserved_bytes=_count(last, "peak_reserved_bytes"), alloc_retries=_count(last, "alloc_retries"),
+        )  # fmt: skip
+
+
+def _run_use(run: PromotedRun) -> ProcessUse | None:
+    job = read_json(run.folder / "started.json") if run.state == "running" else None
+    return None if job is None else tree_use(int(str(job["pid"])))
+
+
+def _pids(use: ProcessUse | None) -> frozenset[int]:
+    return frozenset() if use is None else use.pids
+
+
+def _on_cards(pids: frozenset[int], cards: Iterable[CardUse]) -> int | None:
+    """Bytes that these processes hold on all cards; None where no driver tells of them."""
+    found = [used for card in cards for pid, used in card.processes or () if pid in pids and used is not None]
+    return sum(found) if found else None
+
+
+def _card(use: CardUse, owners: dict[int, str], ours: Sequence[tuple[frozenset[int], Run]], cards: int) -> Card:
+    pids = {pid for pid, _ in use.processes or ()}
+    here = [run for run_pids, run in ours if run_pids & pids or (cards == 1 and run.device == "cuda")]
+    processes = None if use.processes is None else tuple(
+        CardProcess(pid=pid, used_bytes=used, what=owners.get(pid) or command_of(pid)) for pid, used in use.processes
+    )  # fmt: skip
+    return Card(
+        name=use.gpu.name, index=use.gpu.index, uuid=use.gpu.uuid, capacity_bytes=use.gpu.capacity_bytes,
+        device_used_bytes=use.device_used_bytes, utilisation_frac=use.utilisation_frac, processes=processes,
+        peak_allocated_bytes=_total(run.peak_allocated_bytes for run in here),
+        peak_reserved_bytes=_total(run.peak_reserved_bytes for run in here),
+        alloc_retries=_total(run.alloc_retries for run in here),
+    )  # fmt: skip
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _count(line: dict[str, object], key: str) -> int | None:
+    value = line.get(key)
+    return int(value) if isinstance(value, int | float) else None
