@@ -99,6 +99,7 @@ def test_the_front_is_compared_by_the_knobs_that_differ_step_time_and_memory(fol
     view = states(folder)["autofit-front"]
     parallel = next(card for card in view["compareRunCharts"] if card["type"] == "PARALLEL")
     assert parallel["selectedMetrics"] == ["device_used_GB", "step_s"]
+    assert view["isAccordionReordered"], "or MLflow sorts the sections, and those of other metrics come first"
     api = client(folder)
     shown = search(api, experiment_id(api, folder, "law"), view["searchFilter"])
     trials = [run for run in shown if run.data.tags["autofit.kind"] == "trial"]
@@ -162,6 +163,9 @@ def test_the_pages_show_it_in_a_real_browser(folder: Path) -> None:
         expect(axes).to_have_count(len(parallel["selectedParams"]) + 2, timeout=_WAIT_MS)
         for name in (*parallel["selectedParams"], "device_used_GB", "step_s"):
             expect(axes.filter(has_text=name)).to_have_count(1)
+        place = page.get_by_text("Knobs that differ").first.bounding_box()
+        assert place is not None
+        assert place["y"] < 500, "below the charts of other metrics"
         take(page, "compared")
         page.goto(address + run_path(experiment, full_run))
         for text in ("promised", "actual", "promised_step_s", "actual_step_s"):

@@ -91,14 +91,15 @@ def _state(
         "selectedColumns": list(columns), "columnOrder": list(columns),
         "columnWidths": {column: _width(column) for column in columns}, "runsExpanded": {}, "runsPinned": [],
         "runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "SHOW_ALL" if charts else "FIRST_10_RUNS", **own,
-        "viewMaximized": False, "runListHidden": False, "isAccordionReordered": False, "useGroupedValuesInCharts": True,
+        "viewMaximized": False, "runListHidden": False, "useGroupedValuesInCharts": True,
+        "isAccordionReordered": bool(charts),  # else MLflow sorts the sections by name, among those of all metrics
         "hideEmptyCharts": True, "groupBy": None, "groupsExpanded": {}, "autoRefreshEnabled": True,
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
     }  # fmt: skip
 
 
 def _sections() -> list[dict[str, Any]]:
-    """One wide chart above three in a row; MLflow sorts them by name."""
+    """One wide chart above three in a row; sections of other metrics follow."""
     shape = {"display": True, "isReordered": False, "deleted": False, "isGenerated": False}
     return [
         {"uuid": _KNOBS, "name": "Knobs that differ", "columns": 1, "cardHeight": 400, **shape},
