@@ -11,12 +11,12 @@ from pathlib import Path
 
 import lawful
 import pytest
+from at_once import AtOnce
 from busy import Machine, search_on
 from search_driver import plan
 
 from autofit.api.results import SearchResult
 from autofit.errors import ConfigError
-from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import choose
@@ -31,14 +31,6 @@ from autofit.tuning.study import load_study, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RULE: Rule = {"goal": "speed", "target_bytes": 150 * lawful.MB}
-
-
-class AtOnce(Launcher):
-    """Answers within the call: no job, no process."""
-
-    def submit(self, request: ProbeRequest) -> None:
-        write_json(request.request_path, request.to_json())
-        self._function(str(request.request_path))
 
 
 @pytest.fixture(scope="module")

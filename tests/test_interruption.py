@@ -18,8 +18,8 @@ import lawful
 import pytest
 import tiny
 import yaml
+from at_once import AtOnce
 from search_driver import plan
-from test_confirmation import AtOnce
 
 from autofit.cli import main
 from autofit.commands.common import terminate_like_interrupt

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import lawful
 import pytest
 import written_runs as written
+from at_once import AtOnce
 from search_driver import plan
 
-from autofit.files import write_json
-from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest
 from autofit.tracking.runs import client, experiment_id, search
 from autofit.tracking.secrets import masked
 from autofit.tracking.study_mirror import sync
@@ -37,14 +35,6 @@ _NO_ASSISTANT = (
     "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true');"
 )
 _WAIT_MS = 300_000  # a loaded machine starts the page's scripts slowly
-
-
-class AtOnce(Launcher):
-    """Answers within the call: no job, no process."""
-
-    def submit(self, request: ProbeRequest) -> None:
-        write_json(request.request_path, request.to_json())
-        self._function(str(request.request_path))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ from typing import Any
 import lawful
 import pytest
 import written_runs as written
+from at_once import AtOnce
 from search_driver import plan
 
 from autofit.files import read_json, write_json
-from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest
 from autofit.promotion.progress import forget_progress_after
 from autofit.tracking import follower
 from autofit.tracking.promoted_run import RunMirror
@@ -22,14 +21,6 @@ from autofit.tuning.search import Search, open_study
 from autofit.watching.events import Kind, RunEvent, keep_event
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class AtOnce(Launcher):
-    """Answers within the call: no job, no process."""
-
-    def submit(self, request: ProbeRequest) -> None:
-        write_json(request.request_path, request.to_json())
-        self._function(str(request.request_path))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import Control, Report, Run
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.promotion.progress import forget_progress_after, read_progress
-from autofit.promotion.promotion import choose
+from autofit.promotion.promotion import choose, promise_of
 from autofit.promotion.recorder import Recorder
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.study import load_study, trials_of
@@ -56,7 +56,7 @@ class AutofitCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError("the promise is given, or is that of a study's trial; leave out promise or study")
         with named_as_arguments():
             self._guards = read_guards(guards)
-            self._promise = promise_of(Path(studies), study, str(trial)) if study is not None else promise
+            self._promise = _promise_of_trial(Path(studies), study, str(trial)) if study is not None else promise
         self._own = None if folder is not None else tempfile.TemporaryDirectory(prefix="autofit-")
         self._folder = Path(folder) if folder is not None else Path(cast("Any", self._own).name)
         self._say = say
@@ -155,14 +155,10 @@ def _plain(args: Any) -> dict[str, object]:
     return {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str | None)}
 
 
-def promise_of(studies: Path, study: str | None, trial: str) -> Promise:
+def _promise_of_trial(studies: Path, study: str, trial: str) -> Promise | None:
     """The promise of `trial` (a number or "best") of a study in `studies`, with its gradient proof if there is one."""
     found = load_study(studies, study)
     record = record_of(found)
     chosen = choose(trials_of(found), trial, record.rule)
-    assert chosen.figures is not None  # it fits
     proof = kept_proof(found, chosen.number)
-    return Promise.of(
-        chosen.figures, limit_bytes=record.limit_bytes, effective_batch_size=record.effective_batch_size,
-        proof="" if proof is None else str(proof.get("sentence", "")),
-    )  # fmt: skip
+    return promise_of(chosen, record, "" if proof is None else str(proof.get("sentence", "")))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.probing.launch import is_alive
-from autofit.watching.events import PROGRESS
+from autofit.watching.events import EVENTS, PROGRESS
 from autofit.watching.progress import Progress, progress_of
 
 _ENDED_SHOWN = 3  # of the runs that ended, the last
@@ -51,7 +51,7 @@ class Runs:
 
     def _run(self, folder: Path) -> PromotedRun | None:
         known, state = self._read.get(folder), _state_stamp(folder)
-        stamp = (state, _size(folder / PROGRESS), _size(folder / "events.jsonl"))
+        stamp = (state, _size(folder / PROGRESS), _size(folder / EVENTS))
         now = time.monotonic()
         if known is not None and isinstance(known.stamp, tuple):
             resting = now - known.at_s < _REST * known.took_s and known.stamp[0] == state

@@ -12,7 +12,7 @@ from autofit.files import read_json, write_json
 from autofit.probing.slots import slot
 from autofit.probing.supervise import computing_env, keep
 from autofit.promotion.ending import write_ending
-from autofit.promotion.interruption import ask_to_end, listen
+from autofit.promotion.interruption import ask_to_end, asked_to_end, listen
 from autofit.promotion.rescue import goes_on
 
 
@@ -24,7 +24,7 @@ def run_promoted(request_path: str) -> None:
     process = psutil.Process()
     listen(lambda: ask_to_end(folder))
     write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: (folder / "stop").exists()) as name:
+    with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: asked_to_end(folder)) as name:
         if name is None:
             return
         env = computing_env()

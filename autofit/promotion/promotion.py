@@ -29,7 +29,7 @@ from autofit.tuning.frontier import Rule, Trial, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.study import database_errors, database_path, load_study, trials_of
-from autofit.watching.events import RunEvent, events_of, stop_asked
+from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard
 
@@ -109,17 +109,18 @@ def plan_promotion(
         values=values, yaml_path=path,
         ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
-        trains_on_data=record.trains_on_data, command=record.command, promise=_promise(chosen, record, proof),
+        trains_on_data=record.trains_on_data, command=record.command,
+        promise=promise_of(chosen, record, proof.sentence),
     )  # fmt: skip
 
 
-def _promise(chosen: Trial, record: StudyRecord, proof: Proof) -> Promise | None:
+def promise_of(chosen: Trial, record: StudyRecord, proof: str) -> Promise | None:
     """What the trial's probe, or its confirmation, leads to expect of the full run."""
     if chosen.figures is None:
         return None
     return Promise.of(
         chosen.figures, limit_bytes=record.limit_bytes, effective_batch_size=record.effective_batch_size,
-        proof=proof.sentence,
+        proof=proof,
     )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def launch(
     folder = promotion.folder
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
-        for name in ("final.json", "progress.jsonl", "events.jsonl", *RESCUE_FILES):
+        for name in ("final.json", PROGRESS, EVENTS, *RESCUE_FILES):
             (folder / name).unlink(missing_ok=True)
     if is_alive(folder):
         return "running"
@@ -193,9 +194,13 @@ def follow(
     Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
     said: set[tuple[object, ...]] = set()  # a rescue takes steps and events back, so no count would do
+    read: list[tuple[int, int] | None] = []
     while True:
         alive = is_alive(promotion.folder)
-        _say_new(promotion.folder, said, show, tell)
+        state = [_state(promotion.folder / name) for name in (PROGRESS, EVENTS)]
+        if state != read:  # a long run has many lines, and seldom a new one
+            read = state
+            _say_new(promotion.folder, said, show, tell)
         final = read_json(promotion.folder / "final.json")
         if final is not None:
             return final
@@ -212,6 +217,15 @@ def follow(
                 f"see {promotion.folder / 'run.log'}"
             )
         time.sleep(0.1)
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Size and time of change of a file; another one once it is written to or replaced. None: there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _say_new(

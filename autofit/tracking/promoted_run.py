@@ -35,7 +35,7 @@ from autofit.tracking.trial_run import log_params, trial_params, with_gb
 from autofit.tuning.record import record_of
 from autofit.tuning.study import exclusive, load_study, trials_of
 from autofit.watching.contract import contract_of
-from autofit.watching.events import RunEvent, events_of
+from autofit.watching.events import EVENTS, RunEvent, events_of
 
 Line = Mapping[str, object]
 _BEGAN, _TRIAL_RUN = "autofit.began", "autofit.trial_run"  # time of the first step; id of the run of the trial's probe
@@ -160,8 +160,8 @@ class RunMirror:
         at_ms = int(1000 * time.time())
         metrics = [Metric(key, value, at_ms, at_step) for key, value in with_gb(figures).items()]
         api.log_batch(self._run_id, metrics=metrics, tags=[RunTag(k, v[:5000]) for k, v in tags.items() if v])
-        if (self._folder / "events.jsonl").exists():
-            api.log_artifact(self._run_id, str(self._folder / "events.jsonl"))
+        if (self._folder / EVENTS).exists():
+            api.log_artifact(self._run_id, str(self._folder / EVENTS))
         _set_status(api, run, state, lines)
         if state != "running":
             write_json(self._folder / MIRRORED, mirrored_state(self._folder, ended=ended))

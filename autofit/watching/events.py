@@ -11,7 +11,7 @@ from typing import cast
 from autofit.files import write_atomically
 from autofit.watching.journal import append_line
 
-_FILE = "events.jsonl"
+EVENTS = "events.jsonl"
 PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each (autofit.promotion.progress)
 
 
@@ -54,12 +54,12 @@ class RunEvent:
 
 def keep_event(folder: Path, event: RunEvent) -> None:
     """Append `event` to the events of the run in `folder`."""
-    append_line(folder / _FILE, event.to_json())
+    append_line(folder / EVENTS, event.to_json())
 
 
 def events_of(folder: Path) -> list[RunEvent]:
     """The events of the run in `folder`, oldest first."""
-    return [RunEvent.from_json(line) for line in read_lines(folder / _FILE)]
+    return [RunEvent.from_json(line) for line in read_lines(folder / EVENTS)]
 
 
 def stop_asked(folder: Path) -> RunEvent | None:
@@ -73,7 +73,7 @@ def stop_asked(folder: Path) -> RunEvent | None:
 def forget_events_after(folder: Path, step: int) -> None:
     """Drop what the steps after `step` said, as they are repeated; rescues and resumes stay."""
     kept = [e for e in events_of(folder) if e.step <= step or e.kind in _LASTING]
-    write_lines(folder / _FILE, [e.to_json() for e in kept])
+    write_lines(folder / EVENTS, [e.to_json() for e in kept])
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
