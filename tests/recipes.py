@@ -6,6 +6,7 @@ from typing import Any
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.plugin.registry import load
 from autofit.recipe.keys import Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
 from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS, dpo_tiers, grpo_tiers, rloo_tiers, sample_tiers
 
@@ -41,7 +42,7 @@ def grpo_recipe(**changes: object) -> Recipe:
     }  # fmt: skip
     resolved |= changes
     return Recipe(
-        trainer="grpo", values=dict(changes), resolved=resolved, world_size=world_size, model="m",
+        trainer="grpo", values=dict(changes), resolved=resolved, launch=Launch(ranks=world_size), model="m",
         **trl_facts("grpo", resolved, **facts),
         num_prompts=num_prompts if isinstance(num_prompts, int) else None,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from recipes import trl_facts
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, TrainerName
 from autofit.space.space import Space
 from autofit.space.space_file import load_space
@@ -39,7 +40,7 @@ def recipe_of(trainer: TrainerName, micro: int, accumulation: int, *, world: int
         resolved["steps_per_generation"] = rollout(values, world) // (micro * world)
         resolved["generation_batch_size"] = rollout(values, world)
     facts = trl_facts(trainer, resolved)
-    return Recipe(trainer=trainer, values=values, resolved=resolved, world_size=world, **facts)
+    return Recipe(trainer=trainer, values=values, resolved=resolved, launch=Launch(ranks=world), **facts)
 
 
 def number(values: dict[str, object], key: str) -> int:

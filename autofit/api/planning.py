@@ -16,6 +16,7 @@ from autofit.hardware.hardware import about_choice, choose_device_and_target, gp
 from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.launch import Launch
 from autofit.space.describe import describe_left_out
 from autofit.space.space import QUANTIZATION, Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
@@ -103,7 +104,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     recipe = read_recipe(
         source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
-        prompt_tokens=asked.prompt_tokens, world_size=asked.world_size,
+        prompt_tokens=asked.prompt_tokens, launch=Launch(ranks=asked.world_size),
     )  # fmt: skip
     choice = about_choice(device, asked.gpu, asked_bytes, needs)
     card = [("card", choice)] if choice else []

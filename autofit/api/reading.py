@@ -11,6 +11,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
+from autofit.recipe.launch import ONE_RANK, Launch
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated, read_source
 from autofit.units import format_bytes
@@ -34,7 +35,7 @@ def source_of(given: Given | None, name: str | None = None) -> Source:
 
 def read_recipe(
     source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
-    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, world_size: int = 1,
+    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, launch: Launch = ONE_RANK,
 ) -> Recipe:  # fmt: skip
     """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
 
@@ -44,7 +45,7 @@ def read_recipe(
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         return prepare(
-            source, trainer=named, device=device, folder=scratch, server=server, world_size=world_size,
+            source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
             changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
         )  # fmt: skip
     except AutofitError:

@@ -18,6 +18,7 @@ def doctor(options: argparse.Namespace) -> int:
     from autofit.api.reading import read_recipe
     from autofit.hardware.hardware import choose_device
     from autofit.probing.fork_server import ForkServer
+    from autofit.recipe.launch import Launch
     from autofit.recipe.source import read_source
 
     at_least_one("--world-size", options.world_size)
@@ -29,7 +30,7 @@ def doctor(options: argparse.Namespace) -> int:
             device = choose_device(options.device, options.gpu)
             recipe = read_recipe(
                 read_source(options.recipe), trainer=options.trainer, device=device, server=server,
-                scratch=Path(temporary) / "inspection", world_size=options.world_size,
+                scratch=Path(temporary) / "inspection", launch=Launch(ranks=options.world_size),
             )  # fmt: skip
         finally:
             server.close()

@@ -10,6 +10,7 @@ from autofit.files import is_full, read_json, write_json
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
+from autofit.recipe.launch import LAUNCH, ONE_RANK, Launch
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.source import Source, read_source
 
@@ -22,8 +23,8 @@ def worst_case_path(folder: Path) -> Path:
 
 
 def prepare(
-    given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer, world_size: int = 1,
-    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
+    given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer,
+    launch: Launch = ONE_RANK, changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
 ) -> Recipe:  # fmt: skip
     """The recipe that was `given`, with `changes` applied; writes the worst-case row to `folder`.
 
@@ -32,6 +33,7 @@ def prepare(
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = merge(source.values, changes or {})
+    launched = {} if launch.is_plain else {LAUNCH: launch.to_values()}
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
@@ -68,9 +70,10 @@ def prepare(
             f"{nearest(missing[0], facts.resolved)}"
         )
     return Recipe(
-        trainer=trainer, trainer_name=facts.name, values=facts.values, resolved=facts.resolved, keys=facts.keys,
-        tiers=facts.tiers, space=Path(facts.space), name=source.name, world_size=world_size, model=facts.model,
-        command=facts.command, trains_on_data=facts.trains_on_data, compared=facts.compared,
+        trainer=trainer, trainer_name=facts.name, values={**facts.values, **launched},
+        resolved={**facts.resolved, **launched}, keys=facts.keys, launch=launch,
+        tiers=facts.tiers, space=Path(facts.space), name=source.name, model=facts.model, command=facts.command,
+        trains_on_data=facts.trains_on_data, compared=facts.compared,
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
         longest_row=facts.longest_row, longest_place=facts.longest_place, num_samples=facts.num_samples,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,

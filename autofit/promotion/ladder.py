@@ -16,6 +16,7 @@ from autofit.plugin.protocol import ROLLOUT
 from autofit.promotion.oom import Oom
 from autofit.promotion.steps_down import largest_part, last_step_differs, one_down, smaller_micro_batch, smaller_rollout
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.knob import Knob
 from autofit.space.space import Space
@@ -114,8 +115,8 @@ class Ladder:
             values, resolved = merge(values, changes), merge(resolved, changes)
         return Recipe(
             trainer=self.trainer, values=values, resolved=resolved, keys=self.keys, tiers=self.tiers,
-            space=Path(self.space) if self.space else None, world_size=self.world_size, compared=self.compared,
-            left_out=self.left_out, other_names=self.other_names,
+            space=Path(self.space) if self.space else None, launch=Launch(ranks=self.world_size),
+            compared=self.compared, left_out=self.left_out, other_names=self.other_names,
         )  # fmt: skip
 
     def rungs(self, taken: Sequence[Mapping[str, object]], oom: Oom, *, again: bool = False) -> list[Rung]:

@@ -10,6 +10,7 @@ import yaml
 
 from autofit.errors import ConfigError, printable
 from autofit.recipe.keys import BatchKeys, Tier
+from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
 _MOST_SAMPLES = 10**6  # of one optimizer step or rollout; pre-training on thousands of cards takes 10^4 sequences
@@ -34,7 +35,7 @@ class Recipe:
     space: Path | None = None  # the trainer's default search space
     name: str = "recipe"
     folder: Path = field(default_factory=Path.cwd)
-    world_size: int = 1
+    launch: Launch = field(default_factory=Launch)
     model: str = ""
     command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
     trains_on_data: bool = True
@@ -55,6 +56,11 @@ class Recipe:
     version: str = ""  # of the library whose keys these are
     content_hash: str = ""
     architecture_hash: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train."""
+        return self.launch.ranks
 
     @property
     def named_hash(self) -> str:

@@ -1,0 +1,222 @@
+"""How a training is launched: its ranks and what is sharded over them, under the key `launch` of a recipe. No torch.
+
+Users say it with an accelerate config (a file, or one that TRL ships, such as fsdp2), with flags of `accelerate launch`
+in the recipe's YAML, which `trl grpo --config` passes on, or with the keys fsdp, fsdp_config and deepspeed. `launch`
+has what all of these mean, so that a search space can vary it like any other mapping of the recipe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from autofit.errors import ConfigError, nearest, quoted
+from autofit.recipe.yaml_file import read_yaml_mapping
+
+Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "optimizer", "parameters"]
+LAUNCH = "launch"  # the key of a recipe; no trainer sees it
+MOST_RANKS = 4096
+_LOCAL = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "main_training_function": "main",
+          "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Ranks of a training, one a card, and how they share the model.
+
+    `ddp` holds everything on each rank (on one rank: no wrapper at all). `offload` says what lives in host memory
+    between its uses: the optimizer's state, or parameters, gradients and the optimizer's state. With
+    `reshard_after_forward` FSDP frees the gathered parameters between forward and backward. `server_ranks` are further
+    cards, of a vLLM server. `config` has the rest of the user's accelerate config.
+    """
+
+    ranks: int = 1
+    sharding: Sharding = "ddp"
+    reshard_after_forward: bool = True
+    offload: Offload = "none"
+    server_ranks: int = 0
+    machines: int = 1
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("machines", 1), ("server_ranks", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
+                raise ConfigError(f"{name} must be a whole number from {least} to {MOST_RANKS}; got {quoted(value)}")
+        for name, known in (("sharding", get_args(Sharding)), ("offload", get_args(Offload))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}; got {quoted(value)}")
+        if self.ranks % self.machines:
+            raise ConfigError(f"num_processes={self.ranks} must be a multiple of num_machines={self.machines}")
+        if self.offload == "optimizer" and not self.sharding.startswith("zero"):
+            raise ConfigError(f"{self.sharding} cannot offload the optimizer alone; choose offload: parameters or none")
+        if self.offload != "none" and self.sharding == "ddp":
+            raise ConfigError("ddp cannot offload; choose sharding: fsdp2, zero2 or zero3")
+        if self.offload == "parameters" and self.sharding in ("zero1", "zero2"):
+            raise ConfigError(f"{self.sharding} cannot offload parameters; choose optimizer, or zero3")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one process trains without any wrapper."""
+        return self.ranks == 1 and self.sharding == "ddp"
+
+    @property
+    def cards(self) -> int:
+        """Cards of the training and of its vLLM server."""
+        return self.ranks + self.server_ranks
+
+    def to_values(self) -> dict[str, object]:
+        """The mapping under the key `launch` of a recipe."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> "Launch":
+        """The launch of a recipe whose `launch` is in the form of `to_values`; one plain rank if it has none."""
+        given = values.get(LAUNCH) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"launch must be a mapping; got {quoted(given)}")
+        unknown = [key for key in given if key not in cls.__slots__]
+        if unknown:
+            raise ConfigError(f"unknown key launch.{unknown[0]}{nearest(str(unknown[0]), cls.__slots__)}")
+        return cls(**cast("dict[str, object]", dict(given)))  # type: ignore[arg-type]
+
+    @classmethod
+    def of_accelerate(cls, config: Mapping[str, object], *, what: str) -> "Launch":
+        """The launch that an accelerate config means; `what` names it in errors. Raises ConfigError."""
+        kind = str(config.get("distributed_type", "NO"))
+        rest = dict(config)
+        ranks = _integer(rest.pop("num_processes", 1), "num_processes", what)
+        machines = _integer(rest.get("num_machines", 1), "num_machines", what)
+        if kind == "NO":  # accelerate starts one process, whatever num_processes says
+            return cls(config=rest)
+        if kind in ("MULTI_GPU", "MULTI_CPU"):
+            return cls(ranks=ranks, machines=machines, config=rest)
+        if kind == "FSDP":
+            return cls(ranks=ranks, machines=machines, config=rest, **_fsdp(config, what))  # type: ignore[arg-type]
+        if kind == "DEEPSPEED":
+            return cls(ranks=ranks, machines=machines, config=rest, **_zero(config, what))  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{what}: distributed_type must be NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED; got {quoted(kind)}"
+        )
+
+    def to_accelerate(self) -> dict[str, object]:
+        """The accelerate config that `accelerate launch --config_file` and `trl NAME --accelerate_config` take."""
+        config = {**_LOCAL, **self.config, "num_processes": self.ranks, "num_machines": self.machines}
+        config.setdefault("mixed_precision", "no")  # transformers decides by the recipe's bf16 and fp16
+        for key in ("fsdp_config", "deepspeed_config"):
+            config.pop(key, None)
+        if self.sharding == "ddp":
+            return {**config, "distributed_type": "MULTI_GPU" if self.ranks > 1 else "NO"}
+        if self.sharding.startswith("fsdp"):
+            return {**config, "distributed_type": "FSDP", "fsdp_config": self._fsdp_config()}
+        return {**config, "distributed_type": "DEEPSPEED", "deepspeed_config": self._zero_config()}
+
+    def _fsdp_config(self) -> dict[str, object]:
+        version = int(self.sharding[-1])
+        given = cast("Mapping[str, object]", self.config.get("fsdp_config") or {})
+        usual: dict[str, object] = {
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        }  # fmt: skip
+        if version == 1:
+            usual |= {"fsdp_use_orig_params": True, "fsdp_sync_module_states": True,
+                      "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False}  # fmt: skip
+            reshard: object = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+        else:
+            reshard = self.reshard_after_forward
+        own = {"fsdp_version": version, "fsdp_reshard_after_forward": reshard,
+               "fsdp_offload_params": self.offload == "parameters"}  # fmt: skip
+        return {**usual, **given, **own}
+
+    def _zero_config(self) -> dict[str, object]:
+        stage = int(self.sharding[-1])
+        given = cast("Mapping[str, object]", self.config.get("deepspeed_config") or {})
+        usual: dict[str, object] = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": stage == 3}
+        if stage == 3:
+            usual["zero3_save_16bit_model"] = True
+        own = {
+            "zero_stage": stage, "offload_optimizer_device": "none" if self.offload == "none" else "cpu",
+            "offload_param_device": "cpu" if self.offload == "parameters" else "none",
+        }  # fmt: skip
+        return {**usual, **given, **own}
+
+
+ONE_RANK = Launch()
+
+
+def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
+    """(the launch of a recipe, its keys without `launch`, which are those of its trainer)."""
+    return Launch.of(values), {key: value for key, value in values.items() if key != LAUNCH}
+
+
+def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
+    """(content, what it is in words) of an accelerate config: a file, or the name of one that TRL ships."""
+    path = Path(given)
+    if not path.is_file():
+        shipped = _shipped_with_trl()
+        if given not in shipped:
+            known = ", ".join(sorted(shipped)) or "none, as TRL is not installed"
+            raise ConfigError(
+                f"an accelerate config is a file or one that TRL ships ({known}); got {quoted(given)}"
+                f"{nearest(given, shipped)}"
+            )
+        path = shipped[given]
+    return read_yaml_mapping(path, what="accelerate config"), f"the accelerate config {given}"
+
+
+def _shipped_with_trl() -> dict[str, Path]:
+    """{name: file} of the accelerate configs that the installed TRL ships; TRL is not imported."""
+    spec = find_spec("trl")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return {path.stem: path for folder in folders for path in (Path(folder) / "accelerate_configs").glob("*.yaml")}
+
+
+def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
+    inner = _mapping(config.get("fsdp_config"), "fsdp_config", what)
+    version = _integer(inner.get("fsdp_version", 1), "fsdp_version", what)
+    if version not in (1, 2):
+        raise ConfigError(f"{what}: fsdp_version must be 1 or 2; got {version}")
+    reshard = inner.get("fsdp_reshard_after_forward", inner.get("fsdp_sharding_strategy", True))
+    kept = {"FULL_SHARD": True, "1": True, "TRUE": True, "SHARD_GRAD_OP": False, "2": False, "FALSE": False}
+    if str(reshard).upper() not in kept:
+        raise ConfigError(
+            f"{what}: fsdp_reshard_after_forward must be true (FULL_SHARD) or false (SHARD_GRAD_OP); got "
+            f"{quoted(reshard)}"
+        )
+    offload = "parameters" if _flag(inner.get("fsdp_offload_params", False)) else "none"
+    return {
+        "sharding": f"fsdp{version}", "reshard_after_forward": kept[str(reshard).upper()], "offload": offload,
+    }  # fmt: skip
+
+
+def _zero(config: Mapping[str, object], what: str) -> dict[str, object]:
+    inner = _mapping(config.get("deepspeed_config"), "deepspeed_config", what)
+    stage = _integer(inner.get("zero_stage", 2), "zero_stage", what)
+    if stage == 0:
+        return {}
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{what}: zero_stage must be 0, 1, 2 or 3; got {stage}")
+    moved = [key for key in ("optimizer", "param") if str(inner.get(f"offload_{key}_device", "none")) != "none"]
+    offload = "parameters" if "param" in moved else "optimizer" if moved else "none"
+    return {"sharding": f"zero{stage}", "offload": offload}
+
+
+def _integer(value: object, key: str, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{what}: {key} must be a whole number; got {quoted(value)}")
+    return value
+
+
+def _mapping(value: object, key: str, what: str) -> Mapping[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what}: {key} must be a mapping; got {quoted(value)}")
+    return cast("Mapping[str, object]", value)
+
+
+def _flag(value: object) -> bool:
+    return str(value).lower() in ("true", "1", "yes")
