@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+MOST_OF_A_LINE = 300  # characters of an error
+
 
 class AutofitError(Exception):
     """Base of all errors that autofit reports in one line with exit code 2, without a traceback."""
@@ -32,6 +34,18 @@ def printable(text: str, most: int) -> str:
     if len(text) <= most and len(line) <= most:
         return line
     return f"{line[: most - 20]}... ({len(text):,} characters)"
+
+
+def one_line(text: str, most: int = MOST_OF_A_LINE) -> str:
+    """`text` as one line of at most `most` printable characters: the middle of a longer one is left out.
+
+    The beginning says what must hold, and the end what to change.
+    """
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else f"\\x{ord(c):02x}" for c in text).split())
+    if len(line) <= most:
+        return line
+    tail = most // 3
+    return f"{line[: most - tail - 5]} ... {line[-tail:]}"
 
 
 def quoted(given: object, most: int = 60) -> str:

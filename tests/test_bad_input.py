@@ -177,7 +177,10 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         ([*SEARCH, "--space", "grpoo"], "no search space 'grpoo'; the nearest valid one is 'grpo'"),
         ([*SEARCH, "--trainer", "ppo"], "--trainer must be one of"),
         ([*SEARCH, "--time-budget", "soon"], "a duration must look like"),
-        ([*SEARCH, "--world-size", "2"], "--world-size must be 1"),
+        ([*SEARCH, "--world-size", "0"], "--num_processes must be 1 or more; got 0"),
+        ([*SEARCH[:2], "--gpu", "8xt4", "--gpus", "4"], "--gpu 8xt4 says 8 cards, and --gpus 4"),
+        ([*SEARCH[:2], "--gpu", "0xt4"], "--gpus must be 1 or more; got 0"),
+        ([*SEARCH[:2], "--gpu", "8xt5"], "unknown GPU 't5'"),
         ([*SEARCH, "--dir", "run.yaml"], "must be a folder|cannot write"),
         (["search", "run.yaml", "--target-vram", "1GB", "--device", "cuda"], "needs a CUDA card"),
         (["doctor", "run.yaml", "--gpu", "t5"], "unknown GPU .t5."),
@@ -205,6 +208,31 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
     assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["estimate", "--gpu", "x" * 5000],
+        ["search", "a\nb\x1b[31m.yaml"],
+        ["search", "--target-vram", "4" * 400 + "GB"],
+        ["search", "a" * 4000],
+        ["report", "no such \udcff study"],
+        ["search", "--target-vram", "40GB", "--set", "lora_r" * 500 + "=1"],
+    ],
+)
+def test_an_error_is_one_printable_line_of_at_most_300_characters(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code_of([*arguments, "--dir", "studies"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    *before, last = err.splitlines()
+    assert not [line for line in before if line.startswith("autofit: ")]
+    assert last.startswith("autofit: ")
+    assert last.isprintable()
+    assert len(last.removeprefix("autofit: ")) <= 300
 
 
 def exit_code_of(arguments: list[str]) -> int:

@@ -15,8 +15,8 @@ import written_runs as written
 from at_once import AtOnce
 from search_driver import plan
 
+from autofit.recipe.secrets import masked
 from autofit.tracking.runs import client, experiment_id, search
-from autofit.tracking.secrets import masked
 from autofit.tracking.study_mirror import sync
 from autofit.tracking.ui import pages, server
 from autofit.tracking.views import differing, run_path

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.probing.slots import slot, slots_folder
+from autofit.probing.slots import slots, slots_folder
 
 
 @pytest.fixture
@@ -35,14 +35,26 @@ def test_a_link_in_the_place_of_a_slot_is_not_followed_and_its_file_keeps_its_co
     precious.write_text("kept")
     slots_folder()
     (usual / "cpu-0").symlink_to(precious)
-    with pytest.raises(OSError, match="symbolic links"), slot(("cpu-0",)):
+    with pytest.raises(OSError, match="symbolic links"), slots(("cpu-0",), 1):
         pass
     assert precious.read_text() == "kept"
 
 
 def test_a_slot_that_is_held_is_waited_for_until_that_is_abandoned(usual: Path) -> None:
-    with slot(("cpu-0", "cpu-1")) as first, slot(("cpu-0", "cpu-1")) as second:
-        assert (first, second) == ("cpu-0", "cpu-1")
+    both = ("cpu-0", "cpu-1")
+    with slots(both, 1) as first, slots(both, 1) as second:
+        assert (first, second) == (("cpu-0",), ("cpu-1",))
         asked = iter((False, False, True))
-        with slot(("cpu-0",), abandoned=lambda: next(asked)) as third:
+        with slots(("cpu-0",), 1, abandoned=lambda: next(asked)) as third:
             assert third is None
+
+
+def test_who_waits_is_told_who_holds_the_slot(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autofit.probing.slots._QUIET_S", 0.0)
+    said: list[str] = []
+    with (
+        slots(("cpu-0",), 1, what="the probe in studies/probes/trial-0001-1"),
+        slots(("cpu-0",), 1, abandoned=lambda: bool(said), waits=said.append) as held,
+    ):
+        assert held is None
+    assert said == [f"cpu-0, held by the probe in studies/probes/trial-0001-1 (pid {os.getpid()})"]

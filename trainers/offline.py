@@ -16,6 +16,8 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
+from .believable import read_config_file
+
 _MODEL = "stand_in_model"  # subfolders of the folder that an inspection passes to its probes
 _REWARD_MODEL = "stand_in_reward_model"
 _SAMPLES = "made_up_samples"
@@ -139,14 +141,7 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
 def read_config(folder: Path) -> dict[str, object]:
     """The config.json in `folder`. Raises ConfigError if it is missing, not valid, or lacks the keys of the size."""
     path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"model_name_or_path must be a folder with a config.json; {folder} has none") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a JSON object; got {str(content)[:80]}")
+    content = read_config_file(path)
     missing = _missing(content)
     if missing:
         raise ConfigError(f"{path} must have {', '.join(missing)}, because the model's size depends on it; add it")

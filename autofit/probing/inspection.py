@@ -4,6 +4,7 @@ Runs in a child of the fork server, because trainers import torch and may import
 """
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.plugin.registry import load
+from autofit.recipe.secrets import opened, sealed
 
 
 def run(request_path: str) -> int:
@@ -20,7 +22,7 @@ def run(request_path: str) -> int:
     inspection = Inspection(
         device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
         prompt_tokens=cast(int | None, request.get("prompt_tokens")),
-        changed=tuple(cast(list[str], request["changed"])),
+        changed=tuple(cast(list[str], request["changed"])), ranks=cast(int, request.get("ranks", 1)),
     )  # fmt: skip
     answer: dict[str, object]
     try:
@@ -36,7 +38,8 @@ def run(request_path: str) -> int:
 def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
     """The facts of the recipe `values` as JSON, or the reason why there are none."""
     try:
-        return trainer.inspect(values, inspection).to_json()
+        facts = trainer.inspect(opened(values), inspection)
+        return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
     except ConfigError as error:
         return {"error": str(error)}
     except Exception as error:  # of the trainer's own code, which may be anyone's

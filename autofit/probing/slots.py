@@ -10,31 +10,67 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from autofit.errors import printable
 from autofit.files import cache_folder
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_QUIET_S = 5.0  # of waiting, before it is said
+_GATE = "several"  # held by the process that collects several slots
 
 
 @contextmanager
-def slot(names: tuple[str, ...], *, abandoned: Callable[[], bool] = lambda: False) -> Iterator[str | None]:
-    """Hold the first free slot of `names`; yields its name, or None if `abandoned` became true while waiting."""
-    folder = slots_folder()
+def slots(
+    names: tuple[str, ...], count: int, *, abandoned: Callable[[], bool] = lambda: False,
+    what: str = "", waits: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[str, ...] | None]:  # fmt: skip
+    """Hold `count` slots of `names`, in the order of `names`; None if `abandoned` became true while waiting.
+
+    Other processes are told that `what` holds them. `waits` is called once after 5 s of waiting, with who holds one.
+    One process at a time collects several slots, so two that each hold a part never wait for each other.
+    """
+    assert count <= len(names), (count, names)
+    folder, taken = slots_folder(), list[str]()
+    with ExitStack() as held:
+        with ExitStack() as gate:
+            if count > 1 and _take_one((_GATE,), gate, folder, abandoned, what, waits) is None:
+                yield None
+                return
+            while len(taken) < count:
+                left = tuple(name for name in names if name not in taken)
+                name = _take_one(left, held, folder, abandoned, what, waits)
+                if name is None:
+                    break
+                taken.append(name)
+        yield tuple(sorted(taken, key=names.index)) if len(taken) == count else None
+
+
+def _take_one(
+    names: tuple[str, ...], held: ExitStack, folder: Path, abandoned: Callable[[], bool], what: str,
+    waits: Callable[[str], None],
+) -> str | None:  # fmt: skip
+    """The first free slot of `names`, locked until `held` closes; None if `abandoned` became true while waiting."""
+    began, said = time.monotonic(), False
     while not abandoned():
         for name in names:
-            with os.fdopen(
-                os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            ) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                yield name
-                return
+            file = os.fdopen(os.open(folder / name, _OPENED, 0o600), "r+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            held.enter_context(file)
+            file.truncate()
+            file.write(f"{what} (pid {os.getpid()})")
+            file.flush()
+            return name
+        if not said and time.monotonic() - began > _QUIET_S:
+            said = True
+            waits(f"{names[0]}, held by {printable((folder / names[0]).read_text(), 200)}")
         time.sleep(0.1)
-    yield None
+    return None
 
 
 def slots_folder() -> Path:

@@ -8,9 +8,10 @@ from typing import Any
 from mlflow.entities import Metric, Param, Run, RunTag
 
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.launch import LAUNCH
+from autofit.recipe.secrets import masked
 from autofit.space.describe import describe_changes
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, STATUS, STUDY, TIER, TRIAL
-from autofit.tracking.secrets import masked
 from autofit.tuning.frontier import SPEED, Trial
 from autofit.tuning.record import StudyRecord
 from autofit.tuning.sentences import confirmation_note
@@ -56,12 +57,21 @@ def log_params(api: Any, run_id: str, values: Mapping[str, object]) -> None:
         api.log_batch(run_id, params=params[start : start + 90])
 
 
+def with_launch(values: Mapping[str, object]) -> dict[str, object]:
+    """`values` with the launch as parameters of its own, under the names of its knobs: launch.ranks and so on."""
+    launch = values.get(LAUNCH)
+    if not isinstance(launch, Mapping):
+        return dict(values)
+    own = {f"{LAUNCH}.{key}": value for key, value in launch.items()}
+    return {**own, **{key: value for key, value in values.items() if key != LAUNCH}}
+
+
 def trial_params(trial: Trial, resolved: Mapping[str, object]) -> dict[str, object]:
     """Every knob's value, including derived ones, so that MLflow's parallel coordinates show all differences."""
     names = {**{k: v for k, v in trial.params.items() if not k.startswith("env.")}, **trial.changes}
     always = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-    base = {key: resolved.get(key) for key in always if key in resolved}
-    return {**base, **names, "tier": trial.tier}
+    base = {key: resolved.get(key) for key in (*always, LAUNCH) if key in resolved}
+    return {**with_launch(base), **names, "tier": trial.tier}
 
 
 def with_gb(figures: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """`autofit ui`: MLflow's server for the studies' folder, on loopback, and the addresses of a study's pages."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -45,29 +44,31 @@ def pages(folder: Path, study_name: str | None) -> Pages:
 
 @contextmanager
 def server(folder: Path, *, port: int | None) -> Iterator[str]:
-    """Run MLflow's server for `folder`; yields its address, and stops it by pid. ConfigError if the port is in use."""
+    """Run MLflow's server for `folder`; yields its address. It ends with this process, however that ends.
+
+    Raises ConfigError if the port is in use.
+    """
     port = _free_port() if port is None else port
     if _in_use(port):
         raise ConfigError(f"--port {port} is in use on this machine; choose another port or omit --port")
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    artifacts = str((folder / "mlartifacts").resolve())
     command = [
-        sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", tracking_uri(folder), "--default-artifact-root", str((folder / "mlartifacts").resolve()),
+        sys.executable, "-P", "-m", "autofit.tracking.kept_server", "--host", "127.0.0.1", "--port", str(port),
+        "--workers", "1", "--backend-store-uri", tracking_uri(folder), "--default-artifact-root", artifacts,
     ]  # fmt: skip
     with (folder / "ui.log").open("wb") as log:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_until_up(address, process, folder / "ui.log")
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
 
 
 def _wait_until_up(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -21,11 +21,13 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.born_whole import is_there, put_in_place
 from autofit.tuning.frontier import Trial
+from autofit.tuning.lock_holder import holder_of, wait_until_free
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
+_BUSY_S = 60.0  # longest wait for another process that writes
 _LOCK_S = 120.0  # longest wait for another process that makes the database, which takes a second
 
 
@@ -43,6 +45,7 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
             with exclusive(folder / "locks", "studies-database", wait_s=_LOCK_S):
                 if not is_there(path):
                     put_in_place(path, _make)
+        wait_until_free(path, most_s=_BUSY_S)
         storage = _storage(path)
         _check_version(path, storage)
         return storage
@@ -50,7 +53,7 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
 
 def _storage(path: Path) -> RDBStorage:
     return RDBStorage(
-        f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}},
+        f"sqlite:///{path.resolve()}", engine_kwargs={"connect_args": {"timeout": _BUSY_S}},
         skip_compatibility_check=True,  # Optuna's own check raises a plain RuntimeError; _check_version replaces it
     )  # fmt: skip
 
@@ -81,15 +84,17 @@ def database_errors(path: Path) -> Iterator[None]:
     except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
         cause = error if isinstance(error, sqlalchemy.exc.DBAPIError) else error.__cause__ or error
         at_fault = cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause
-        raise EnvironmentFault(f"{path} cannot be used as a database: {at_fault}; {_advice(at_fault)}") from error
+        raise EnvironmentFault(f"{path} cannot be used as a database: {at_fault}; {_advice(at_fault, path)}") from error
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
 
 
-def _advice(error: BaseException | None) -> str:
+def _advice(error: BaseException | None, path: Path) -> str:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
     if code == sqlite3.SQLITE_FULL:
         return "free some space and run the same command again: no finished trial is lost"
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
     return "move the file away, or choose another folder with --dir"

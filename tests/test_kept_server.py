@@ -1,0 +1,35 @@
+"""MLflow's server ends with the command that started it, `kill -9` included."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from search_driver import plan
+
+from autofit.tuning.search import open_study
+
+_SERVES = """
+import sys, time
+from pathlib import Path
+from autofit.tracking.ui import server
+with server(Path(sys.argv[1]), port=None) as address:
+    print(address, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_ui_takes_the_server_and_its_workers_along(tmp_path: Path) -> None:
+    open_study(plan(tmp_path, 1))
+    command = [sys.executable, "-c", _SERVES, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ui:
+        assert ui.stdout is not None
+        address = ui.stdout.readline()
+        assert address.startswith("http://127.0.0.1:")
+        started = psutil.Process(ui.pid).children(recursive=True)
+        assert len(started) >= 2  # the keeper and the server
+        ui.kill()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
