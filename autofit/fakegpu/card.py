@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Literal
@@ -14,16 +15,24 @@ import torch
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
 from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.communicators import nccl_bytes, nccl_note
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.rates.cards import stand_in
+from autofit.fakegpu.rates.collectives import CARDS_OF_A_MACHINE
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
 from autofit.fakegpu.tracer import Tracer
 
 Mode = Literal["cuda", "cpu"]
+
+
+def _world_size() -> int:
+    """The number of ranks of this job, one a card."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 class FakeGpu:
@@ -51,7 +60,9 @@ class FakeGpu:
         self.skips_rollouts = False  # a rollout only returns tokens: nothing of it is traced
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
-        self.allocatable_bytes = spec.allocatable_bytes - occupied_bytes if enforce_capacity else UNLIMITED
+        self._world = nccl_bytes(spec, _world_size())  # of the group of all ranks, which is there from the start
+        room = spec.allocatable_bytes - occupied_bytes - self._world
+        self.allocatable_bytes = room if enforce_capacity else UNLIMITED
         allocator = CachingAllocator(capacity_bytes=self.allocatable_bytes, settings=self.settings)
         self.memory = SimulatedMemory(spec, allocator, device_type=mode, record_places=record_places)
         self.memory.classify = self._classify
@@ -60,8 +71,11 @@ class FakeGpu:
         if self.layers is not None:
             self.clock = self.layers.clock = LayerClock(spec, host_costs or HostCosts(), self.layers)
             self.memory.layer_at_work = self.layers.code
+        self.clock.collectives.per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", CARDS_OF_A_MACHINE))
         if unmeasured := stand_in(spec):
             self.note(unmeasured)
+        if self._world:
+            self.note(nccl_note(spec, _world_size()))
         workspace = blas_workspace_bytes(spec.compute_capability)
         self.tracer = Tracer(self.memory, self.clock, blas_workspace_bytes=workspace, note=self.note)
         self.tracer.layers = self.layers
@@ -96,9 +110,19 @@ class FakeGpu:
         return max(self._peaks[2], self.memory.allocator.peak_requested_bytes)
 
     @property
+    def communicator_bytes(self) -> int:
+        """NCCL's buffers on this card, of all groups of ranks that it communicates with; part of `outside_bytes`."""
+        return max(self._world, sum(nccl_bytes(self.spec, ranks) for ranks in self.tracer.groups.values()))
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device-used bytes outside torch's allocator: CUDA context, NCCL's buffers and other processes."""
+        return self.spec.context_bytes + self.communicator_bytes + self.occupied_bytes
+
+    @property
     def device_used_bytes(self) -> int:
-        """Peak device-used bytes as the driver reports them: CUDA context, other processes and reserved bytes."""
-        return self.spec.context_bytes + self.occupied_bytes + self.peak_reserved_bytes
+        """Peak device-used bytes as the driver reports them: those outside the allocator and its reserved bytes."""
+        return self.outside_bytes + self.peak_reserved_bytes
 
     @property
     def least_capacity_bytes(self) -> int:
@@ -106,7 +130,7 @@ class FakeGpu:
         count = len(self.memory.log)
         if self._least is None or self._least[0] != count:
             self._least = (count, least_capacity(self.memory.log, settings=self.settings))
-        least = self.spec.context_bytes + self.occupied_bytes + self._least[1]
+        least = self.outside_bytes + self._least[1]
         return min(least, self.device_used_bytes)  # used bytes are always sufficient; the search has a tolerance
 
     _least: tuple[int, int] | None = None

@@ -2,9 +2,10 @@
 
 Products and attention take the time that was measured on the card (`rates`), other kernels their bytes at the measured
 bandwidth. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
-Copies between the card and pinned memory of the host on a stream of their own overlap with the kernels; streams wait
-for each other as the program asks. All streams but the default one share one queue of copies, and their kernels are
-in the default one's.
+Copies between the card and pinned memory of the host on a stream of their own overlap with the kernels, and so do
+collectives with other cards (`Lane`); streams wait for each other as the program asks. Kernels of all streams are in
+the default one's lane, copies of all others in one lane. Collectives are in one of two lanes, those that reduce in the
+second; they never overlap with each other, for one communicator works them off in order.
 So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card. The host's costs and their sources
 are in `HostCosts`.
 """
@@ -12,6 +13,7 @@ are in `HostCosts`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +21,12 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.autograd import launched_by_autograd
+from autofit.fakegpu.communication import Call
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
-from autofit.fakegpu.rates.error import HOST
+from autofit.fakegpu.rates.collectives import CollectiveSeconds
+from autofit.fakegpu.rates.error import COLLECTIVES, HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
@@ -36,13 +40,32 @@ MAIN = 0  # the default stream
 _GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the rows they return, not the whole input
 
 
+class Lane(IntEnum):
+    """Times that advance on their own: the host, kernels, copies over the host link, and collectives."""
+
+    HOST = 0
+    GPU = 1
+    COPIES = 2
+    GATHERS = 3
+    REDUCTIONS = 4
+
+
+def lane_of(call: Call) -> Lane:
+    """The lane of a collective."""
+    return Lane.REDUCTIONS if call.kind in ("all_reduce", "reduce_scatter") else Lane.GATHERS
+
+
+Row = tuple[float, float, float, float, float]  # one number a lane
+_TIMES = ("host_s", "gpu_s", "copies_s", "gathers_s", "reductions_s")
+
+
 class Moment(NamedTuple):
     """The end of the work that a stream had when an event was recorded; `LayerClock` adds its place in a segment."""
 
-    stream: int
+    lanes: tuple[Lane, ...]
     seconds: float
     segment: int = -1
-    row: tuple[float, float, float] | None = None
+    row: Row | None = None
 
 
 class OperationLog(Protocol):
@@ -64,7 +87,11 @@ class OperationLog(Protocol):
 
 
 class Clock:
-    """Monotonic times: `host_s`; `gpu_s`, the end of the last kernel launched so far; `copies_s`, that of copies."""
+    """Monotonic times: `host_s`; `gpu_s`, the end of the last kernel launched so far; `copies_s`, that of copies.
+
+    `gathers_s` and `reductions_s` are the ends of the last collectives. `exposed_s` is how long kernels or the host
+    had to wait for collectives.
+    """
 
     def __init__(self, spec: GpuSpec, costs: HostCosts) -> None:
         self.spec = spec
@@ -72,6 +99,12 @@ class Clock:
         self.host_s = 0.0
         self.gpu_s = 0.0
         self.copies_s = 0.0
+        self.gathers_s = 0.0
+        self.reductions_s = 0.0
+        self.exposed_s = 0.0
+        self.collectives = CollectiveSeconds(spec)
+        self.ranks = 1  # of the largest group that had a collective
+        self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
@@ -83,7 +116,7 @@ class Clock:
 
     @property
     def now_s(self) -> float:
-        return max(self.host_s, self.gpu_s, self.copies_s)
+        return max(self.host_s, self.gpu_s, self.copies_s, self.gathers_s, self.reductions_s)
 
     @property
     def run_s(self) -> float:
@@ -92,12 +125,14 @@ class Clock:
 
     @property
     def traced_s(self) -> dict[str, float]:
-        """Seconds of each family of kernels so far, and of the host while the GPU has none; without skipped steps."""
-        busy_s = sum(self.busy_s.values())
-        return {
-            **{str(family): s for family, s in self.busy_s.items()},
-            HOST: max(0.0, self.now_s - self.skipped_s - busy_s),
-        }
+        """Seconds of each family of kernels so far, of waits for collectives, and of the host while the GPU has none.
+
+        Steps that were skipped are left out.
+        """
+        parts = {str(family): s for family, s in self.busy_s.items()}
+        if self.ranks > 1:
+            parts[COLLECTIVES] = self.exposed_s
+        return {**parts, HOST: max(0.0, self.now_s - self.skipped_s - sum(parts.values()))}
 
     def synchronize(self) -> None:
         """Let the host wait for the default stream."""
@@ -111,6 +146,7 @@ class Clock:
             whole = max(sum(like.values()), 1e-12)
             for family in self.busy_s:
                 self.busy_s[family] += seconds * like[family] / whole
+            self.exposed_s += seconds * like.get(COLLECTIVES, 0.0) / whole
         self.host_s += seconds
         self.gpu_s += seconds
 
@@ -130,7 +166,7 @@ class Clock:
         if stream == MAIN:
             self.gpu_s = max(self.gpu_s, self.host_s) + seconds
         else:
-            self.copies_s = max(self.copies_s, self.host_s) + seconds
+            self.copies_s = max(self._end(self._copying(stream)), self.host_s) + seconds
         if waits:
             self.host_s = self.gpu_s if stream == MAIN else self.copies_s
         if self.log is not None:
@@ -140,18 +176,78 @@ class Clock:
             self.log.kernel(func, (), out, work=work, gathers=False, backward=launched_by_autograd())
             self.log.aside = False
 
+    # ------------------------------------------------------------------ streams
+    def collective(self, func: OpOverload, call: Call, *, stream: int) -> None:
+        """Charge a collective that is called on `stream`.
+
+        It starts after all that the stream has to do now, and after the collectives before it.
+        """
+        if self.asleep:
+            return
+        self.ranks = max(self.ranks, call.ranks)
+        self.host_s += self.costs.launch_s
+        lane = lane_of(call)
+        before = self._communicating(stream, lane) if call.waits else self.lanes(stream)
+        ready_s = max(self.host_s, self._end(before))
+        seconds = self.collective_s(call)
+        end_s = max(ready_s, self.gathers_s, self.reductions_s) + seconds
+        setattr(self, _TIMES[lane], end_s)
+        blocks = call.waits and stream == MAIN
+        if blocks:
+            self.exposed_s += end_s - ready_s
+            self.gpu_s = end_s
+        if self.log is not None:
+            item_bytes = call.tensors[0].element_size() if call.tensors else 1
+            rate = call.nbytes / seconds / self.kernels.flops_frac
+            work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
+            self.log.aside = not blocks
+            self.log.kernel(func, (), call.tensors, work=work, gathers=False, backward=launched_by_autograd())
+            self.log.aside = False
+
+    def collective_s(self, call: Call) -> float:
+        """Seconds of a collective by itself."""
+        return self.collectives.seconds(call.kind, call.nbytes, call.ranks)
+
+    def lanes(self, stream: int) -> tuple[Lane, ...]:
+        """The lanes of all that a stream did so far."""
+        return self._lanes.get(stream, (Lane.COPIES,))
+
+    def _copying(self, stream: int) -> tuple[Lane, ...]:
+        """The lanes of a stream that copies over the host link now."""
+        known = self._lanes.setdefault(stream, (Lane.COPIES,))
+        if Lane.COPIES not in known:
+            known = self._lanes[stream] = (*known, Lane.COPIES)
+        return known
+
+    def _communicating(self, stream: int, lane: Lane) -> tuple[Lane, ...]:
+        """The lanes of a stream before the collective in `lane` that it has now."""
+        before = self.lanes(stream)
+        if stream != MAIN:
+            known = self._lanes.get(stream, ())
+            self._lanes[stream] = known if lane in known else (*known, lane)
+        return before
+
+    def _end(self, lanes: Sequence[Lane]) -> float:
+        return max(float(getattr(self, _TIMES[lane])) for lane in lanes)
+
     def moment(self, stream: int) -> Moment:
         """The end of the work that `stream` has now, as an event records it."""
-        return Moment(stream, max(self.host_s, self.gpu_s if stream == MAIN else self.copies_s))
+        return self._moment(self.lanes(stream))
+
+    def communicated(self) -> Moment:
+        """The end of all collectives so far."""
+        return self._moment((Lane.GATHERS, Lane.REDUCTIONS))
+
+    def _moment(self, lanes: tuple[Lane, ...]) -> Moment:
+        return Moment(lanes, max(self.host_s, self._end(lanes)))
 
     def wait(self, stream: int | None, moment: Moment) -> None:
         """Let a stream, or with None the host, wait for `moment`."""
-        if stream is None:
-            self.host_s = max(self.host_s, moment.seconds)
-        elif stream == MAIN:
-            self.gpu_s = max(self.gpu_s, moment.seconds)
-        else:
-            self.copies_s = max(self.copies_s, moment.seconds)
+        lanes = (Lane.HOST,) if stream is None else self.lanes(stream)
+        if moment.lanes[0] >= Lane.GATHERS and lanes[0] <= Lane.GPU:
+            self.exposed_s += max(0.0, moment.seconds - self.run_s)
+        for lane in lanes:
+            setattr(self, _TIMES[lane], max(getattr(self, _TIMES[lane]), moment.seconds))
 
     def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
         """Charge one GPU operation: a view costs host time, a kernel costs host and GPU time."""

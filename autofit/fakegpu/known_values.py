@@ -70,6 +70,7 @@ class Shadows:
         self._note = note
         self.expert_imbalance = 1.0  # the share of the most loaded expert over an even one
         self.routed: Callable[[], object] = lambda: None  # called for each choice of experts
+        self.followers: dict[OpOverload, Callable[[Sequence[object]], None]] = {}  # what gives results their values
         self.vocabularies: set[int] = set()  # rows of each table of embeddings: scores as long are no router's
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -123,6 +124,9 @@ class Shadows:
         """After `out = func(*args)` on fakes: run `func` on the shadows too, if all inputs are known."""
         if func in _LIFTS:
             self._lift(args[0], out)
+            return
+        if func in self.followers:
+            self.followers[func](args)
             return
         mutates = func._schema.is_mutable
         first = args[0] if args else None

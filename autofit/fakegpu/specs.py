@@ -37,6 +37,33 @@ _LINK_GB_PER_S = {3: 12.0, 4: 25.0, 5: 42.0}
 _CONTEXT_SCALED = _SCALED.format(543, "A100")
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What links the cards of one machine: bytes/s of a ring of NCCL through each card (its "bus bandwidth")."""
+
+    bytes_per_s: float
+    source: str
+
+
+# NVLink: the vendor's bandwidth in one direction, of which rings reached 74 % on A100 and 74 to 75 % on H100 and H200
+# (all-gather and reduce-scatter of 512 MiB over 8 cards, rates/nccl.npz), and 68 % on B200.
+# PCIe: what nccl-tests' all-reduce reached over the host's bridges, without NVLink bridges.
+_NVLINK_2 = Links(0.74 * 150e9, "74 % of NVLink 2's 150 GB/s in one direction (data sheet of the V100)")
+_NVLINK_3 = Links(0.74 * 300e9, "74 % of NVLink 3's 300 GB/s in one direction")
+_NVLINK_4 = Links(0.74 * 450e9, "74 % of NVLink 4's 450 GB/s in one direction")
+_NVLINK_5 = Links(0.68 * 900e9, "68 % of NVLink 5's 900 GB/s in one direction")
+_PCIE_3 = Links(6e9, "half of PCIe 3's 12 GB/s, for cards of one host share its bridges; estimate, machines differ")
+_PCIE_4 = Links(
+    20e9, "PCIe 4: 20 GB/s measured between 2 L40S (rates/nccl.npz); machines differ, 1 to 22 GB/s were seen"
+)
+_PCIE_4_HOST = Links(
+    12e9,
+    "half of PCIe 4's 25 GB/s: without peer access each byte goes through the host's memory; estimate, machines differ",
+)
+_PCIE_5 = Links(24e9, "PCIe 5: 24 GB/s measured between 4 and 8 RTX PRO 6000 (rates/nccl.npz); machines differ")
+_PCIE_5_HOST = Links(28e9, "RTX 5090, all-reduce over 8 cards: github NVIDIA/nccl#1639; machines differ")
+
+
 def _seen(figures: str, note: str = "") -> str:
     """The source of a context: figures of torch's out-of-memory messages, in GiB."""
     return f"torch's out-of-memory messages in public logs, GiB: {figures}{note}"
@@ -62,15 +89,19 @@ class GpuSpec:
     compute_capability: tuple[int, int]
     sm_count: int
     host_link_bytes_per_s: float = 25e9
+    peer_bytes_per_s: float = 12e9  # through each card of a machine while a ring of NCCL runs
+    network_bytes_per_s: float = 25e9  # the same between machines
     capacity_source: str = "given by the caller"
     rates_source: str = "given by the caller"
     context_source: str = "given by the caller"
+    peer_source: str = "given by the caller"
+    network_source: str = "one network adapter of 200 Gbit/s a card, assumed"
 
     def __post_init__(self) -> None:
         """Raise FakeGpuError for an impossible card, with all bad fields in one message."""
         amounts = (
             "capacity_bytes", "bandwidth_bytes_per_s", "half_flops_per_s", "tf32_flops_per_s", "fp32_flops_per_s",
-            "sm_count", "host_link_bytes_per_s",
+            "sm_count", "host_link_bytes_per_s", "peer_bytes_per_s", "network_bytes_per_s",
         )  # fmt: skip
         wrong = [
             f"{name} must be a number above 0; got {getattr(self, name)!r}"
@@ -116,6 +147,8 @@ def _spec(
     capacity_source: str = _UNVERIFIED,
     context_source: str = _CONTEXT_SCALED,
     pcie: int = 4,
+    links: Links = _PCIE_4,
+    network_gbit_per_s: int = 200,
 ) -> GpuSpec:
     half, tf32, fp32 = tflops
     return GpuSpec(
@@ -130,43 +163,47 @@ def _spec(
         compute_capability=capability,
         sm_count=sm_count,
         host_link_bytes_per_s=_LINK_GB_PER_S[pcie] * 1e9,
+        peer_bytes_per_s=links.bytes_per_s,
+        network_bytes_per_s=network_gbit_per_s / 8 * 1e9,
         capacity_source=capacity_source,
         rates_source=_WHITEPAPER,
         context_source=context_source,
+        peer_source=links.source,
+        network_source=f"one network adapter of {network_gbit_per_s} Gbit/s a card, assumed",
     )
 
 
 _ALL = (
     _spec("t4", "Tesla T4", capacity_mib=14912, context_mib=164, gb_per_s=320, tflops=(65, 8.1, 8.1),
           context_source=_seen("0.11, 0.16"),
-          capability=(7, 5), sm_count=40, pcie=3,
+          capability=(7, 5), links=_PCIE_3, sm_count=40, pcie=3,
           capacity_source=_printed("14912 to 15110 MiB",
                                    "lowest with torch 2.2 in a public Ultralytics log")),
     _spec("v100-16gb", "Tesla V100-SXM2-16GB", capacity_mib=16130, context_mib=512, gb_per_s=900,
           context_source=_seen("0.38, 0.50", " (32 GB)"),
-          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
+          tflops=(125, 15.7, 15.7), capability=(7, 0), links=_NVLINK_2, network_gbit_per_s=100, sm_count=80,
           pcie=3,
           capacity_source=_printed("16130 to 16160 MiB",
                                    "public Ultralytics and torch logs, torch 1.7")),
     _spec("v100-32gb", "Tesla V100-SXM2-32GB", capacity_mib=32494, context_mib=512, gb_per_s=900,
           context_source=_seen("0.38, 0.50"),
-          tflops=(125, 15.7, 15.7), capability=(7, 0), sm_count=80,
+          tflops=(125, 15.7, 15.7), capability=(7, 0), links=_NVLINK_2, network_gbit_per_s=100, sm_count=80,
           pcie=3,
           capacity_source=_printed("32494 MiB (torch 2.6, Ultralytics log); 31.74 GiB",
                                    "haotian-liu/LLaVA#812")),
     _spec("a100-40gb", "NVIDIA A100-SXM4-40GB", capacity_mib=40326, context_mib=543, gb_per_s=1555,
           context_source=_seen("0.48, 0.49, 0.53"),
-          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
+          tflops=(312, 156, 19.5), capability=(8, 0), links=_NVLINK_3, sm_count=108,
           capacity_source=_printed("39.38 GiB (nine public logs), 40339 MiB, 39.50 GiB",
                                    "bottlerocket-os/bottlerocket#3873, TianheWu/CoSeR#10")),
     _spec("a100-80gb", "NVIDIA A100-SXM4-80GB", capacity_mib=81037, context_mib=543, gb_per_s=2039,
           context_source=_seen("0.49 twice, 0.50, 0.51 twice"),
-          tflops=(312, 156, 19.5), capability=(8, 0), sm_count=108,
+          tflops=(312, 156, 19.5), capability=(8, 0), links=_NVLINK_3, sm_count=108,
           capacity_source=_printed("79.14 GiB, 81051 MiB",
                                    "lianqi1008/Control-GIC#6, ultralytics/ultralytics#22877")),
     _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24124, context_mib=482, gb_per_s=936,
           context_source=_seen("0.25 to 0.33, 0.47 with cuDNN"),
-          tflops=(71, 35.6, 35.6), capability=(8, 6), sm_count=82,
+          tflops=(71, 35.6, 35.6), capability=(8, 6), links=_PCIE_4_HOST, sm_count=82,
           capacity_source=_printed("24124 (torch 2.13, CUDA 13.0) to 24268 MiB",
                                    "public Ultralytics logs")),
     _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48538, context_mib=423, gb_per_s=768,
@@ -189,11 +226,11 @@ _ALL = (
                                    "public torch logs")),
     _spec("rtx4090", "NVIDIA GeForce RTX 4090", capacity_mib=24081, context_mib=579, gb_per_s=1008,
           context_source=_seen("0.47, 0.48, 0.51, 0.565"),
-          tflops=(165.2, 82.6, 82.6), capability=(8, 9), sm_count=128,
+          tflops=(165.2, 82.6, 82.6), capability=(8, 9), links=_PCIE_4_HOST, sm_count=128,
           capacity_source=_printed("23.52 GiB, 24081 to 24217 MiB on Linux",
                                    "Soul-AILab/SoulX-FlashTalk#5 and Ultralytics logs")),
     _spec("rtx4080", "NVIDIA GeForce RTX 4080", capacity_mib=16054, context_mib=382, gb_per_s=716.8,
-          tflops=(97.5, 48.7, 48.7), capability=(8, 9), sm_count=76,
+          tflops=(97.5, 48.7, 48.7), capability=(8, 9), links=_PCIE_4_HOST, sm_count=76,
           capacity_source="estimate: 16376 MiB on Windows (ultralytics/ultralytics#4215), less what Linux takes of an "
                           "RTX 4090 (24081 of 24564 MiB)"),
     _spec("l4", "NVIDIA L4", capacity_mib=22563, context_mib=323, gb_per_s=300, tflops=(121, 60, 30.3),
@@ -208,27 +245,27 @@ _ALL = (
                                    "stepfun-ai/Step-Video-T2V#8")),
     _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=666, gb_per_s=3350,
           context_source=_seen("0.65"),
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, pcie=5,
+          tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
           capacity_source=_printed("79.11 GiB, 81082 to 81090 MiB",
                                    "vllm-project/vllm#27508")),
     _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=575, gb_per_s=2000,
           context_source=_SCALED.format(666, "H100"),
-          tflops=(756, 378, 51), capability=(9, 0), sm_count=114, pcie=5,
+          tflops=(756, 378, 51), capability=(9, 0), links=_PCIE_5, network_gbit_per_s=400, sm_count=114, pcie=5,
           capacity_source=_printed("81008 MiB",
                                    "a public torch log")),
     _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=666, gb_per_s=4800,
           context_source=_seen("0.65", " (H100, the same chip)"),
-          tflops=(989, 494, 66.9), capability=(9, 0), sm_count=132, pcie=5,
+          tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
           capacity_source=_printed("143156 MiB",
                                    "public Ultralytics logs, torch 2.11")),
     _spec("b200", "NVIDIA B200", capacity_mib=182630, context_mib=712, gb_per_s=8000,
           context_source=_seen("0.695"),
-          tflops=(2250, 1125, 75), capability=(10, 0), sm_count=148, pcie=5,
+          tflops=(2250, 1125, 75), capability=(10, 0), links=_NVLINK_5, network_gbit_per_s=400, sm_count=148, pcie=5,
           capacity_source=_printed("178.35 GiB, 182631 and 182642 MiB",
                                    "public torch logs")),
     _spec("rtx5090", "NVIDIA GeForce RTX 5090", capacity_mib=32102, context_mib=620, gb_per_s=1792,
           context_source=_seen("0.30, 0.49, 0.60"),
-          tflops=(209.5, 104.8, 104.8), capability=(12, 0), sm_count=170,
+          tflops=(209.5, 104.8, 104.8), capability=(12, 0), links=_PCIE_5_HOST, sm_count=170,
           pcie=5,
           capacity_source=_printed("32102 (torch 2.12, CUDA 13.0) and 32120 MiB on Linux",
                                    "public Ultralytics logs")),

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
 from autofit.fakegpu.host_copies import COPIES, host_copy, pin
+from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory, device_type
@@ -41,6 +43,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.clock = clock
+        self.note = note
         self.shadows = Shadows(note)
         self.operation_count = 0
         self.paused = False
@@ -57,8 +60,10 @@ class Tracer(TorchDispatchMode):
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
+        self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
         self.after: Callable[[OpOverload, object], None] | None = None
+        self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card
         self._workspace_bytes = blas_workspace_bytes
         self._workspaces: dict[tuple[bool, int], int] = {}
 
@@ -95,6 +100,8 @@ class Tracer(TorchDispatchMode):
         if kwargs:
             pin(func, kwargs, out)
         self._track(out, name)
+        if self.host is not None:
+            self.host.follow(out)
         if self.layers is not None and not self.layers.code():
             self.layers.follow(args, out)
         self._charge(func, args, kwargs, out, name)
@@ -204,6 +211,9 @@ class Tracer(TorchDispatchMode):
         device = _device_of(args, out)
         if device != self.memory.device_type:
             return
+        if func.namespace in NAMESPACES:
+            self._communicate(func, args, out)
+            return
         if device == "cuda":
             if func in GEMMS:
                 self._ensure_workspace()
@@ -213,9 +223,27 @@ class Tracer(TorchDispatchMode):
             if func is aten._to_copy.default and isinstance(out, torch.Tensor) and out.device.type == "cpu":
                 self.clock.copy_to_host(out.numel() * out.element_size())
                 return
+        if func.namespace == "fsdp":
+            args, out = moved_by(func, args, kwargs, out)
         self.clock.operation(func, args, kwargs, out)
         if self.after is not None:
             self.after(func, out)
+
+    def _communicate(self, func: OpOverload, args: Sequence[object], out: object) -> None:
+        """Charge a collective with other cards, or the wait for those before."""
+        call, stream = collective(func, args, out), self.memory.stream
+        if call is None:
+            self.clock.wait(stream, self.clock.communicated())
+            return
+        if call.ranks < 2:
+            return
+        if call.group not in self.groups:
+            self.groups[call.group] = call.ranks
+            for text in self.clock.collectives.notes(call.ranks):
+                self.note(text)
+        self.clock.collective(func, call, stream=stream)
+        if func is torch.ops.c10d.barrier.default:
+            self.clock.wait(None, self.clock.communicated())
 
     def _ensure_workspace(self) -> None:
         """Allocate the cuBLAS workspace of this thread's handle and stream; backward counts as a thread of its own."""

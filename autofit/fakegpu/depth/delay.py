@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 from torch._ops import OpOverload
 
-from autofit.fakegpu.clock import MAIN, Clock, Moment
+from autofit.fakegpu.clock import MAIN, Clock, Lane, Moment, Row, lane_of
+from autofit.fakegpu.communication import Call
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 NEVER = float("-inf")
-Row = tuple[float, float, float]  # the longest paths from (host, gpu, copies) time at the start of a segment
-_START: tuple[Row, Row, Row] = ((0.0, NEVER, NEVER), (NEVER, 0.0, NEVER), (NEVER, NEVER, 0.0))
+_HOST, _GPU = int(Lane.HOST), int(Lane.GPU)
 
 
 def _plus(row: Row, seconds: float) -> Row:
-    a, b, c = row
-    return a + seconds, b + seconds, c + seconds
+    a, b, c, d, e = row
+    return a + seconds, b + seconds, c + seconds, d + seconds, e + seconds
 
 
 def _later(one: Row, other: Row) -> Row:
-    a, b, c = one
-    x, y, z = other
-    return max(a, x), max(b, y), max(c, z)
+    a, b, c, d, e = one
+    v, w, x, y, z = other
+    return a if a > v else v, b if b > w else w, c if c > x else x, d if d > y else y, e if e > z else z
 
 
 class FollowedLayers(Protocol):
@@ -36,50 +37,44 @@ class FollowedLayers(Protocol):
 
 
 class Delay(NamedTuple):
-    """The effect of a time segment on (host, gpu, copies) time, as a 3x3 matrix of the (max, +) algebra.
+    """The effect of a time segment on the time of each lane, as a 5x5 matrix of the (max, +) algebra.
 
-    Each entry is the longest path from one time to another. Launches, kernels, copies and waits only add and take
-    maxima, so every segment is such a matrix, and consecutive segments are joined by the matrix product.
+    A row has the longest paths to one lane's time at the end from each lane's time at the start. Launches, kernels,
+    copies, collectives and waits only add and take maxima, so every segment is such a matrix, and consecutive segments
+    are joined by the matrix product.
     """
 
-    host_host: float = 0.0
-    gpu_host: float = NEVER  # from GPU time to host time: a wait
-    host_gpu: float = NEVER
-    gpu_gpu: float = 0.0
-    copies_host: float = NEVER
-    copies_gpu: float = NEVER
-    host_copies: float = NEVER
-    gpu_copies: float = NEVER
-    copies_copies: float = 0.0
+    host: Row = (0.0, NEVER, NEVER, NEVER, NEVER)
+    gpu: Row = (NEVER, 0.0, NEVER, NEVER, NEVER)
+    copies: Row = (NEVER, NEVER, 0.0, NEVER, NEVER)
+    gathers: Row = (NEVER, NEVER, NEVER, 0.0, NEVER)
+    reductions: Row = (NEVER, NEVER, NEVER, NEVER, 0.0)
 
     @classmethod
-    def of(cls, host: Row, gpu: Row, copies: Row) -> Delay:
-        return cls(host[0], host[1], gpu[0], gpu[1], host[2], gpu[2], *copies)
+    def passed(cls, seconds: float) -> Delay:
+        """Time that passes for the host and for the card's kernels."""
+        return cls(host=_plus(NOTHING.host, seconds), gpu=_plus(NOTHING.gpu, seconds))
 
     @property
-    def rows(self) -> tuple[Row, Row, Row]:
-        """How late (host, gpu, copies) are at the end."""
-        return (
-            (self.host_host, self.gpu_host, self.copies_host),
-            (self.host_gpu, self.gpu_gpu, self.copies_gpu),
-            (self.host_copies, self.gpu_copies, self.copies_copies),
-        )
+    def inside_s(self) -> float:
+        """Seconds of the host or of the kernels, whichever take longer, without waits for each other."""
+        return max(self.host[_HOST], self.gpu[_GPU])
 
     def then(self, later: Delay) -> Delay:
-        first = self.rows
-
         def joined(row: Row) -> Row:
-            paths = [_plus(each, step) for each, step in zip(first, row, strict=True)]
-            return _later(_later(paths[0], paths[1]), paths[2])
+            whole = None
+            for lane, seconds in enumerate(row):
+                if seconds != NEVER:
+                    path = _plus(self[lane], seconds)
+                    whole = path if whole is None else _later(whole, path)
+            return whole or row
 
-        host, gpu, copies = later.rows
-        return Delay.of(joined(host), joined(gpu), joined(copies))
+        return Delay(*[self[i] if row == NOTHING[i] else joined(row) for i, row in enumerate(later)])
 
-    def after(self, host_s: float, gpu_s: float, copies_s: float = 0.0) -> Row:
-        """(host, gpu, copies) seconds at the end of the segment, from those at its start."""
-        start = host_s, gpu_s, copies_s
-        host, gpu, copies = (max(s + d for s, d in zip(start, row, strict=True)) for row in self.rows)
-        return host, gpu, copies
+    def after(self, start: Row) -> Row:
+        """Seconds of each lane at the end of the segment, from those at its start."""
+        host, gpu, copies, gathers, reductions = (max(s + d for s, d in zip(start, row, strict=True)) for row in self)
+        return host, gpu, copies, gathers, reductions
 
     def repeated(self, times: int) -> Delay:
         """The segment `times` times in a row."""
@@ -92,9 +87,16 @@ class Delay(NamedTuple):
 
     def grown(self, before: Delay, times: float) -> Delay:
         """The segment `times` steps later, by linear extrapolation from `before` (one step earlier)."""
-        return Delay(
-            *(b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, self, strict=True))
-        )
+        return Delay(*[_grown(a, b, times) for a, b in zip(before, self, strict=True)])
+
+
+NOTHING = Delay()
+
+
+def _grown(before: Row, now: Row, times: float) -> Row:
+    grown = (b if b == NEVER or a == NEVER else b + (b - a) * times for a, b in zip(before, now, strict=True))
+    host, gpu, copies, gathers, reductions = grown
+    return host, gpu, copies, gathers, reductions
 
 
 class Repeat(NamedTuple):
@@ -117,13 +119,14 @@ class LayerClock(Clock):
         self.repeats: list[Repeat] = []
         self._recorder = recorder
         self._segment = 0
-        self._host, self._gpu, self._copies = _START
+        self._rows: list[Row] = list(NOTHING)
 
     def cut(self) -> int:
         """End the current segment; returns the number of segments so far."""
-        if (self._host, self._gpu, self._copies) != _START:
-            self.stretches.append((self._recorder.last_code, Delay.of(self._host, self._gpu, self._copies)))
-            self._host, self._gpu, self._copies = _START
+        delay = Delay(*self._rows)
+        if delay != NOTHING:
+            self.stretches.append((self._recorder.last_code, delay))
+            self._rows = list(NOTHING)
             self._segment += 1
         return len(self.stretches)
 
@@ -132,52 +135,64 @@ class LayerClock(Clock):
         super().operation(func, args, kwargs, out)
         launch_s = self.host_s - host_s
         launches, size = self._growth(args)
-        self._host = _plus(self._host, launch_s * launches)
+        self._launch(launch_s * launches)
         if self.gpu_s != gpu_s:
             kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
-            self._gpu = _plus(_later(self._gpu, self._host), kernel_s)
+            self._rows[_GPU] = _plus(_later(self._rows[_GPU], self._rows[_HOST]), kernel_s)
+
+    def _launch(self, seconds: float) -> None:
+        self._rows[_HOST] = _plus(self._rows[_HOST], seconds)
 
     def _growth(self, args: Sequence[object]) -> tuple[float, float]:
         return (1.0, 1.0) if self._recorder.code() else self._recorder.growth(args)
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._host = _later(self._host, self._gpu)
+        self._rows[_HOST] = self._latest(Lane.HOST, Lane.GPU)
 
     def copy_to_host(self, nbytes: int) -> None:
         before = self.run_s
         super().copy_to_host(nbytes)
-        self._host = self._gpu = _plus(_later(self._host, self._gpu), self.gpu_s - before)
+        self._rows[_HOST] = self._rows[_GPU] = _plus(self._latest(Lane.HOST, Lane.GPU), self.gpu_s - before)
 
     def link(
         self, func: OpOverload, args: Sequence[object], out: object, *, nbytes: int, stream: int, waits: bool
     ) -> None:
         launches, size = self._growth(args)
         super().link(func, args, out, nbytes=nbytes, stream=stream, waits=waits)
-        seconds = self.link_s(nbytes) * size
-        self._host = _plus(self._host, self.costs.launch_s * launches)
-        if stream == MAIN:
-            self._gpu = _plus(_later(self._gpu, self._host), seconds)
-        else:
-            self._copies = _plus(_later(self._copies, self._host), seconds)
+        self._launch(self.costs.launch_s * launches)
+        lane = Lane.GPU if stream == MAIN else Lane.COPIES
+        self._rows[lane] = _plus(self._latest(Lane.HOST, *self.lanes(stream)), self.link_s(nbytes) * size)
         if waits:
-            self._host = _later(self._host, self._gpu if stream == MAIN else self._copies)
+            self._rows[_HOST] = self._latest(Lane.HOST, lane)
 
     # ------------------------------------------------------------------ streams
-    def moment(self, stream: int) -> Moment:
-        row = _later(self._host, self._gpu if stream == MAIN else self._copies)
-        return super().moment(stream)._replace(segment=self._segment, row=row)
+    def collective(self, func: OpOverload, call: Call, *, stream: int) -> None:
+        before = self.lanes(stream)
+        super().collective(func, call, stream=stream)
+        if self.asleep:
+            return
+        launches, size = self._growth(call.tensors)
+        self._launch(self.costs.launch_s * launches)
+        start = self._latest(Lane.HOST, *before, Lane.GATHERS, Lane.REDUCTIONS)
+        end = self._rows[lane_of(call)] = _plus(start, self.collective_s(call) * size)
+        if call.waits and stream == MAIN:
+            self._rows[_GPU] = end
+
+    def _latest(self, *lanes: Lane) -> Row:
+        return reduce(_later, [self._rows[lane] for lane in lanes])
+
+    def _moment(self, lanes: tuple[Lane, ...]) -> Moment:
+        row = self._latest(Lane.HOST, *lanes)
+        return super()._moment(lanes)._replace(segment=self._segment, row=row)
 
     def wait(self, stream: int | None, moment: Moment) -> None:
         super().wait(stream, moment)
-        of = 1 if moment.stream == MAIN else 2
-        row = moment.row if moment.segment == self._segment and moment.row else _START[of]
-        if stream is None:
-            self._host = _later(self._host, row)
-        elif stream == MAIN:
-            self._gpu = _later(self._gpu, row)
-        else:
-            self._copies = _later(self._copies, row)
+        row = moment.row
+        if moment.segment != self._segment or row is None:
+            row = reduce(_later, [NOTHING[lane] for lane in moment.lanes])
+        for lane in (Lane.HOST,) if stream is None else self.lanes(stream):
+            self._rows[lane] = _later(self._rows[lane], row)
 
     def play(self, stretches: Sequence[tuple[int, Delay]], *, times: int = 1) -> None:
         """Append segments of time without a traced kernel, which happen `times` times in a row."""

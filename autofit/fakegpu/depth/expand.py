@@ -70,11 +70,11 @@ class Run:
 
     def seconds(self) -> list[float]:
         """The simulated time at each mark."""
-        now = (0.0, 0.0, 0.0)
+        now = (0.0, 0.0, 0.0, 0.0, 0.0)
         found, done = [], 0
         for mark in self.marks:
             for delay in self._delays(done, mark.stretch):
-                now = delay.after(*now)
+                now = delay.after(now)
             done = max(done, mark.stretch)
             found.append(max(now))
         return found

@@ -8,6 +8,7 @@ clipping, release of a cache) the tag follows the data: the result of an operati
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -54,6 +55,8 @@ class LayerRecorder:
         self._backward = False
         # {module in a layer: DATA code of that layer}. Weak: another module may get the address of one that is gone.
         self._owner: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._enter_hooks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._last_hooks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self.is_shrunk = False  # whether a module has a config with few layers
 
     # ------------------------------------------------------------------ when
@@ -96,8 +99,9 @@ class LayerRecorder:
             self._own(layer, Tag(DATA, number, i).encode())
             if i == 0:
                 layer.register_forward_pre_hook(partial(self._check_flags, stack, weakref.ref(layers)))
-            layer.register_forward_pre_hook(partial(self._enters, number, i))
-            layer.register_forward_hook(partial(self._leaves, number, i, i == len(layers) - 1))
+            self._enter_hooks[layer] = layer.register_forward_pre_hook(partial(self._enters, number, i)).id
+            layer.register_forward_hook(partial(self._leaves, number, i))
+        self._last_hooks[layers[-1]] = layers[-1].register_forward_hook(self._leaves_last).id
         prints = [fingerprint(layer) for layer in layers]
         middle = prints[stack.first : stack.first + stack.period * stack.traced_units]
         if any(a != b for a, b in zip(middle, middle[stack.period :], strict=False)):
@@ -124,14 +128,21 @@ class LayerRecorder:
         backward = in_backward()
         self.set(Tag(BACKWARD if backward else FORWARD, stack, layer).encode(), backward=backward)
 
-    def _leaves(
-        self, stack: int, layer: int, is_last: bool, module: torch.nn.Module, args: object, out: object
-    ) -> None:
+    def outermost(self, module: torch.nn.Module) -> None:
+        """Let hooks that others have put on a layer by now (FSDP gathers its weights) run as part of the layer."""
+        if module in self._enter_hooks:
+            _ordered(module._forward_pre_hooks).move_to_end(self._enter_hooks[module], last=False)
+        if module in self._last_hooks:
+            _ordered(module._forward_hooks).move_to_end(self._last_hooks[module])
+
+    def _leaves(self, stack: int, layer: int, module: torch.nn.Module, args: object, out: object) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled():
             code = Tag(BACKWARD, stack, layer).encode()
             hidden.register_hook(lambda grad: self.set(code, backward=True))
-        if is_last and not in_backward():
+
+    def _leaves_last(self, module: torch.nn.Module, args: object, out: object) -> None:
+        if not in_backward():
             self.set(0)
 
     # ------------------------------------------------------------------ whose
@@ -173,9 +184,13 @@ class LayerRecorder:
                 self._add_shares(index, argument)
             elif isinstance(argument, torch.Tensor):
                 source = self.memory.index_of(argument)
-                if source in self.shares and argument.numel() == out.numel():
+                if source in self.shares and argument.numel() == out.numel() and self._is_whole(argument, source):
                     scale = out.element_size() / argument.element_size()
                     self.shares[index] = {k: int(v * scale) for k, v in self.shares[source].items()}
+
+    def _is_whole(self, tensor: torch.Tensor, index: int) -> bool:
+        """Whether a tensor is all of its storage, and not a part that DDP copies back out of a flat buffer."""
+        return tensor.numel() * tensor.element_size() == self.memory.allocations[index].nbytes
 
     def _add_shares(self, index: int, parts: Sequence[object]) -> None:
         shares: dict[int, int] = {}
@@ -209,3 +224,7 @@ class LayerRecorder:
         tag = Tag.decode(code)
         stack = self.stacks[tag.stack]
         return 1.0 if stack.unit(tag.layer) is None else stack.growth
+
+
+def _ordered(hooks: object) -> OrderedDict[int, object]:
+    return cast("OrderedDict[int, object]", hooks)

@@ -68,6 +68,8 @@ class VllmEngine:
     waits: bool = False  # whether the host prepares a step only after the one before (no asynchronous scheduling)
     sleeps: bool = False  # whether it sleeps outside of generation
     remote: bool = False  # whether it is on another card, as TRL's server is
+    served: int = 1  # ranks whose prompts a server gets
+    copies: int = 1  # cards of a server, each with a copy of the model and its part of the prompts
     sync_s: float = 0.0  # seconds of one synchronisation of the weights
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
+from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stack_of, stands_for, text_config
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.decoder import Decoder
@@ -90,7 +90,7 @@ def _play(gpu: FakeGpu, model: Any, prompts: list[int], tokens: int, share: floa
     seconds = (tokens - 1) * law.step_s + law.added_s(prompts, tokens, held)
     clock.advance(seconds)
     if isinstance(clock, LayerClock):
-        clock.play([(0, Delay(seconds, NEVER, NEVER, seconds))])
+        clock.play([(0, Delay.passed(seconds))])
     memory.release(cache)
 
 
@@ -116,6 +116,6 @@ def _whole_depth(gpu: FakeGpu, model: Any, seconds: float, stretch: int) -> floa
     if stack is None or not isinstance(clock, LayerClock):
         return seconds
     clock.cut()
-    inside = sum(max(delay.host_host, delay.gpu_gpu) for code, delay in clock.stretches[stretch:] if code)
+    inside = sum(delay.inside_s for code, delay in clock.stretches[stretch:] if code)
     layers = len(stack.kept)
     return seconds + inside / layers * (stack.layers - layers)

@@ -7,87 +7,136 @@ replaces it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.known_values import INTEGER_LIMIT, Shadows
+from autofit.fakegpu.patches.cuda_api import always
 from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.reducer import BucketReducer, SilentLogger, broadcast_in_flat_buffers
 from autofit.fakegpu.tracer import Tracer
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Target = tuple[object, str, object, str]
-
-
-class BucketReducer:
-    """The memory of DDP's Reducer: flat buckets of the gradients' total size; with bucket views, gradients are views.
-
-    Without bucket views, gradients need memory in addition to the buckets (torch/csrc/distributed/c10d/reducer.cpp).
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        bucket_indices: Sequence[Sequence[int]],
-        bucket_size_limits: Sequence[int],
-        process_group: object,
-        expect_sparse_gradients: Sequence[bool],
-        bucket_bytes_cap: int,
-        find_unused_parameters: bool,
-        gradient_as_bucket_view: bool = False,
-        *rest: object,
-        **options: object,
-    ) -> None:
-        self._buckets: list[torch.Tensor] = []
-        for indices in bucket_indices:
-            members = [parameters[i] for i in indices]
-            total = sum(p.numel() for p in members)
-            bucket = torch.zeros(total, dtype=members[0].dtype, device=members[0].device)
-            self._buckets.append(bucket)
-            offset = 0
-            for parameter in members:
-                view = bucket[offset : offset + parameter.numel()].view(parameter.shape)
-                offset += parameter.numel()
-                if gradient_as_bucket_view:
-                    parameter.register_post_accumulate_grad_hook(_into(view))
-
-    def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *args, **kwargs: False
-
-
-def _into(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        if parameter.grad is not view:
-            parameter.grad = view
-
-    return hook
-
-
-class SilentLogger:
-    """Replaces DDP's C++ logger, which reads the C++ reducer; logs nothing."""
-
-    def __init__(self, *args: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     import torch.distributed as distributed
 
     reason = "it reads tensors' memory from C++"
-    yield distributed, "Reducer", BucketReducer, reason
+    reducer = type("Reducer", (BucketReducer,), {"layers": gpu.layers})
+    yield distributed, "Reducer", reducer, reason
     yield distributed, "Logger", SilentLogger, reason
+    broadcast = broadcast_in_flat_buffers(gpu.layers, untouched(vars(distributed)["_broadcast_coalesced"]))
+    yield distributed, "_broadcast_coalesced", broadcast, "few layers stand for many"
+    yield module, "_get_device_index", always(0), "a rank sees one card, whatever its number"
     yield module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None, reason
-    yield module, "_sync_module_states", lambda *args, **kwargs: None, reason
 
 
-def note_collectives(note: Callable[[str], None]) -> None:
-    """Note that communication between cards is not in the time, and NCCL's buffers are not in the bytes."""
+# ---------------------------------------------------------------------- what collectives return
+def collectives(gpu: FakeGpu) -> Iterable[Target]:
+    """Give the results of collectives the values that they have where every rank holds those of this one."""
     import torch.distributed as distributed
 
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        note("the time of collectives between cards and NCCL's own buffers are not counted")
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    ops, values = torch.ops.c10d, _RankValues(gpu.tracer.shadows)
+    gpu.tracer.shadows.followers.update({
+        ops.allreduce_.default: values.reduced, ops.reduce_.default: values.reduced,
+        ops.broadcast_.default: values.kept, ops.barrier.default: values.kept,
+        ops.allgather_.default: values.gathered_lists, ops.gather_.default: values.gathered_lists,
+        ops._allgather_base_.default: values.gathered,
+    })  # fmt: skip
+    from torch.distributed import distributed_c10d as module
+
+    given: list[object] = []
+    to_tensor = cast("Callable[..., object]", untouched(module._object_to_tensor))
+
+    def object_to_tensor(value: object, *args: object) -> object:
+        given[:] = [value]
+        return to_tensor(value, *args)
+
+    def tensor_to_object(*args: object) -> object:
+        return copy.deepcopy(given[0]) if given else None
+
+    yield torch.Tensor, "data_ptr", _address(untouched(torch.Tensor.data_ptr)), "accelerate knows parameters by it"
+    reason = "an object of another rank is a copy of this rank's"
+    yield module, "_object_to_tensor", object_to_tensor, reason
+    yield module, "_tensor_to_object", tensor_to_object, reason
+
+
+def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    def data_ptr(tensor: torch.Tensor) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor)
+        return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset()) * tensor.element_size()
+
+    return data_ptr
+
+
+class _RankValues:
+    """Known values of the results of collectives."""
+
+    def __init__(self, shadows: Shadows) -> None:
+        self._shadows = shadows
+
+    def kept(self, args: Sequence[object]) -> None:
+        """A broadcast leaves what this rank has."""
+
+    def reduced(self, args: Sequence[object]) -> None:
+        """A sum is that of equal values; any other reduction of equal values is one of them."""
+        group, operation = cast("ProcessGroup", args[1]), str(getattr(args[2], "op", lambda: "")())
+        for tensor in cast("Sequence[torch.Tensor]", args[0]):
+            known = self._shadows.of(tensor)
+            if known is not None and operation.endswith("SUM"):
+                with unset_fake_temporarily():
+                    known.mul_(group.size())
+
+    def gathered_lists(self, args: Sequence[object]) -> None:
+        for tensors, mine in zip(
+            cast("Sequence[Sequence[torch.Tensor]]", args[0]), cast("Sequence[torch.Tensor]", args[1]), strict=False
+        ):
+            for tensor in tensors:
+                self._give(tensor, mine, 1)
+
+    def gathered(self, args: Sequence[object]) -> None:
+        whole, mine = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+        self._give(whole, mine, whole.numel() // max(mine.numel(), 1))
+
+    def _give(self, whole: torch.Tensor, mine: torch.Tensor, times: int) -> None:
+        known = self._shadows.of(mine)
+        if known is None or whole.numel() > INTEGER_LIMIT:
+            self._shadows.give(whole, None)
+            return
+        with unset_fake_temporarily():
+            self._shadows.give(whole, known.reshape(-1).repeat(times).view(tuple(whole.shape)), fresh=True)
+
+
+def waits_for_collectives(gpu: FakeGpu) -> Iterable[Target]:
+    """A wait for an asynchronous collective is one for all of them so far, of which it is mostly the last."""
+    if not torch.distributed.is_available():
+        return
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    for owner in (Work, FakeWork):
+        if "wait" in vars(owner):
+            yield owner, "wait", _waiting(gpu, untouched(owner.wait)), "a stream must wait on the simulated clock"
+
+
+def _waiting(gpu: FakeGpu, original: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(work: object, *args: object, **kwargs: object) -> bool:
+        gpu.clock.wait(gpu.memory.stream, gpu.clock.communicated())
+        return original(work, *args, **kwargs)
+
+    return wait
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -101,6 +150,19 @@ def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
                 _untracked(gpu.tracer, untouched(vars(owner)[name])),
                 "its fakes are no memory of the card",
             )
+
+
+def sharded_layers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Count FSDP's gathering of a layer's weights, which hooks do, as part of the layer."""
+    original = untouched(module.FSDPState.init)
+
+    def init(state: object, modules: Sequence[torch.nn.Module], *args: object) -> None:
+        original(state, modules, *args)
+        if gpu.layers is not None:
+            for each in modules:
+                gpu.layers.outermost(each)
+
+    yield module.FSDPState, "init", init, "its hooks run around the layer's"
 
 
 def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:

@@ -26,6 +26,7 @@ from autofit.fakegpu.patches import (
     bitsandbytes,
     continuous_batching,
     cuda_api,
+    deepspeed,
     distributed,
     factories,
     flash_attention,
@@ -232,10 +233,10 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     )
     yield Patch(torch, "Generator", libraries.cpu_generator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
-    distributed.note_collectives(gpu.note)
     for owner, name, value, reason in (
         *saving.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note), *factories.factories(),
+        *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
 
@@ -266,7 +267,17 @@ _LIBRARIES: dict[str, _Patches] = {
     "triton.runtime.autotuner": libraries.triton_launches,
     "safetensors.torch": libraries.safetensors_save,
     "accelerate.state": libraries.accelerate_state,
+    "deepspeed.accelerator.cuda_accelerator": deepspeed.cuda_accelerator,
+    "deepspeed.accelerator.real_accelerator": deepspeed.accelerator,
+    "deepspeed.comm.comm": deepspeed.process_groups,
+    "deepspeed.utils.groups": deepspeed.process_groups,
+    "deepspeed.ops.adam.cpu_adam": deepspeed.host_adam,
+    "deepspeed.runtime.utils": deepspeed.finite_norms,
+    "deepspeed.runtime.zero.utils": deepspeed.same_on_all_ranks,
+    "deepspeed.runtime.zero.stage_1_and_2": deepspeed.finite_gradients,
+    "deepspeed.runtime.zero.stage3": deepspeed.finite_gradients,
     "torch.nn.parallel.distributed": distributed.data_parallel,
+    "torch.distributed.fsdp._fully_shard._fsdp_state": distributed.sharded_layers,
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
     "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
     "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,

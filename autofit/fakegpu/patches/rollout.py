@@ -126,7 +126,7 @@ class RolloutSynthesis:
         slope = last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock
         start_s, end_s = self._traced_s
-        like = {part: max(0.0, seconds - start_s[part]) for part, seconds in end_s.items()}
+        like = {part: max(0.0, seconds - start_s.get(part, 0.0)) for part, seconds in end_s.items()}
         steps = self._played_steps(done)
         ids: dict[int, dict[int, int]] = {-2: dict(enumerate(before.ids)), -1: dict(enumerate(last.ids))}
         for place, (step, covered) in enumerate(steps):

@@ -74,18 +74,22 @@ def _converted(
     ):
         return parameter
     result = parameter
-    if isinstance(parameter, FakeTensor) and type(value) is FakeTensor:
+    if isinstance(parameter, FakeTensor) and type(value) is FakeTensor and "meta" not in _types(parameter, value):
         _become(parameter, value, shadows)
         if new_grad is not None:
             result.grad = None
     else:
         result = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-        if isinstance(value, FakeTensor):
+        if isinstance(value, FakeTensor) and not isinstance(parameter, FakeTensor):
             replaced[id(parameter)] = (parameter, result)
     if new_grad is not None:
         result.grad = new_grad.detach()
     memory.mark(result, "weights")
     return result
+
+
+def _types(*tensors: torch.Tensor) -> set[str]:
+    return {tensor.device.type for tensor in tensors}
 
 
 def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:

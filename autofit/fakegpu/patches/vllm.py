@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.depth.layers import NEVER, Delay, LayerClock
+from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.ranks import server_cards
 
 Target = tuple[object, str, object, str]
 _STREAM = 1 << 20  # a number that no stream of the training code has
@@ -39,8 +40,8 @@ _SLEEP_NOTE = (
     "memory that torch has cached is in the way"
 )
 _SERVER_NOTE = (
-    "vLLM's server was not run: it holds nothing of this card, and its seconds are those of one more card of this "
-    "kind, without network"
+    "vLLM's server was not run: it holds nothing of this card, and its seconds are those of cards of this kind, one "
+    "unless more are said, without network"
 )
 _LONGEST = 1 << 17  # tokens, of a model whose config names no longest sequence
 _SERVER_SHARE = 0.9  # fraction of the server's card: the default of `trl vllm-serve` (--gpu_memory_utilization)
@@ -139,7 +140,10 @@ class FakeEngine:
         bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
-            seconds = repeats(name, self._standing) * max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
+            seconds = max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
+            if self.law.remote and _ranks() > 1:  # NCCL sends it from this card to the server's
+                seconds += self._gpu.clock.collectives.seconds("broadcast", nbytes / 2, 2)
+            seconds *= repeats(name, self._standing)
             self.law = replace(self.law, sync_s=self.law.sync_s + seconds)
             self._pass(seconds)
 
@@ -169,7 +173,7 @@ class FakeEngine:
         clock = self._gpu.clock
         clock.advance(seconds)
         if isinstance(clock, LayerClock):
-            clock.play([(0, Delay(seconds, NEVER, NEVER, seconds))])
+            clock.play([(0, Delay.passed(seconds))])
 
 
 class FakeClient:
@@ -201,10 +205,11 @@ class FakeClient:
         **rest: object,
     ) -> dict[str, object]:  # fmt: skip
         """`n` completions of full length for each prompt."""
-        inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(n)]
+        largest = -(-len(prompts) // self._engine.law.copies)  # the cards work at once, each on its part
+        inputs = [{"prompt_token_ids": ids} for ids in prompts[:largest] for _ in range(n)]
         self._engine.group = n
         rows = self._engine.generate(inputs, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
-        completions = [row.outputs[0].token_ids for row in rows]
+        completions = [rows[0].outputs[0].token_ids] * (len(prompts) * n)
         known = logprobs is not None
         return {
             "prompt_ids": list(prompts),
@@ -229,9 +234,14 @@ def weights_bytes(model: torch.nn.Module) -> int:
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             packed = not parameter.dtype.is_floating_point
-            nbytes = parameter.numel() * (parameter.element_size() if packed else 2)
+            nbytes = _whole_numel(parameter) * (parameter.element_size() if packed else 2)
             seen[id(parameter)] = nbytes * repeats(name, standing)
     return round(sum(seen.values()))
+
+
+def _whole_numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of a parameter, of which this rank may hold a share; under ZeRO-3 the parameter itself is empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _law(
@@ -255,8 +265,14 @@ def _law(
         weights_bytes=nbytes // tensor_parallel_size, utilization=gpu_memory_utilization,
         longest=int(max_model_len or getattr(config, "max_position_embeddings", None) or _LONGEST),
         most_sequences=max_num_seqs or 256, ranks=tensor_parallel_size, batched_tokens=batched_tokens,
-        sleeps=enable_sleep_mode, remote=remote,
+        sleeps=enable_sleep_mode, remote=remote, served=_ranks() if remote else 1,
+        copies=server_cards.get() if remote else 1,
     )  # fmt: skip
+
+
+def _ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

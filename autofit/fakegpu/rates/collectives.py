@@ -1,0 +1,125 @@
+"""Seconds of one collective operation of NCCL between the cards of a job. Needs no torch.
+
+On a machine of cards that were measured, the measured seconds are interpolated: by message size and, between 2, 4 and 8
+cards, by their number. All else is a formula: each of n cards sends and receives (n - 1) / n of the message (an
+all-reduce twice), in steps of a ring, at the bandwidth of the slowest link (`GpuSpec.peer_bytes_per_s` within a
+machine, `network_bytes_per_s` between machines). `nccl.npz` beside this file has the measurements; its `source` names
+them, and experiments/rates/make_nccl_table.py makes it.
+
+`nbytes` of a collective is its whole message: of an all-gather the gathered tensor, of a reduce-scatter the tensor
+before, of an all-to-all the tensor that one card sends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from autofit.fakegpu.rates.cards import STEP
+from autofit.fakegpu.rates.grid import Grid
+from autofit.fakegpu.specs import GpuSpec
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]  # `Kind` of communication
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
+CARDS_OF_A_MACHINE = 8
+# Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB. The machine of L40S cards was a
+# slow one (see experiments/rates/README.md), but it is the only one that was measured.
+TABLES = {
+    "a100-40gb": "a100_sxm", "a100-80gb": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm",
+    "b200": "b200_sxm",
+}  # fmt: skip
+# Seconds of one step of a ring, without bytes: an all-reduce over 2 to 8 cards has 2 (n - 1) of them and takes 8 to 28
+# us on NVLink and 13 to 51 us on PCIe in the measured tables. Between machines: a tree or ring over InfiniBand; 20 us
+# is what NCCL's tests show for a small all-reduce of 2 machines (github NVIDIA/nccl-tests#128: 23 us).
+_STEP_S = 4e-6
+_NETWORK_STEP_S = 20e-6
+
+
+@cache
+def _tables() -> dict[str, Grid]:
+    """The logarithm of seconds by (number of cards, bytes), for each "system/operation"."""
+    with np.load(Path(__file__).parent / "nccl.npz") as file:
+        bytes_ = np.log(file["bytes"].astype(float))
+        return {
+            key: Grid((np.log(file[f"{key.split('/')[0]}/cards"].astype(float)), bytes_), file[key] * STEP)
+            for key in file.files
+            if key.split("/")[-1] in MEASURED
+        }
+
+
+@cache
+def _most(system: str) -> int:
+    """The largest number of cards that was measured."""
+    return round(math.exp(float(_tables()[f"{system}/all_reduce"].axes[0][-1])))
+
+
+@dataclass(slots=True)
+class CollectiveSeconds:
+    """Seconds of collectives over cards of `spec`, of which a machine has at most `per_machine`."""
+
+    spec: GpuSpec
+    per_machine: int = CARDS_OF_A_MACHINE
+    _known: dict[tuple[str, int, int], float] = field(default_factory=dict)
+
+    def seconds(self, kind: Collective, nbytes: float, ranks: int) -> float:
+        """Seconds from the start on all of `ranks` cards to the end."""
+        key = (kind, int(nbytes), ranks)
+        if key not in self._known:
+            self._known[key] = self._seconds(kind, max(nbytes, 1.0), ranks)
+        return self._known[key]
+
+    def is_measured(self, ranks: int) -> bool:
+        """Whether a table has the collectives over so many cards."""
+        system = TABLES.get(self.spec.name)
+        return system is not None and ranks <= min(self.per_machine, _most(system))
+
+    def _seconds(self, kind: Collective, nbytes: float, ranks: int) -> float:
+        if ranks < 2:
+            return 0.0
+        if not self.is_measured(ranks):
+            return self._formula(kind, nbytes, ranks)
+        if kind == "broadcast":  # a chain through all cards, whose slowest link has the whole message
+            return self._table("all_gather", nbytes, ranks) * ranks / (ranks - 1)
+        return self._table(kind, nbytes, ranks)
+
+    def _table(self, kind: str, nbytes: float, ranks: int) -> float:
+        table = _tables()[f"{TABLES[self.spec.name]}/{kind}"]
+        most = math.exp(float(table.axes[1][-1]))
+        told = float(table.at(np.array([float(ranks)]), np.array([min(nbytes, most)]))[0])
+        return math.exp(told) * max(1.0, nbytes / most)
+
+    def _formula(self, kind: Collective, nbytes: float, ranks: int) -> float:
+        inside = ranks <= self.per_machine
+        rounds = 2 if kind == "all_reduce" else 1
+        share = 1.0 if kind == "broadcast" else rounds * (ranks - 1) / ranks
+        rate = self.spec.peer_bytes_per_s
+        if not inside:
+            rate = min(rate, self.spec.network_bytes_per_s)
+        machines = -(-ranks // self.per_machine)
+        steps_s = rounds * (min(ranks, self.per_machine) - 1) * _STEP_S + rounds * (machines - 1) * _NETWORK_STEP_S
+        return steps_s + share * nbytes / rate
+
+    def notes(self, ranks: int) -> list[str]:
+        """What is not measured of the seconds of collectives over `ranks` cards."""
+        spec = self.spec
+        if self.is_measured(ranks):
+            slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
+            return [
+                f"the seconds of collectives are those measured with NCCL on one machine of {spec.name} cards{slow}; "
+                "kernels beside them are not slowed down"
+            ]
+        if ranks <= self.per_machine:
+            return [
+                f"collectives between {ranks} {spec.name} cards were not measured: a ring's formula at "
+                f"{spec.peer_bytes_per_s / 1e9:g} GB/s ({spec.peer_source})"
+            ]
+        return [
+            f"collectives of {ranks} cards cross machines of {self.per_machine}: a ring's formula at "
+            f"{min(spec.peer_bytes_per_s, spec.network_bytes_per_s) / 1e9:g} GB/s a card, which was not measured "
+            f"({spec.network_source})"
+        ]

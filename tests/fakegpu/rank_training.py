@@ -1,0 +1,169 @@
+"""The same training as one rank of several: real gloo ranks on the CPU, or a simulated rank. Also a rank's program."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.ranks import fake_ranks
+
+from .tiny_trainers import config, profiler_peak_bytes
+
+_PATIENCE_S = 300
+_OLD_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One training on several ranks: how they share the model, and what of it is trained."""
+
+    count: int
+    sharding: str
+    lora_rank: int | None = None
+    reshard: bool = True
+    mixed: bool = False
+    bucket_view: bool = False
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        marks = [name for name in ("mixed", "bucket_view", "checkpointing") if getattr(self, name)]
+        kept = [] if self.reshard else ["kept"]
+        return "-".join(
+            [self.sharding, str(self.count), f"lora{self.lora_rank}" if self.lora_rank else "full", *kept, *marks]
+        )
+
+
+def train(case: Ranks) -> None:
+    """Two optimizer steps of two micro-batches on this rank, gradients reduced at the second one."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config(num_hidden_layers=4), dtype=torch.float32)
+    if case.lora_rank:
+        model = get_peft_model(model, LoraConfig(r=case.lora_rank, target_modules="all-linear"))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train()
+    model = _sharded(model, case)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        for last in (False, True):
+            ids = torch.full((2, 96), 5)
+            with _without_sync(model, last):
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _sharded(model: Any, case: Ranks) -> Any:
+    if case.sharding == "ddp":
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=case.bucket_view)
+    mesh = init_device_mesh("cpu", (case.count,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
+    inner = model.base_model.model if case.lora_rank else model
+    for layer in inner.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=policy)
+
+
+def _without_sync(model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def simulated_peak_bytes(case: Ranks, rank: int) -> int:
+    """The most bytes that the simulated CPU held on `rank`."""
+    with fake_ranks(case.count, rank), fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
+        train(case)
+    gc.collect()
+    return gpu.peak_requested_bytes
+
+
+def real_peaks_bytes(case: Ranks, port: int) -> list[int]:
+    """The most bytes that the CPU allocator held on each real rank."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fakegpu.rank_training", json.dumps(asdict(case))]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(case.count),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE)
+        for rank in range(case.count)
+    ]
+    try:
+        return [int(rank.communicate(timeout=_PATIENCE_S)[0].split()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _outside_of_the_record(collective: Callable[..., object]) -> Callable[..., object]:
+    """A collective on copies in memory of numpy.
+
+    gloo's threads drop their references after the call has returned, and the profiler does not see what they free.
+    """
+
+    def run(*tensors: torch.Tensor, async_op: bool = False, **options: object) -> _Done | None:
+        named = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+        output, source = (*tensors, *named.values())
+        rest = {name: value for name, value in options.items() if name not in named}
+        sent, received = _of_numpy(source), _of_numpy(output)
+        sent.copy_(source)
+        collective(received, sent, **rest)
+        output.copy_(received)
+        return _Done() if async_op else None
+
+    return run
+
+
+def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+    """As gloo does it, but without its copy of the input, which a thread of gloo frees."""
+    dist.all_reduce(source, **options)
+    output.copy_(source.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def _of_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(numpy.empty(tensor.numel() * tensor.element_size(), numpy.uint8)).view(tensor.dtype)
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+def main() -> None:
+    case = Ranks(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    new = hasattr(dist, "all_gather_single")  # the names of torch 2.13
+    for name in ("all_gather_single", "reduce_scatter_single") if new else _OLD_NAMES:
+        call = getattr(dist, name) if name.startswith("all_gather") else _reduce_scatter
+        setattr(dist, name, _outside_of_the_record(call))
+    print(profiler_peak_bytes(lambda: train(case)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Seconds of collectives between cards: measured tables, formulas, overlap with kernels, and NCCL's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autofit.fakegpu import FakeGpu, fake_gpu
+from autofit.fakegpu.communicators import nccl_bytes
+from autofit.fakegpu.depth.delay import NEVER, NOTHING, Delay, LayerClock
+from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.stack import shrink
+from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
+from autofit.fakegpu.formula.polynomials import COPIES
+from autofit.fakegpu.rates.collectives import MEASURED, TABLES, Collective, CollectiveSeconds
+from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
+
+GIB = 1 << 30
+
+
+@contextlib.contextmanager
+def ranks(count: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- tables and formulas
+@pytest.mark.parametrize(
+    ("card", "kind", "cards", "nbytes", "measured_us"),
+    [
+        ("a100-80gb", "all_gather", 2, 512 * MIB, 1789.8),
+        ("a100-80gb", "all_reduce", 8, 32 * MIB, 367.0),
+        ("h100", "reduce_scatter", 8, 512 * MIB, 1399.0),
+        ("l40s", "all_reduce", 2, 512 * MIB, 26_700.0),
+    ],
+)
+def test_a_measured_collective_takes_the_seconds_that_were_measured(
+    card: str, kind: Collective, cards: int, nbytes: int, measured_us: float
+) -> None:
+    told = CollectiveSeconds(gpu_spec(card)).seconds(kind, nbytes, cards)
+    assert told == pytest.approx(measured_us * 1e-6, rel=0.002)
+
+
+@pytest.mark.parametrize("card", sorted(GPU_SPECS))
+@pytest.mark.parametrize("kind", [*MEASURED, "broadcast"])
+def test_more_bytes_take_longer_on_every_card(card: str, kind: Collective) -> None:
+    seconds = CollectiveSeconds(gpu_spec(card))
+    for cards in (2, 3, 4, 8, 16):
+        few, many, most = (seconds.seconds(kind, size, cards) for size in (1, 64 * MIB, 4 * GIB))
+        assert 1e-6 < few < many < most
+        assert most / many == pytest.approx(64, rel=0.5)
+    assert seconds.seconds(kind, GIB, 1) == 0.0
+
+
+def test_cards_without_a_table_and_many_machines_say_that_a_formula_is_used() -> None:
+    for name, spec in GPU_SPECS.items():
+        notes = CollectiveSeconds(spec).notes(4)
+        assert ("measured with NCCL" in notes[0]) == (name in TABLES)
+    assert "cross machines of 8" in CollectiveSeconds(gpu_spec("h100")).notes(16)[0]
+    assert "cross machines of 4" in CollectiveSeconds(gpu_spec("h100"), per_machine=4).notes(8)[0]
+
+
+def test_an_all_reduce_over_a_slow_network_is_bound_by_it() -> None:
+    inside, across = CollectiveSeconds(gpu_spec("a100-80gb")), CollectiveSeconds(gpu_spec("a100-80gb"), per_machine=4)
+    assert across.seconds("all_reduce", GIB, 8) > 5 * inside.seconds("all_reduce", GIB, 8)
+    assert across.seconds("all_reduce", GIB, 4) == inside.seconds("all_reduce", GIB, 4)
+
+
+# ---------------------------------------------------------------------- the algebra
+def test_segments_of_all_lanes_join_as_their_times_do() -> None:
+    first = Delay(
+        host=(2.0, NEVER, NEVER, NEVER, NEVER),
+        gpu=(1.0, 3.0, NEVER, 4.0, NEVER),
+        gathers=(NEVER, 1.0, NEVER, 2.0, NEVER),
+    )
+    second = Delay(copies=(0.5, NEVER, 1.0, NEVER, NEVER), reductions=(NEVER, 2.0, NEVER, 1.0, 0.0))
+    start = (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert first.then(second).after(start) == second.after(first.after(start))
+    assert first.then(NOTHING) == NOTHING.then(first) == first
+    assert first.repeated(3) == first.then(first).then(first)
+
+
+# ---------------------------------------------------------------------- overlap
+def _seconds(work: Callable[[FakeGpu], object], *, card: str = "a100-80gb", cards: int = 2) -> tuple[float, float]:
+    """(seconds of `work` on a rank, seconds in which its kernels waited for collectives)."""
+    with ranks(cards), fake_gpu(card, enforce_capacity=False) as gpu:
+        torch.zeros(1, device="cuda")
+        start_s = gpu.elapsed_s
+        work(gpu)
+        return gpu.elapsed_s - start_s, gpu.clock.exposed_s
+
+
+def test_an_asynchronous_collective_overlaps_until_it_is_waited_for() -> None:
+    def work(gpu: FakeGpu, *, at_once: bool, products: int = 8) -> None:
+        message, a = torch.empty(1 << 28, device="cuda"), torch.empty(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        handle = dist.all_reduce(message, async_op=not at_once)
+        for _ in range(products):
+            a = a @ a
+        if handle is not None:
+            handle.wait()
+
+    alone_s = CollectiveSeconds(gpu_spec("a100-80gb")).seconds("all_reduce", 1 << 30, 2)
+    blocking_s, exposed_s = _seconds(lambda gpu: work(gpu, at_once=True))
+    overlapped_s, hidden_s = _seconds(lambda gpu: work(gpu, at_once=False))
+    assert exposed_s == pytest.approx(alone_s, rel=1e-6)
+    assert blocking_s - overlapped_s == pytest.approx(alone_s, rel=0.02)
+    assert hidden_s == 0.0
+    _, late_s = _seconds(lambda gpu: work(gpu, at_once=False, products=0))
+    assert late_s == pytest.approx(alone_s, rel=0.02)
+
+
+def _ddp(gpu: FakeGpu, *, synchronised: bool, as_view: bool = False, rows: int = 4096) -> None:
+    layers = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]).to("cuda", torch.bfloat16)
+    model = nn.parallel.DistributedDataParallel(layers, device_ids=[0], gradient_as_bucket_view=as_view)
+    with contextlib.nullcontext() if synchronised else model.no_sync():
+        model(torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)).sum().backward()
+
+
+def test_ddp_reduces_its_gradients_during_backward_and_only_where_they_are_synchronised() -> None:
+    plain_s, _ = _seconds(lambda gpu: _ddp(gpu, synchronised=False))
+    fast_s, exposed_s = _seconds(lambda gpu: _ddp(gpu, synchronised=True))
+    moved_s = 2 * 2 * 8 * 32 * MIB / gpu_spec("a100-80gb").bandwidth_bytes_per_s  # gradients to the buckets and back
+    assert plain_s < fast_s < plain_s + exposed_s + 2 * moved_s
+    assert exposed_s < 2e-3  # the broadcast of the model, and the last bucket
+    _, exposed_s = _seconds(lambda gpu: _ddp(gpu, synchronised=True, rows=64), card="rtx4090", cards=4)
+    reduced_s = 2 * 3 / 4 * 8 * 32 * MIB / gpu_spec("rtx4090").peer_bytes_per_s
+    broadcast_s = reduced_s / 2 * 4 / 3
+    assert exposed_s == pytest.approx(reduced_s + broadcast_s, rel=0.15)  # there is little to compute meanwhile
+
+
+def test_gradients_that_are_views_of_the_buckets_are_not_copied() -> None:
+    copied_s, _ = _seconds(lambda gpu: _ddp(gpu, synchronised=True))
+    viewed_s, _ = _seconds(lambda gpu: _ddp(gpu, synchronised=True, as_view=True))
+    assert viewed_s < copied_s
+
+
+def _train(shape: AutoConfig, *, sharded: bool) -> Callable[[Callable[[str], None]], object]:
+    def train(mark: Callable[[str], None]) -> object:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).cuda()
+        wrapped = model
+        if sharded:
+            for module in (*model.model.layers, model):
+                fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        else:
+            wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ids = torch.randint(0, 3000, (2, 512), device="cuda")
+        for _ in range(2):
+            mark("forward")
+            loss = wrapped(input_ids=ids, labels=ids, use_cache=False).loss
+            mark("backward")
+            loss.backward()
+            mark("optimizer")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        mark("end")
+        return loss
+
+    return train
+
+
+def _followed(train: Callable[[Callable[[str], None]], object]) -> Run:
+    marks: list[Mark] = []
+    with ranks(4), fake_gpu("rtx4090", enforce_capacity=False, follow_layers=True, record_places=False) as gpu:
+        clock = gpu.clock
+        assert isinstance(clock, LayerClock)
+        kept = train(lambda name: marks.append(Mark(name=name, event=len(gpu.memory.log), stretch=clock.cut())))
+    del kept
+    return expanded(gpu, marks)
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp2", "ddp"])
+def test_a_shallow_run_waits_for_collectives_as_the_deep_one_does(sharded: bool) -> None:
+    def shape(*, shallow: bool) -> AutoConfig:
+        config = AutoConfig.for_model(
+            "llama", vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
+            num_attention_heads=8, num_key_value_heads=2,
+        )  # fmt: skip
+        if shallow:
+            shrink(config)
+        return config
+
+    deep, shallow = (_followed(_train(shape(shallow=few), sharded=sharded)).seconds() for few in (False, True))
+    for start in (3, 4):  # forward and backward of the second step
+        there = deep[start + 1] - deep[start]
+        assert shallow[start + 1] - shallow[start] == pytest.approx(there, rel=0.02 if sharded else 0.05)
+
+
+def test_a_forecast_has_the_seconds_of_collectives_beside_the_kernels_of_their_phase() -> None:
+    log = KernelLog()
+    with ranks(4), fake_gpu("a100-80gb") as gpu:
+        gpu.clock.log, log.on, log.phase = log, True, "update"
+        dist.all_reduce(torch.zeros(64 * MIB, device="cuda"), async_op=True).wait()
+        dist.all_reduce(torch.zeros(MIB, device="cuda"))
+        kernels = gpu.clock.kernels
+    told = log.kinds({"update": 1})
+    found = {
+        KernelKinds.segment(kind): kernels.seconds(info.work)[0]
+        for kind, info in told.infos.items()
+        if info.name == "all_reduce"
+    }
+    measured = CollectiveSeconds(gpu_spec("a100-80gb"))
+    assert found == {
+        "update" + COPIES: pytest.approx(measured.seconds("all_reduce", 256 * MIB, 4), rel=1e-6),
+        "update": pytest.approx(measured.seconds("all_reduce", 4 * MIB, 4), rel=1e-6),
+    }
+
+
+def test_the_ranks_of_a_machine_are_those_that_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with ranks(8), fake_gpu("a100-80gb") as gpu:
+        dist.all_reduce(torch.zeros(MIB, device="cuda"))
+    assert any("machines of 4" in note for note in gpu.notes)
+
+
+# ---------------------------------------------------------------------- NCCL's bytes
+def test_nccl_buffers_count_outside_the_allocator() -> None:
+    with fake_gpu("a100-80gb") as alone:
+        torch.zeros(MIB, device="cuda")
+    with ranks(8), fake_gpu("a100-80gb") as gpu:
+        torch.zeros(MIB, device="cuda")
+        dist.all_reduce(torch.zeros(MIB, device="cuda"))
+        dist.all_reduce(torch.zeros(MIB, device="cuda"), group=dist.new_group([0, 1]))
+    assert alone.communicator_bytes == 0
+    assert gpu.communicator_bytes == (392 + 342) * MIB
+    assert alone.allocatable_bytes - gpu.allocatable_bytes == 392 * MIB
+    assert gpu.device_used_bytes == gpu.spec.context_bytes + gpu.communicator_bytes + gpu.peak_reserved_bytes
+    assert any("NCCL" in note for note in gpu.notes)
+
+
+def test_nvlink_sharp_counts_on_switched_cards_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    assert nccl_bytes(gpu_spec("h100"), 8) == 392 * MIB + 8 * 301_989_888
+    assert nccl_bytes(gpu_spec("h100"), 2) == 342 * MIB
+    assert nccl_bytes(gpu_spec("h100-pcie"), 8) == nccl_bytes(gpu_spec("a100-80gb"), 8) == 392 * MIB
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert nccl_bytes(gpu_spec("h100"), 8) == 392 * MIB

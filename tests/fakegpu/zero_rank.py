@@ -1,0 +1,91 @@
+"""One rank of two that trains with DeepSpeed: `zero_rank.py STAGE RANK PORT` prints its bytes after each part.
+
+With a PORT it is a real rank on the CPU (gloo), else a simulated one. Bytes are (live, peak) of the rank's tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RANKS, WIDTH, LAYERS = 2, 512, 5
+Read = Callable[[], tuple[int, int]]
+
+
+@contextmanager
+def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]:
+    from autofit.probing.memory import _StorageTracker
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    with _StorageTracker("cpu", None) as tracker:
+
+        def reset() -> None:
+            tracker.peak_bytes = tracker.current_bytes
+
+        yield "cpu", lambda: (tracker.current_bytes, tracker.peak_bytes), reset
+    dist.destroy_process_group()
+
+
+@contextmanager
+def simulated(rank: int) -> Iterator[tuple[str, Read, Callable[[], None]]]:
+    from autofit.fakegpu import fake_gpu
+    from autofit.fakegpu.ranks import fake_ranks
+
+    with fake_ranks(RANKS, rank), fake_gpu("a100-80gb") as gpu:
+        allocator = gpu.memory.allocator  # asked for the bytes of tensors: a card's blocks may be larger
+
+        def read() -> tuple[int, int]:
+            return allocator.requested_bytes, allocator.peak_requested_bytes
+
+        yield "cuda", read, torch.cuda.reset_peak_memory_stats
+
+
+def train(stage: int, device: str, read: Read, reset: Callable[[], None]) -> list[tuple[int, int]]:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True}, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": stage, "reduce_bucket_size": WIDTH * WIDTH, "stage3_prefetch_bucket_size": WIDTH * WIDTH // 2,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }  # fmt: skip
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    model = model.to(torch.bfloat16).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+    found = [read()]
+    for _ in range(3):
+        for _ in range(2):
+            reset()
+            loss = engine(torch.randn(2, 64, WIDTH, device=device, dtype=torch.bfloat16)).float().sum()
+            found.append(read())
+            reset()
+            engine.backward(loss)
+            del loss
+            found.append(read())
+            reset()
+            engine.step()
+            found.append(read())
+    return found
+
+
+def main(stage: str, rank: str, port: str = "") -> None:
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank if port else "0", "WORLD_SIZE": str(RANKS)}  # a card of its own
+    os.environ["DS_ACCELERATOR"] = "cpu" if port else "cuda"
+    with real(int(rank), port) if port else simulated(int(rank)) as (device, read, reset):
+        found = train(int(stage), device, read, reset)
+    print("BYTES", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
