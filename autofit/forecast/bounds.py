@@ -15,7 +15,7 @@ from autofit.space.space import QUANTIZATION, Value
 
 _MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a batch makes
 _TRAINED = ("gradients", "optimizer")
-_ROLLOUT_PHASES = ("rollout", "scoring", "wake-up")
+_ROLLOUT_PHASES = ("rollout", "scoring", "wake-up", "sync")
 _ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _QUANTISED = {"4bit": 0.5, "8bit": 1.0}  # least bytes of a parameter
 
@@ -72,7 +72,7 @@ class Bounds:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
         if name == MICRO:
-            scales = category in _MADE and phase not in ("rollout", "wake-up", "optimizer")
+            scales = category in _MADE and phase not in ("rollout", "wake-up", "sync", "optimizer")
             return number(after) / number(before) if scales else 1.0
         if name == ROLLOUT:
             scales = category in _MADE and phase in _ROLLOUT_PHASES

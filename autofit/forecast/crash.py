@@ -2,12 +2,13 @@
 
 from dataclasses import asdict, dataclass
 
+from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
-from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, UPDATE, WAKE_UP
+from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe
 
-_IN_ORDER = (LOAD, WAKE_UP, ROLLOUT, SCORING, UPDATE, OPTIMIZER)
+_IN_ORDER = (LOAD, WAKE_UP, SYNC, ROLLOUT, SCORING, UPDATE, OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,8 @@ class Crash:
 
 def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
     """Where the recipe of `result` runs out of memory on a card of `capacity_bytes`, with its longest sample."""
-    context = gpu_spec(result.device.removeprefix("sim:")).context_bytes
+    card = gpu_spec(result.device.removeprefix("sim:"))
+    context = card.context_bytes + nccl_bytes(card, recipe.launch.ranks)
     peaks = {p.name: p.peak_allocated_bytes + context for p in result.phases}
     over = [name for name in _IN_ORDER if peaks.get(name, 0) > capacity_bytes]
     phase = over[0] if over else max(peaks, key=lambda name: peaks[name], default=result.oom_phase or UPDATE)

@@ -15,7 +15,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.formula.seconds import DECODE
 from autofit.forecast.structures import LATER
-from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
+from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, WAKE_UP
 
 Engine = VllmEngine | PagedBatching
 
@@ -43,10 +43,16 @@ class Rollout:
             most_sequences=self.completions * traced.ranks,
         )  # fmt: skip
 
+    def _largest_part(self, completions: int, copies: int) -> int:
+        """Completions of the busiest of the server's cards: whole prompts are divided among them."""
+        group = max(1, self.group)
+        return -(-(completions // group) // copies) * group
+
     def seconds(self, traced: VllmEngine) -> float:
         """Seconds of one generation, with synchronisation and sleep."""
         engine = self.engine(traced)
-        prompts = (self.prompt,) * (self.completions * engine.ranks)
+        whole = self.completions * engine.ranks * engine.served
+        prompts = (self.prompt,) * (whole if engine.copies == 1 else self._largest_part(whole, engine.copies))
         blocks = engine.usable_blocks(prompts, self.tokens)
         alike = replace(engine, utilization=1.0, longest=1, weights_bytes=0, sync_s=0.0, sleeps=False)
         generation_s = _generation_s(alike, prompts, self.tokens, self.group, blocks)
@@ -65,7 +71,7 @@ def held_bytes(engine: VllmEngine, phase: str) -> int:
     name = phase.removesuffix(LATER)
     if name in (LOAD, ROLLOUT):
         return engine.held_bytes(weights=True, cache=True, computing=True)
-    return engine.held_bytes(weights=not engine.sleeps or name == WAKE_UP, cache=not engine.sleeps)
+    return engine.held_bytes(weights=not engine.sleeps or name in (WAKE_UP, SYNC), cache=not engine.sleeps)
 
 
 def with_engine(

@@ -43,6 +43,7 @@ class Estimator:
     worst_case: Path
     server: ForkServer
     deadline_s: float
+    least_of_fits: bool = True  # whether a fit has its least capacity, which takes a second or more
 
     def estimate(self) -> ProbeResult:
         """The probe result of the unchanged recipe. Raises EnvironmentFault if the simulation itself fails."""
@@ -61,6 +62,7 @@ class Estimator:
             trainer=self.recipe.trainer, device=self.device, limit_bytes=self.capacity_bytes,
             worst_case=self.worst_case, deadline_s=self.deadline_s, parallel=PARALLEL,
             server_socket=self.server.socket_path, recipe_hash=self.recipe.named_hash,
+            least_of_fits=self.least_of_fits,
         )  # fmt: skip
         request = setup.request(Path(tempfile.mkdtemp(dir=self.folder)), values)
         write_json(request.request_path, request.to_json())

@@ -9,11 +9,11 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.engines import Engine, Rollout, with_engine
 from autofit.forecast.structures import LATER, Shape
-from autofit.plugin.protocol import LOAD, ROLLOUT, WAKE_UP
+from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, WAKE_UP
 
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
 _OF_MICRO_BATCH = ("update", *_ONCE)
-_OF_ROLLOUT = (ROLLOUT, WAKE_UP, DECODE)
+_OF_ROLLOUT = (ROLLOUT, WAKE_UP, SYNC, DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, Trier
+from autofit.forecast.host_steps import OFFLOAD
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.probing.result import ProbeResult
@@ -13,7 +14,7 @@ from autofit.space.space import QUANTIZATION
 
 LEAST_GAIN = 0.01  # share of the step's seconds
 _FIRST = ("dtype", "use_vllm", "use_transformers_continuous_batching", "optim", "use_peft")
-_ONLY_MEMORY = (ALLOCATOR, QUANTIZATION, "lora_r", "activation_offloading")
+_ONLY_MEMORY = (ALLOCATOR, QUANTIZATION, "lora_r", "activation_offloading", OFFLOAD)
 _RECIPE = ("dtype", "use_peft")  # settings of the recipe tier that are proposed for their speed
 
 

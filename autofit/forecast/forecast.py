@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
@@ -62,7 +63,8 @@ class Forecaster:
         Where there are many structures, those of the fastest candidates under `limit_bytes` are traced.
         """
         found = Sorted(space, read_json(self.worst_case) or {})
-        context = gpu_spec(self.device.removeprefix("sim:")).context_bytes
+        card = gpu_spec(self.device.removeprefix("sim:"))
+        context = card.context_bytes + nccl_bytes(card, space.recipe.launch.ranks)
         if not space.recipe.forecasts:
             return _unknown(found)
         workshop = Workshop(

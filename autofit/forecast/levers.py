@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
+from autofit.forecast.host_steps import OFFLOAD
 from autofit.hardware.hardware import Device
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
@@ -17,13 +18,14 @@ SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # The order in which a practitioner tries settings of one tier. Others come after them.
 LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "vllm_max_model_length", SHARE, SLEEP,
-    "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft", QUANTIZATION,
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "launch.sharding", "vllm_max_model_length",
+    SHARE, SLEEP, "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft",
+    QUANTIZATION, OFFLOAD,
 )  # fmt: skip
 # Knobs without a memory order whose other values may need less memory.
 _MAY_HELP = {
     ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
-    "padding_free", "use_peft", SLEEP, "vllm_max_model_length",
+    "padding_free", "use_peft", SLEEP, "vllm_max_model_length", "launch.sharding", OFFLOAD,
 }  # fmt: skip
 _ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
@@ -78,7 +80,8 @@ class Levers:
         """A candidate's settings with this value of `name`, and what it needs of others; {} if there is none."""
         micro: dict[str, Value] = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
         adapter: dict[str, Value] = {"use_peft": True} if name == QUANTIZATION and "use_peft" in self.own else {}
-        tries: list[dict[str, Value]] = [{name: value}, {**micro, **adapter, name: value}]
+        shared: dict[str, Value] = {"launch.sharding": "fsdp2"} if name == OFFLOAD and value == "parameters" else {}
+        tries: list[dict[str, Value]] = [{name: value}, {**micro, **adapter, **shared, name: value}]
         return next((at for at in tries if self.candidate(at) is not None), {})
 
     def tier_of(self, name: str) -> Tier:

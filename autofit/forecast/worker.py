@@ -8,7 +8,6 @@ with more tokens than a tile have a separate model. Imports torch.
 import contextlib
 import gc
 import os
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -41,8 +40,12 @@ from autofit.forecast.structures import LATER
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
 from autofit.plugin.registry import load
+from autofit.probing.rank import simulated_rank
 from autofit.probing.simulated import layers_alike, needs_all_layers
 from autofit.recipe.keys import BatchKeys
+from autofit.recipe.launch import Launch, split
+from autofit.recipe.secrets import opened
+from autofit.scratch import Scratch
 
 MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
 DEPTHS = (2, 3)  # middle units of the traces that tell what a unit adds: the first, the last, and one between
@@ -101,7 +104,7 @@ class Recording:
         card = fake_gpu(
             spec, host_costs=host_costs(self.device)[0], enforce_capacity=False, follow_layers=follow_layers
         )
-        with card as gpu, few:
+        with simulated_rank(Launch.of(self.values), device=self.device), card as gpu, few:
             gpu.only_last_decode_steps = True
             if gpu.tracer.shortcut is not None:
                 gpu.tracer.shortcut.known = self.operations
@@ -109,7 +112,7 @@ class Recording:
 
     def _train(self, gpu: FakeGpu, point: Point) -> "_Marks":
         keys = self.keys
-        changed = dict(self.values) | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
+        changed = split(self.values)[1] | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
         if keys.rollout is not None:
             assert keys.group is not None
             assert keys.completion is not None
@@ -118,8 +121,8 @@ class Recording:
         if point.rank is not None:
             changed["lora_r"] = point.rank
         marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk)
-        with tempfile.TemporaryDirectory(prefix="autofit-trace-") as folder:
-            task = Task(device=self.device, output=Path(folder), worst_case=self.worst_case, steps=2)
+        with Scratch("trace-") as folder:
+            task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
             self.trainer.build(changed, task).train(marks)
         marks.enter("end")
         return marks
@@ -198,6 +201,7 @@ def run(request_path: str) -> int:
     request = read_json(Path(request_path))
     assert request is not None
     answer = Path(str(request["answer"]))
+    request["values"] = opened(cast("dict[str, object]", request["values"]))
     gc.collect()
     gc.freeze()  # excludes the imported modules from later collections
     try:
@@ -246,7 +250,7 @@ class Structure:
 
     @cached_property
     def _config(self) -> Any:
-        return text_config(load(self.trainer).layers(self.values, WorstCase(path=Path(self.worst_case))))
+        return text_config(load(self.trainer).layers(split(self.values)[1], WorstCase(path=Path(self.worst_case))))
 
     @cached_property
     def stack(self) -> Stack | None:
@@ -254,7 +258,7 @@ class Structure:
         every = layers_alike(self.values)
         try:
             if needs_all_layers(self.values):
-                raise NotRepeatingError("the LoRA settings name single layers")
+                raise NotRepeatingError("a model with fewer layers would train otherwise")
             stack = plan_stack(self._config, pattern=every)
         except NotRepeatingError:
             if self._config.num_hidden_layers > MOST_LAYERS:

@@ -5,18 +5,22 @@ in the recipe's YAML, which `trl grpo --config` passes on, or with the keys fsdp
 has what all of these mean, so that a search space can vary it like any other mapping of the recipe.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, quoted
+from autofit.recipe.keys import BatchKeys
+from autofit.recipe.secrets import opened
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]
 LAUNCH = "launch"  # the key of a recipe; no trainer sees it
+DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
 MOST_RANKS = 4096
 _LOCAL = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "main_training_function": "main",
           "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
@@ -61,7 +65,54 @@ class Launch:
     @property
     def is_plain(self) -> bool:
         """Whether one process trains without any wrapper."""
+        return self.ranks == 1 and self.sharding == "ddp" and self.server_ranks == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process trains by itself, perhaps beside a vLLM server."""
         return self.ranks == 1 and self.sharding == "ddp"
+
+    def batching(self, resolved: Mapping[str, object], keys: BatchKeys) -> "Launch":
+        """This launch, with "auto" for the batch in the user's DeepSpeed JSON, as transformers fills it in.
+
+        Raises ConfigError, as transformers does, where the JSON has another batch than the recipe.
+        """
+        zero = cast("Mapping[str, object]", self.config.get("deepspeed_config") or {})
+        content = zero.get(DEEPSPEED_JSON)
+        if not isinstance(content, Mapping):
+            return self
+        micro, accumulation = (cast(int, resolved[key]) for key in (keys.micro_batch, keys.accumulation))
+        wanted = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+                  "train_batch_size": micro * accumulation * self.ranks}  # fmt: skip
+        wrong = [
+            f"{key} {content[key]}" for key, value in wanted.items() if content.get(key, "auto") not in ("auto", value)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the DeepSpeed config has {', '.join(wrong)}, and the recipe {keys.micro_batch}={micro} x "
+                f'{keys.accumulation}={accumulation} x {self.ranks} rank(s); write "auto" there, or the recipe\'s'
+            )
+        batch = {key: "auto" for key in wanted if key in content}
+        return replace(self, config={**self.config, "deepspeed_config": {**zero, DEEPSPEED_JSON: {**content, **batch}}})
+
+    @property
+    def words(self) -> str:
+        """Ranks, sharding and offload for a reader: `8 ranks, FSDP2, parameters in host memory`."""
+        named = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+        shared = named.get(self.sharding) or f"DeepSpeed ZeRO-{self.sharding[-1]}"
+        parts = ["1 rank" if self.ranks == 1 else f"{self.ranks} ranks"]
+        if self.machines > 1:
+            parts[0] += f" on {self.machines} machines"
+        if self.ranks > 1 or self.sharding != "ddp":
+            parts.append(shared)
+        if self.sharding.startswith("fsdp") and not self.reshard_after_forward:
+            parts.append("parameters kept whole between forward and backward")
+        if self.offload != "none":
+            held = "parameters and the optimizer's state" if self.offload == "parameters" else "the optimizer's state"
+            parts.append(f"{held} in host memory")
+        if self.server_ranks:
+            parts.append(f"{self.server_ranks} more for a vLLM server")
+        return ", ".join(parts)
 
     @property
     def cards(self) -> int:
@@ -92,15 +143,16 @@ class Launch:
         machines = _integer(rest.get("num_machines", 1), "num_machines", what)
         if kind == "NO":  # accelerate starts one process, whatever num_processes says
             return cls(config=rest)
-        if kind in ("MULTI_GPU", "MULTI_CPU"):
-            return cls(ranks=ranks, machines=machines, config=rest)
-        if kind == "FSDP":
-            return cls(ranks=ranks, machines=machines, config=rest, **_fsdp(config, what))  # type: ignore[arg-type]
-        if kind == "DEEPSPEED":
-            return cls(ranks=ranks, machines=machines, config=rest, **_zero(config, what))  # type: ignore[arg-type]
-        raise ConfigError(
-            f"{what}: distributed_type must be NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED; got {quoted(kind)}"
-        )
+        shared = {"FSDP": _fsdp, "DEEPSPEED": _zero}
+        if kind not in ("MULTI_GPU", "MULTI_CPU", *shared):
+            raise ConfigError(
+                f"{what}: distributed_type must be NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED; got {quoted(kind)}"
+            )
+        fields = shared[kind](config, what) if kind in shared else {}
+        try:
+            return cls(ranks=ranks, machines=machines, config=rest, **fields)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from error
 
     def to_accelerate(self) -> dict[str, object]:
         """The accelerate config that `accelerate launch --config_file` and `trl NAME --accelerate_config` take."""
@@ -112,7 +164,26 @@ class Launch:
             return {**config, "distributed_type": "MULTI_GPU" if self.ranks > 1 else "NO"}
         if self.sharding.startswith("fsdp"):
             return {**config, "distributed_type": "FSDP", "fsdp_config": self._fsdp_config()}
-        return {**config, "distributed_type": "DEEPSPEED", "deepspeed_config": self._zero_config()}
+        zero = self._zero_config()
+        if "deepspeed_config_file" in zero:  # accelerate refuses both; transformers fills in the file's "auto"
+            config.pop("mixed_precision", None)
+        return {**config, "distributed_type": "DEEPSPEED", "deepspeed_config": zero}
+
+    def to_deepspeed(self) -> dict[str, object] | None:
+        """The user's DeepSpeed JSON with this sharding and offload; None where no such file was given."""
+        given = cast("Mapping[str, object]", self.config.get("deepspeed_config") or {}).get(DEEPSPEED_JSON)
+        if not isinstance(given, Mapping):
+            return None
+        zero = {**cast("Mapping[str, object]", given.get("zero_optimization") or {}), "stage": int(self.sharding[-1])}
+        zero.pop("cpu_offload", None)
+        for key, moved in (
+            ("offload_optimizer", self.offload != "none"),
+            ("offload_param", self.offload == "parameters"),
+        ):
+            old = cast("Mapping[str, object]", zero.pop(key, None) or {})
+            if moved:
+                zero[key] = {**old, "device": old.get("device") if old.get("device") in ("cpu", "nvme") else "cpu"}
+        return {**given, "zero_optimization": zero}
 
     def _fsdp_config(self) -> dict[str, object]:
         version = int(self.sharding[-1])
@@ -135,6 +206,9 @@ class Launch:
         stage = int(self.sharding[-1])
         given = cast("Mapping[str, object]", self.config.get("deepspeed_config") or {})
         usual: dict[str, object] = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": stage == 3}
+        content = self.to_deepspeed()
+        if content is not None:  # accelerate takes the JSON itself in place of a path
+            return {**usual, "deepspeed_config_file": json.dumps(content)}
         if stage == 3:
             usual["zero3_save_16bit_model"] = True
         own = {
@@ -148,8 +222,30 @@ ONE_RANK = Launch()
 
 
 def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
-    """(the launch of a recipe, its keys without `launch`, which are those of its trainer)."""
-    return Launch.of(values), {key: value for key, value in values.items() if key != LAUNCH}
+    """(the launch of a recipe, the values for its trainer: without `launch`, and with its secrets)."""
+    return Launch.of(values), opened({key: value for key, value in values.items() if key != LAUNCH})
+
+
+def check_installed(launch: Launch) -> None:
+    """Raises ConfigError where the library of the launch's sharding is missing, which predictions run too."""
+    if launch.sharding.startswith("zero") and find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"{launch.sharding} trains with DeepSpeed, whose own code predictions run too; it is not installed: run "
+            "`DS_BUILD_OPS=0 pip install deepspeed` (no GPU is needed), or choose sharding: fsdp2"
+        )
+
+
+def check_on_cpu(launch: Launch) -> None:
+    """Raises ConfigError where ranks on the CPU cannot train as `launch` says."""
+    if launch.is_plain:
+        return
+    if launch.sharding not in ("ddp", "fsdp2"):
+        raise ConfigError(
+            f"ranks on the CPU train with ddp or fsdp2; got {launch.sharding}; choose another accelerate config, or "
+            "predict it on a simulated card with --gpu NAME"
+        )
+    if launch.offload != "none":
+        raise ConfigError(f"ranks on the CPU have nothing to offload to; got offload: {launch.offload}; remove it")
 
 
 def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:

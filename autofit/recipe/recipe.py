@@ -11,6 +11,7 @@ import yaml
 from autofit.errors import ConfigError, printable
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import Launch
+from autofit.recipe.secrets import opened
 from autofit.units import format_bytes
 
 _MOST_SAMPLES = 10**6  # of one optimizer step or rollout; pre-training on thousands of cards takes 10^4 sequences
@@ -171,6 +172,8 @@ class Recipe:
                 f"accumulation x {self.world_size} rank(s)",
             ),
         ]
+        if not self.launch.is_plain:
+            rows.append(("launch", self.launch.words))
         if self.generates:
             rows.append(
                 ("groups", f"{self.prompts_per_step} prompts x {self.num_generations} completions per optimizer step")
@@ -195,8 +198,8 @@ def _count(number: int) -> str:
 
 
 def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, comment: str) -> str:
-    """YAML text of `values` with `changes` applied (None removes a key), after a comment."""
-    tuned = merge(values, changes)
+    """YAML text of `values` with `changes` applied (None removes a key) and its secrets, after a comment."""
+    tuned = opened(merge(values, changes))
     lines = "".join(f"# {line}\n" for line in comment.splitlines())
     return lines + yaml.safe_dump(tuned, sort_keys=False, allow_unicode=True)
 

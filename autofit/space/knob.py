@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from autofit.recipe.keys import Tier, divisors
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
 
 Value = bool | int | float | str | None
 Condition = tuple[str, tuple[Value, ...]]  # (a knob or a key of the recipe, the values under which it is met)
 QUANTIZATION = "quantization"
 ENV = "env."
+SHARED = "launch."  # prefix of the knobs that say how ranks share the model
+SERVER_RANKS = "launch.server_ranks"
 LONGEST = "longest"  # a value of a space file: the tokens of the longest prompt and the longest completion
 _SKIP = "\0skip"
 
@@ -34,6 +37,7 @@ class Knob:
     when: tuple[Condition, ...] = ()  # all must be met, or the knob has no effect and keeps the recipe's value
     sets: tuple[tuple[str, Value], ...] = ()  # keys that are set with any change of this knob
     unset: Value = None  # what an inner key means that the recipe does not give
+    values_need: tuple[tuple[str, tuple[Value, ...]], ...] = ()  # (a need, the values that have it)
     optional: bool = False  # whether an installed version without the key leaves the knob out; else it is an error
 
 
@@ -45,6 +49,8 @@ def own_value(name: str, recipe: Recipe, unset: Value = None) -> Value:
     if name.startswith(ENV):
         found = inner_value(recipe.values, name)
         return None if found is None else str(found)
+    if name.startswith(SHARED) and name.removeprefix(SHARED) in Launch.__slots__:
+        return cast(Value, getattr(recipe.launch, name.removeprefix(SHARED)))
     if "." in name:
         found = inner_value(resolved, name)
         return unset if found is None else cast(Value, found)
@@ -57,8 +63,9 @@ def choices_of(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
     """All values of `knob` in memory order: the solved divisors or the listed values, with the recipe's own value."""
     own = own_value(knob.name, recipe, knob.unset)
     if knob.solved:
-        per_rank = recipe.effective_batch_size // recipe.world_size
-        solved = divisors(per_rank) | divisors(max(per_rank, recipe.generation_batch_size // recipe.world_size))
+        ranks = recipe.world_size if recipe.launch.server_ranks == 0 else 1  # a server may take or leave ranks
+        per_rank = recipe.effective_batch_size // ranks
+        solved = divisors(per_rank) | divisors(max(per_rank, recipe.generation_batch_size // ranks))
         return tuple(sorted(solved | {cast(int, own)}))
     values = list(listed_values(knob, recipe))
     if own not in values:

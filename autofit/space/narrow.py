@@ -14,10 +14,14 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import simulated_twin
 from autofit.hardware.needs import BFLOAT16_CAPABILITY
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.launch import Launch
+from autofit.recipe.launch_findings import attention_heads
 from autofit.recipe.recipe import Recipe
-from autofit.space.knob import ENV, QUANTIZATION, Condition, Knob, choices_of, own_value
+from autofit.space.knob import ENV, QUANTIZATION, SHARED, Condition, Knob, Value, choices_of, own_value
 
-_FACTS = ("lora", "cuda", "card", "bf16", "fixed-reference")  # every other need is a package
+_TO_SIMULATE = ("deepspeed",)  # packages whose own code runs on the simulated card too
+_OF_RANKS = ("ranks", "server", "divides-heads")  # needs without which there is nothing to choose
+_FACTS = ("lora", "cuda", "card", "bf16", "fixed-reference", *_OF_RANKS)  # every other need is a package
 
 
 def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
@@ -67,11 +71,14 @@ def narrowed(
     free: list[Knob] = []
     left_out: dict[str, str] = {}
     idle: dict[str, str] = {}
-    for knob in (k for k in knobs if _tier(k, recipe) <= TIERS.index(allow)):
+    for knob in (k for k in knobs if _tier(k, recipe) <= TIERS.index(allow) and _concerns(k, recipe)):
         reason = why_left_out(knob, recipe, device)
         if reason:
             left_out[knob.name] = reason
             continue
+        knob, reason = _with_possible_values(knob, recipe, device)
+        if reason:
+            left_out[knob.name] = reason
         if device == "cpu":
             knob = replace(knob, values=knob.values + knob.cpu_values)
         unmet = _unmet(knob, free, knobs, recipe)
@@ -80,6 +87,23 @@ def narrowed(
         elif len(choices_of(knob, recipe)) > 1:
             free.append(replace(knob, when=_open(knob, free)))
     return tuple(free), left_out, idle
+
+
+def _concerns(knob: Knob, recipe: Recipe) -> bool:
+    """Whether the recipe has what the knob is about: several ranks, or a vLLM server beside them."""
+    several, server = recipe.launch.ranks > 1, recipe.launch.server_ranks > 0
+    return (several or "ranks" not in knob.needs) and (server or "server" not in knob.needs)
+
+
+def _with_possible_values(knob: Knob, recipe: Recipe, device: str) -> tuple[Knob, str]:
+    """(`knob` with the values that this device and machine have, why others are left out); the CPU's own go unsaid."""
+    reasons = [(_missing(need, recipe, device), values) for need, values in knob.values_need]
+    gone = {value for reason, values in reasons if reason for value in values}
+    if "divides-heads" in knob.needs:
+        heads, ranks = attention_heads(recipe.model) or 1, recipe.world_size
+        gone |= {n for n in knob.values if isinstance(n, int) and (ranks % n or heads % n)}
+    said = [f"{', '.join(map(str, values))}: {reason}" for reason, values in reasons if reason and device != "cpu"]
+    return replace(knob, values=tuple(v for v in knob.values if v not in gone)), "; ".join(said)
 
 
 def _tier(knob: Knob, recipe: Recipe) -> int:
@@ -120,6 +144,8 @@ def _missing(need: str, recipe: Recipe, device: str) -> str:
         return "" if recipe.uses_lora else "the recipe trains without LoRA (use_peft)"
     if need == "cuda":
         return "it needs a GPU, and probes run on the CPU" if device == "cpu" else ""
+    if need in _OF_RANKS:
+        return ""
     if need == "card":
         return "" if device == "cuda" else "its effect is only known where it is measured, on a real card"
     if need == "fixed-reference":  # TRL refuses precomputed scores of a synchronized reference
@@ -127,7 +153,7 @@ def _missing(need: str, recipe: Recipe, device: str) -> str:
         return "the reference changes during the training (sync_ref_model)" if synced else ""
     if need == "bf16":
         return _without_bfloat16(device)
-    return "" if simulated else missing_packages([need])
+    return "" if simulated and need not in _TO_SIMULATE else missing_packages([need])
 
 
 def _without_bfloat16(device: str) -> str:
@@ -157,6 +183,11 @@ def packages_of(knob: Knob) -> tuple[str, ...]:
     return tuple(need for need in knob.needs if need not in _FACTS)
 
 
+def packages_of_value(knob: Knob, value: Value) -> tuple[str, ...]:
+    """The packages that this value of `knob` needs besides."""
+    return tuple(need for need, values in knob.values_need if value in values and need not in _FACTS)
+
+
 def _called(knob: Knob, recipe: Recipe) -> Knob:
     """`knob` by the names that the recipe uses, where a key has several."""
     return replace(
@@ -175,4 +206,5 @@ def _name(key: str, other_names: Mapping[str, str]) -> str:
 
 def _known(name: str, recipe: Recipe) -> bool:
     quantised = name == QUANTIZATION and "load_in_4bit" in recipe.resolved
-    return quantised or name.startswith(ENV) or name.partition(".")[0] in recipe.resolved
+    shared = name.startswith(SHARED) and name.removeprefix(SHARED) in Launch.__slots__
+    return quantised or shared or name.startswith(ENV) or name.partition(".")[0] in recipe.resolved

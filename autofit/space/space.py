@@ -15,8 +15,20 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
-from autofit.space.knob import ENV, QUANTIZATION, Knob, Value, choices_of, listed_values, own_value, scaled_value
-from autofit.space.narrow import checked, narrowed, packages_of
+from autofit.space.knob import (
+    ENV,
+    QUANTIZATION,
+    SERVER_RANKS,
+    SHARED,
+    Knob,
+    Value,
+    choices_of,
+    listed_values,
+    own_value,
+    scaled_value,
+)
+from autofit.space.launches import Launches
+from autofit.space.narrow import checked, narrowed, packages_of, packages_of_value
 
 __all__ = ["QUANTIZATION", "Candidate", "Knob", "Space", "Value"]
 
@@ -100,9 +112,26 @@ class Space:
         met but not in the recipe, only the listed ones: the recipe's own was never chosen.
         """
         gates = self._gates[place]
-        if all(before[at] in wanted for at, wanted in gates):
-            return self._opened[place]
-        return (self.baseline.values[place],)
+        met = all(before[at] in wanted for at, wanted in gates)
+        values = self._opened[place] if met else (self.baseline.values[place],)
+        if not self.knobs[place].name.startswith(SHARED):
+            return values
+        given = {knob.name: value for knob, value in zip(self.knobs, before, strict=False)}
+        return self._launches.possible(place, values, given)
+
+    @cached_property
+    def _launches(self) -> Launches:
+        return Launches(self.recipe.launch, self.knobs)
+
+    @cached_property
+    def _divides_cards(self) -> bool:
+        return self._launches.divide_cards
+
+    def ranks(self, candidate: Candidate) -> int:
+        """Ranks of `candidate` that train: those of the recipe, or the cards that its vLLM server leaves."""
+        if not self._divides_cards:
+            return self.recipe.world_size
+        return self._launches.ranks(self._get(candidate, SERVER_RANKS))
 
     @cached_property
     def _gates(self) -> tuple[tuple[tuple[int, tuple[Value, ...]], ...], ...]:
@@ -113,7 +142,7 @@ class Space:
     @cached_property
     def _conditional(self) -> tuple[int, ...]:
         """Places of the knobs that depend on others."""
-        return tuple(place for place, knob in enumerate(self.knobs) if knob.when)
+        return tuple(place for place, knob in enumerate(self.knobs) if knob.when or knob.name.startswith(SHARED))
 
     @cached_property
     def _opened(self) -> tuple[tuple[Value, ...], ...]:
@@ -136,15 +165,15 @@ class Space:
 
     def split(self, candidate: Candidate) -> tuple[int, int, int, int]:
         """(micro-batch, accumulation, micro-batches of a rollout, completions of a group); accumulation is exact."""
-        keys, recipe = self.keys, self.recipe
+        keys, recipe, ranks = self.keys, self.recipe, self.ranks(candidate)
         micro = cast(int, self._get(candidate, keys.micro_batch))
-        accumulation = recipe.effective_batch_size // (micro * recipe.world_size)
+        accumulation = recipe.effective_batch_size // (micro * ranks)
         if keys.rollout is None:
             return micro, accumulation, accumulation, 1
         if any(k.name == keys.rollout for k in self.knobs):
             chunk = cast(int, self._get(candidate, keys.rollout))
         else:
-            chunk = recipe.generation_batch_size // (micro * recipe.world_size)
+            chunk = recipe.generation_batch_size // (micro * ranks)
         return micro, accumulation, chunk, cast(int, self._get(candidate, keys.group)) if keys.group else 1
 
     # -- enumeration ----------------------------------------------------------------------------------------------
@@ -169,7 +198,7 @@ class Space:
     @property
     def _solved_places(self) -> list[int]:
         """Indices of the knobs that the constraints involve."""
-        bound = (self.keys.micro_batch, self.keys.rollout, self.keys.group)
+        bound = (self.keys.micro_batch, self.keys.rollout, self.keys.group, SERVER_RANKS)
         return [i for i, knob in enumerate(self.knobs) if knob.name in bound]
 
     @cached_property
@@ -198,19 +227,38 @@ class Space:
             rows = [
                 ((*row, value), max(least, rank))
                 for row, least in rows
-                for value, rank in (pairs if all(row[at] in wanted for at, wanted in gates) else closed)
+                for value, rank in self._launching(
+                    place, places, row, pairs if all(row[at] in wanted for at, wanted in gates) else closed
+                )
             ]
         return rows
+
+    def _launching(
+        self, place: int, places: list[int], row: tuple[Value, ...], pairs: list[tuple[Value, int]]
+    ) -> list[tuple[Value, int]]:
+        """Those of the (value, tier) `pairs` of knob `place` that go with the launch of `row`."""
+        if not self.knobs[place].name.startswith(SHARED):
+            return pairs
+        given = {self.knobs[at].name: value for at, value in zip(places, row, strict=False)}
+        possible = self._launches.possible(place, tuple(value for value, _ in pairs), given)
+        tier, own = TIERS.index(self._tier_of(self.knobs[place].name)), self.baseline.values[place]
+        return [(value, tier if value != own else 0) for value in possible]
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
         for place in self._conditional:
-            if candidate.values[place] not in self._possible(place, candidate.values):
-                knob = self.knobs[place]
+            knob = self.knobs[place]
+            if candidate.values[place] not in self._possible(place, candidate.values[:place]):
+                if not knob.when:
+                    return f"there is a launch with {knob.name} {candidate.values[place]}"
                 met = " and ".join(f"{key} is {' or '.join(map(str, wanted))}" for key, wanted in knob.when)
                 return f"{knob.name} differs from the recipe's only where it has an effect (where {met})"
+        recipe, ranks, keys = self.recipe, self.ranks(candidate), self.keys
+        if ranks < 1:
+            return f"a card is left to train ({SERVER_RANKS} below {recipe.launch.cards})"
         micro, _, chunk, groups = self.split(candidate)
-        recipe, ranks, keys = self.recipe, self.recipe.world_size, self.keys
+        if chunk < 1:
+            return f"generation batch = {recipe.generation_batch_size} completions, as in the recipe"
         if recipe.effective_batch_size % (micro * ranks):
             return f"micro-batch x accumulation x world size = effective batch {recipe.effective_batch_size}"
         if not recipe.generates:
@@ -266,6 +314,8 @@ class Space:
             if knob.name in (keys.micro_batch, keys.rollout) or (value == own and knob.name not in gained):
                 continue
             wanted |= _as_keys(knob, value, recipe)
+        if SERVER_RANKS in wanted:
+            wanted[f"{SHARED}ranks"] = self.ranks(candidate)
         env = {k.removeprefix(ENV): wanted.pop(k) for k in list(wanted) if k.startswith(ENV)}
         return wanted | ({"env": env} if env else {})
 
@@ -320,6 +370,7 @@ class Space:
             value = params.get(knob.name, own_value(knob.name, self.recipe, knob.unset))
             if value in knob.values and value not in (False, None, "none"):
                 found += packages_of(knob)
+            found += packages_of_value(knob, value)
         return tuple(dict.fromkeys(found))
 
     # -- memory order ---------------------------------------------------------------------------------------------

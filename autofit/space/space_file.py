@@ -72,7 +72,8 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     where = f"{what}, knob {name}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
-    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "traced", "when", "sets", "unset"}
+    known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "traced", "when", "sets", "unset",
+             "values_need"}  # fmt: skip
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -102,14 +103,18 @@ def _knob(what: str, name: str, entry: object) -> Knob:
         when=_conditions(where, entry.get("when", {})),
         sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()),
         unset=entry.get("unset"),
+        values_need=_conditions(where, entry.get("values_need", {}), key="values_need"),
     )
 
 
-def _conditions(where: str, value: object) -> tuple[Condition, ...]:
-    """`when` of a knob: {another knob: the value or values of it under which this one has an effect}."""
+def _conditions(where: str, value: object, *, key: str = "when") -> tuple[Condition, ...]:
+    """`when` of a knob: {another knob: the value or values of it under which this one has an effect}.
+
+    Also `values_need`: {a need: the value or values of this knob that have it}.
+    """
     return tuple(
-        (key, tuple(wanted) if isinstance(wanted, list) else (wanted,))
-        for key, wanted in _settings(where, "when", value, lists=True).items()
+        (name, tuple(wanted) if isinstance(wanted, list) else (wanted,))
+        for name, wanted in _settings(where, key, value, lists=True).items()
     )
 
 

@@ -1,0 +1,369 @@
+"""What is wrong with a launch on several cards, or will surprise its user: each with its place and the fix. No torch.
+
+Every finding is what the installed libraries do, read in their source or run: accelerate 1.15, transformers 5.23, TRL
+1.16, torch 2.13. Where the libraries raise an error, theirs comes late (after the weights are loaded) or names no key.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+from autofit.files import read_json
+from autofit.recipe.catalogue import architecture
+from autofit.recipe.launch import Launch
+from autofit.recipe.recipe import Recipe
+from autofit.units import format_bytes
+
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
+_CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+class Severity(StrEnum):
+    ERROR = "error"  # it does not train, or not on these ranks
+    WARNING = "warning"  # it trains, and costs memory, time or a checkpoint
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong: where it stands, what happens, and what to change."""
+
+    severity: Severity
+    where: str  # the file and the key
+    what: str
+    fix: str
+
+    @property
+    def stops(self) -> bool:
+        """Whether the training does not run as asked."""
+        return self.severity is Severity.ERROR
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.fix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A recipe with its launch, and what the user's own files said before they were read.
+
+    `config` is the accelerate config as it stands in the file `config_name` ({} without one); `cards_here` are the
+    cards of this machine, `card` the model of the card that is trained on (as autofit names it), where it is known.
+    """
+
+    recipe: Recipe
+    file: str = "the recipe"  # that the recipe is in
+    config: Mapping[str, object] = field(default_factory=dict)
+    config_name: str = "the accelerate config"
+    num_processes: int | None = None  # of the command line
+    card: str = ""
+    cards_here: int = 0
+
+    @property
+    def launch(self) -> Launch:
+        return self.recipe.launch
+
+    def section(self, name: str) -> Mapping[str, object]:
+        """A section of the accelerate config, such as fsdp_config; {} without it."""
+        found = {**self.launch.config, **self.config}.get(name)
+        return cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
+
+    def value(self, key: str) -> object:
+        """The recipe's value of a key, defaults included."""
+        return self.recipe.resolved.get(key, self.recipe.values.get(key))
+
+    def in_recipe(self, key: str) -> str:
+        return f"{self.file}: {key}"
+
+    def in_config(self, key: str) -> str:
+        return f"{self.config_name}: {key}"
+
+
+def findings(asked: Asked) -> list[Finding]:
+    """Everything that was found, the worst first."""
+    checks = (_started, _packages, _batch, _loading, _whole_base, _quantised, _checkpointing, _saving, _engine, _cards)
+    order = list(Severity)
+    return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
+
+
+def _started(asked: Asked) -> Iterator[Finding]:
+    """How many processes accelerate starts."""
+    kind = str(asked.config.get("distributed_type", ""))
+    wanted = asked.num_processes or asked.config.get("num_processes", 1)
+    if kind == "NO" and isinstance(wanted, int) and wanted > 1:
+        # accelerate/commands/launch.py, launch_command: without multi_gpu it is simple_launcher, which starts one
+        yield Finding(
+            severity=Severity.ERROR, where=asked.in_config("distributed_type"),
+            what=f"NO starts one process, whatever num_processes={wanted} says",
+            fix="set distributed_type: MULTI_GPU, or take --accelerate_config multi_gpu, fsdp2 or zero3",
+        )  # fmt: skip
+    if kind == "MULTI_GPU" and wanted == 1:
+        # the flag --multi_gpu with one process is refused, a config file with both is not (launch.py, line 1208)
+        yield Finding(
+            severity=Severity.ERROR, where=asked.in_config("num_processes"),
+            what="MULTI_GPU with num_processes 1 trains on one card, in a DDP wrapper that costs memory",
+            fix=f"set num_processes to the number of cards{_or_here(asked)}, or distributed_type: 'NO'",
+        )  # fmt: skip
+    if asked.launch.machines > 1:
+        yield Finding(
+            severity=Severity.NOTE, where=asked.in_config("num_machines"),
+            what=f"num_processes {asked.launch.ranks} counts the ranks of all {asked.launch.machines} machines, "
+                 f"{asked.launch.ranks // asked.launch.machines} each; probes and simulations are of one machine",
+            fix="start it on every machine, each with its machine_rank and the same main_process_ip",
+        )  # fmt: skip
+
+
+def _or_here(asked: Asked) -> str:
+    return f" (here {asked.cards_here})" if asked.cards_here > 1 else ""
+
+
+def _packages(asked: Asked) -> Iterator[Finding]:
+    if asked.launch.sharding.startswith("zero") and find_spec("deepspeed") is None:
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("distributed_type"),
+            what="DEEPSPEED needs the package deepspeed, which is not installed here",
+            fix="pip install deepspeed, or take fsdp2, which needs nothing more",
+        )  # fmt: skip
+
+
+def _batch(asked: Asked) -> Iterator[Finding]:
+    """Groups that the ranks cannot share (trl/trainer/grpo_config.py, line 1131)."""
+    recipe = asked.recipe
+    if not recipe.generates or recipe.num_generations < 1:
+        return
+    key, group = recipe.keys.group, recipe.num_generations
+    for what, samples in (("rollout", recipe.generation_batch_size), ("effective batch", recipe.effective_batch_size)):
+        if samples % group:
+            near = [n for n in range(2, samples + 1) if samples % n == 0][:6]
+            yield Finding(
+                severity=Severity.ERROR, where=asked.in_recipe(str(key)),
+                what=f"the {what} of {samples} completions over {recipe.world_size} rank(s) is no multiple of "
+                     f"{key}={group}, so a group would be split",
+                fix=f"{key} that works: {', '.join(map(str, near))}; or change {recipe.keys.micro_batch}",
+            )  # fmt: skip
+            return
+
+
+def _loading(asked: Asked) -> Iterator[Finding]:
+    """What each rank loads into host memory, and onto which cards."""
+    launch, weights = asked.launch, asked.recipe.weights_bytes
+    each = max(1, launch.ranks // launch.machines)
+    given = asked.value("model_init_kwargs")
+    if isinstance(given, Mapping) and given.get("device_map") is not None:
+        yield from _device_map(asked, str(given["device_map"]))
+    if each == 1 or weights is None:
+        return
+    cost = f"each of {each} ranks loads all weights into host memory: {each} x {format_bytes(weights)} = " \
+           f"{format_bytes(each * weights)}"  # fmt: skip
+    fsdp, zero = asked.section("fsdp_config"), asked.section("deepspeed_config")
+    if launch.sharding.startswith("fsdp") and not _on(fsdp.get("fsdp_cpu_ram_efficient_loading", True)):
+        # transformers/distributed/fsdp.py, is_fsdp_enabled: rank 0 alone reads weights only with this variable
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_cpu_ram_efficient_loading"),
+            what=f"false: {cost}", fix=f"set it to true: {format_bytes(weights)} on rank 0 alone",
+        )  # fmt: skip
+    if launch.sharding == "zero3" and not _on(zero.get("zero3_init_flag", True)):
+        # accelerate/utils/dataclasses.py, DeepSpeedPlugin: without it transformers does not enter deepspeed.zero.Init
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero3_init_flag"),
+            what=f"false: {cost}", fix="set it to true, so that each rank keeps its share as the model is built",
+        )  # fmt: skip
+
+
+def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
+    where = asked.in_recipe("model_init_kwargs.device_map")
+    if asked.launch.ranks > 1:
+        # trl/trainer/grpo_trainer.py, line 344, and the other trainers: None on MULTI_GPU and DEEPSPEED. A script of
+        # one's own reaches accelerate/accelerator.py, line 1478, which raises after the weights are loaded.
+        yield Finding(
+            severity=Severity.WARNING, where=where,
+            what=f"{value} has no effect on {asked.launch.ranks} ranks: TRL sets it to null, and accelerate refuses to "
+                 "train a model that is split over the cards",
+            fix="remove it; sharding: fsdp2 or zero3 splits a model over the cards",
+        )  # fmt: skip
+    elif value != "auto" or asked.cards_here > 1:
+        yield Finding(
+            severity=Severity.NOTE, where=where,
+            what=f"{value} lays the layers on all visible cards, which then work one after the other",
+            fix="set CUDA_VISIBLE_DEVICES to one card, or train on several ranks: --num_processes N",
+        )  # fmt: skip
+
+
+def _whole_base(asked: Asked) -> Iterator[Finding]:
+    """LoRA with a sharding that leaves the frozen weights whole."""
+    launch, weights = asked.launch, asked.recipe.weights_bytes
+    if launch.ranks == 1 or not asked.recipe.uses_lora or weights is None:
+        return
+    shared = {"zero1": "the adapter's optimizer state", "zero2": "the adapter's gradients and optimizer state"}
+    if launch.sharding in shared:
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero_stage"),
+            what=f"{launch.sharding} shards only {shared[launch.sharding]}: the frozen weights stay whole, "
+                 f"{format_bytes(weights)} on each of {launch.ranks} cards, so it takes as much as one card",
+            fix="take zero3 or fsdp2, which shard the frozen weights too, or multi_gpu, which is faster where it fits",
+        )  # fmt: skip
+    elif launch.sharding == "ddp":
+        yield Finding(
+            severity=Severity.NOTE, where=asked.in_config("distributed_type"),
+            what=f"DDP keeps the frozen weights whole: {format_bytes(weights)} on each of {launch.ranks} cards",
+            fix="if that does not fit, take --accelerate_config fsdp2",
+        )  # fmt: skip
+
+
+def _quantised(asked: Asked) -> Iterator[Finding]:
+    """4-bit weights whose storage cannot be sharded."""
+    launch = asked.launch
+    if launch.ranks == 1 or not _on(asked.value("load_in_4bit")):
+        return
+    where, storage = asked.in_recipe("bnb_4bit_quant_storage"), str(asked.value("bnb_4bit_quant_storage") or "uint8")
+    dtype = str(asked.value("dtype") or "bfloat16")
+    set_it = f"set bnb_4bit_quant_storage: {dtype if dtype in _FLOATS else 'bfloat16'}, the same as dtype"
+    if storage not in _FLOATS:
+        if launch.sharding == "fsdp2":  # accelerate/utils/fsdp_utils.py, line 798
+            yield Finding(
+                severity=Severity.WARNING, where=where,
+                what=f"accelerate leaves 4-bit weights stored as {storage} out of the sharding: every card holds all "
+                     "of them",
+                fix=set_it,
+            )  # fmt: skip
+        elif launch.sharding == "fsdp1":  # torch/distributed/fsdp/_flat_param.py, line 811
+            yield Finding(
+                severity=Severity.ERROR, where=where,
+                what=f"FSDP1 cannot flatten 4-bit weights stored as {storage} (integers)", fix=set_it,
+            )  # fmt: skip
+    if launch.sharding == "zero3":  # transformers/modeling_utils.py, get_init_context: no zero.Init if is_quantized
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_recipe("load_in_4bit"),
+            what="transformers loads quantised weights whole on every rank, also with zero3_init_flag: true",
+            fix=f"{set_it}, and plan host and card memory for all weights while loading; or take multi_gpu",
+        )  # fmt: skip
+
+
+def _checkpointing(asked: Asked) -> Iterator[Finding]:
+    launch = asked.launch
+    key = next((key for key in _CHECKPOINTING if asked.recipe.values.get(key) is not None), _CHECKPOINTING[1])
+    checkpoints = next((_on(v) for k in _CHECKPOINTING if (v := asked.value(k)) is not None), False)
+    own = _on(asked.section("fsdp_config").get("fsdp_activation_checkpointing", False))
+    if not checkpoints or launch.ranks == 1:
+        return
+    if launch.sharding.startswith("fsdp") and own:  # transformers/trainer.py, line 879
+        yield Finding(
+            severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_activation_checkpointing"),
+            what=f"true together with the recipe's {key}, which TRL turns on unless told otherwise, is refused after "
+                 "the model is loaded",
+            fix=f"set {key}: false in the recipe",
+        )  # fmt: skip
+    elif launch.sharding.startswith("fsdp"):  # transformers/training_args.py, line 2795
+        yield Finding(
+            severity=Severity.NOTE, where=asked.in_recipe(key),
+            what="with FSDP the recipe's own checkpointing gathers the parameters once more in the backward pass",
+            fix=f"set {key}: false, and fsdp_config.fsdp_activation_checkpointing: true in {asked.config_name}",
+        )  # fmt: skip
+    kwargs = next((v for k in _CHECKPOINTING_KWARGS if isinstance(v := asked.value(k), Mapping)), {})
+    if launch.sharding == "ddp" and _on(asked.value("ddp_find_unused_parameters")) and _on(kwargs.get("use_reentrant")):
+        yield Finding(  # torch's DDP: "Expected to mark a variable ready only once", run on two gloo ranks
+            severity=Severity.ERROR, where=asked.in_recipe("ddp_find_unused_parameters"),
+            what="true with reentrant checkpointing ends in the first backward pass: a parameter is ready twice",
+            fix="set ddp_find_unused_parameters: false, or use_reentrant: false in the checkpointing kwargs",
+        )  # fmt: skip
+
+
+def _saving(asked: Asked) -> Iterator[Finding]:
+    launch = asked.launch
+    sharded = launch.sharding != "ddp"
+    only_model = _on(asked.value("save_only_model"))
+    if sharded and only_model and _on(asked.value("load_best_model_at_end")):  # transformers/trainer.py, line 892
+        yield Finding(
+            severity=Severity.ERROR, where=asked.in_recipe("save_only_model"),
+            what=f"with load_best_model_at_end it is refused under {launch.sharding}: the best model is loaded from a "
+                 "whole checkpoint",
+            fix="set save_only_model: false",
+        )  # fmt: skip
+    if launch.sharding == "zero3":
+        if _on(asked.value("auto_find_batch_size")):  # transformers/trainer.py, line 901
+            yield Finding(
+                severity=Severity.ERROR, where=asked.in_recipe("auto_find_batch_size"),
+                what="transformers refuses it with ZeRO-3, and it would change the effective batch",
+                fix="remove it; `autofit search` finds the micro-batch",
+            )  # fmt: skip
+        if not _on(asked.section("deepspeed_config").get("zero3_save_16bit_model", True)):
+            yield Finding(  # transformers/trainer.py, save_model
+                severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero3_save_16bit_model"),
+                what="false: the model is saved as ZeRO shards, which from_pretrained cannot read",
+                fix="set it to true, or run zero_to_fp32.py on each checkpoint",
+            )  # fmt: skip
+    state = str(asked.section("fsdp_config").get("fsdp_state_dict_type", "FULL_STATE_DICT"))
+    if launch.sharding.startswith("fsdp") and "SHARDED" in state:
+        where = asked.in_config("fsdp_config.fsdp_state_dict_type")
+        if only_model:  # transformers/trainer.py, line 907
+            yield Finding(
+                severity=Severity.ERROR, where=where, what=f"{state} is refused with save_only_model: true",
+                fix="set FULL_STATE_DICT, or save_only_model: false",
+            )  # fmt: skip
+        else:  # transformers/trainer.py, save_model: only FULL_STATE_DICT is saved
+            yield Finding(
+                severity=Severity.WARNING, where=where,
+                what=f"{state}: the final model is not saved in a form that from_pretrained reads, only shards of "
+                     "checkpoints",
+                fix="set FULL_STATE_DICT, or merge the shards: accelerate merge-weights",
+            )  # fmt: skip
+
+
+def _engine(asked: Asked) -> Iterator[Finding]:
+    """Tensor parallel of a colocated vLLM engine."""
+    size, ranks = asked.value("vllm_tensor_parallel_size"), asked.launch.ranks
+    if not _on(asked.value("use_vllm")) or not isinstance(size, int) or isinstance(size, bool) or size <= 1:
+        return
+    where = asked.in_recipe("vllm_tensor_parallel_size")
+    if asked.value("vllm_mode") == "server":
+        yield Finding(
+            severity=Severity.NOTE, where=where, what="it has no effect in server mode",
+            fix=f"start the server with --tensor_parallel_size {size}",
+        )  # fmt: skip
+        return
+    heads = attention_heads(asked.recipe.model)
+    works = [n for n in range(1, ranks + 1) if ranks % n == 0 and (heads is None or heads % n == 0)]
+    if ranks % size:  # trl/generation/vllm_generation.py, line 314
+        yield Finding(
+            severity=Severity.ERROR, where=where, what=f"{size} must divide the {ranks} rank(s) that share engines",
+            fix=f"take one of {', '.join(map(str, works))}",
+        )  # fmt: skip
+    elif heads is not None and heads % size:
+        yield Finding(  # vLLM's ModelConfig.verify_with_parallel_config
+            severity=Severity.ERROR, where=where,
+            what=f"{size} must divide the {heads} attention heads of {asked.recipe.model}",
+            fix=f"take one of {', '.join(map(str, works))}",
+        )  # fmt: skip
+
+
+def attention_heads(model: str) -> int | None:
+    """Attention heads of a model in a folder or in the catalogue; None where neither tells."""
+    path = Path(model) / "config.json"
+    known = architecture(model)
+    config = read_json(path) if path.is_file() else None if known is None else known.config
+    text = (config or {}).get("text_config", config)
+    heads = text.get("num_attention_heads") if isinstance(text, Mapping) else None
+    return heads if isinstance(heads, int) else None
+
+
+def _cards(asked: Asked) -> Iterator[Finding]:
+    """Cards that cannot reach each other's memory."""
+    if asked.launch.ranks > 1 and asked.card.startswith("rtx40"):
+        # accelerate/utils/environment.py, check_cuda_p2p_ib_support: "RTX 40" with a driver below 550.40.07
+        yield Finding(
+            severity=Severity.NOTE, where="the card",
+            what=f"{asked.card} has no peer-to-peer copies, so collectives go through host memory; with a driver below "
+                 "550.40.07 accelerate refuses to start several ranks",
+            fix="start with accelerate launch or trl, which set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 themselves",
+        )  # fmt: skip
+
+
+def _on(value: object) -> bool:
+    """Whether a key is on, as YAML or text says it."""
+    return str(value).lower() in ("true", "1", "yes")

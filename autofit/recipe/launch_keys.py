@@ -1,0 +1,153 @@
+"""The keys of transformers that say how a training is launched, in the form of an accelerate config. No torch here.
+
+These are `fsdp`, `fsdp_config` and `deepspeed` of TrainingArguments (transformers 5.23: `_process_fsdp_args`,
+`_apply_legacy_fsdp_to_config`, `HfTrainerDeepSpeedConfig`).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, nearest, quoted
+from autofit.recipe.launch import DEEPSPEED_JSON
+
+_MOST_BYTES = 128 * 1024
+_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
+_LEGACY = (*_STRATEGIES, "offload", "auto_wrap")
+# Key of `fsdp_config`, without the prefix fsdp_ that it may have -> key of accelerate's `fsdp_config`.
+_FSDP_KEYS = {
+    "version": "fsdp_version", "reshard_after_forward": "fsdp_reshard_after_forward",
+    "cpu_offload": "fsdp_offload_params", "offload_params": "fsdp_offload_params",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy", "min_num_params": "fsdp_min_num_params",
+    "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading", "state_dict_type": "fsdp_state_dict_type",
+    "activation_checkpointing": "fsdp_activation_checkpointing", "forward_prefetch": "fsdp_forward_prefetch",
+    "backward_prefetch": "fsdp_backward_prefetch", "use_orig_params": "fsdp_use_orig_params",
+    "sync_module_states": "fsdp_sync_module_states",
+}  # fmt: skip
+_UNSEEN = ("limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")  # accelerate has none
+
+
+def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
+    """accelerate's `fsdp_config` of the recipe's keys `fsdp` and `fsdp_config`; None where they do not turn FSDP on."""
+    words = _words(fsdp)
+    if words is None:
+        return None
+    config = {key.removeprefix("fsdp_"): value for key, value in _json_mapping(given, "fsdp_config").items()}
+    unknown = [key for key in config if key not in _FSDP_KEYS and key not in _UNSEEN]
+    if unknown:
+        raise ConfigError(f"unknown key {quoted(unknown[0])} in fsdp_config{nearest(unknown[0], _FSDP_KEYS)}")
+    if config.get("xla"):
+        raise ConfigError("fsdp_config: xla is for TPUs, which autofit does not know; omit it")
+    version = _version(config.get("version", 2))
+    for word in words:
+        if word == "offload":
+            config.setdefault("cpu_offload", True)
+        elif word in _STRATEGIES:
+            config.setdefault("reshard_after_forward", _reshard(word, version))
+    # Where accelerate has another default than transformers, transformers passes its own.
+    config = {"cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **config}
+    named = {_FSDP_KEYS[key]: value for key, value in config.items() if key in _FSDP_KEYS}
+    classes = named.get("fsdp_transformer_layer_cls_to_wrap")
+    if isinstance(classes, list):
+        named["fsdp_transformer_layer_cls_to_wrap"] = ",".join(map(str, classes))
+    return {**named, "fsdp_version": version}
+
+
+def _words(fsdp: object) -> list[str] | None:
+    """The options that `fsdp` lists; [] for true; None where it is not given."""
+    if fsdp is None or fsdp is False or (isinstance(fsdp, str | list) and not fsdp):
+        return None
+    if fsdp is True:
+        return []
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"fsdp must be true, false or options such as full_shard offload; got {quoted(fsdp)}")
+    words = [word.lower() for word in words]
+    if words in (["true"], ["false"]):
+        return [] if words == ["true"] else None
+    wrong = [word for word in words if word not in _LEGACY]
+    if wrong:
+        raise ConfigError(f"fsdp must be true or list {', '.join(_LEGACY)}; got {quoted(wrong[0])}")
+    return words
+
+
+def _reshard(word: str, version: int) -> object:
+    if version == 1:
+        return word
+    if word not in ("full_shard", "shard_grad_op"):
+        raise ConfigError(f"fsdp: {word} is an option of FSDP1; choose full_shard, or set version: 1 in fsdp_config")
+    return word == "full_shard"
+
+
+def _version(given: object) -> int:
+    if str(given) not in ("1", "2"):
+        raise ConfigError(f"fsdp_config: version must be 1 or 2; got {quoted(given)}")
+    return int(str(given))
+
+
+def deepspeed_config(given: object) -> dict[str, object] | None:
+    """accelerate's `deepspeed_config` of the recipe's key `deepspeed`, a file or a mapping; None where it is not given.
+
+    The JSON itself is under DEEPSPEED_JSON.
+    """
+    if given is None or given is False or given == "":
+        return None
+    return deepspeed_fields(_json_mapping(given, "deepspeed"))
+
+
+def deepspeed_fields(content: Mapping[str, object]) -> dict[str, object]:
+    """{field of accelerate's `deepspeed_config`: value} of a DeepSpeed JSON, and the JSON under DEEPSPEED_JSON."""
+    zero = _inner(content, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3; got {quoted(stage)}")
+    moved = {key: _inner(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    if zero.get("cpu_offload") is True:  # the older name
+        moved["offload_optimizer"] = "cpu"
+    fields = {f"{key}_device": device for key, device in moved.items()}
+    return {"zero_stage": stage, **fields, DEEPSPEED_JSON: dict(content)}
+
+
+def _inner(content: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = content.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"deepspeed: {key} must be a mapping; got {quoted(value)}")
+    return cast("Mapping[str, object]", value)
+
+
+def _json_mapping(given: object, key: str) -> dict[str, object]:
+    """The mapping that `key` has: itself, JSON text, or in a JSON file."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {str(name): value for name, value in given.items()}
+    if not isinstance(given, str):
+        raise ConfigError(f"{key} must be a mapping or the path of a JSON file; got {quoted(given)}")
+    text = given if given.lstrip().startswith("{") else _file_text(given, key)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {quoted(given)} is not valid JSON: {str(error)[:80]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key}: {quoted(given)} must hold a JSON object")
+    return found
+
+
+def read_deepspeed_file(path: str) -> dict[str, object]:
+    """The content of a DeepSpeed JSON file. Raises ConfigError."""
+    return _json_mapping(path, "deepspeed_config_file")
+
+
+def _file_text(given: str, key: str) -> str:
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(f"{key} must be a mapping or the path of a JSON file; there is no file {quoted(given)}")
+    try:
+        content = path.read_bytes()[: _MOST_BYTES + 1]
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{key}: {quoted(given)} must have at most {_MOST_BYTES // 1024} KiB")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {quoted(given)} cannot be read: {str(error)[:80]}") from error

@@ -1,0 +1,237 @@
+"""How a recipe is launched, from everything that says it, as TRL 1.16 and accelerate 1.15 take it. No torch here.
+
+Later ones win, with a note: the accelerate config (a file, or one that TRL ships), the flags of `accelerate launch` in
+the recipe's YAML, those of the command line, transformers' keys fsdp and deepspeed, and the key `launch`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autofit.errors import ConfigError, nearest, quoted
+from autofit.recipe.launch import LAUNCH, Launch, read_accelerate_config
+from autofit.recipe.launch_keys import deepspeed_config, deepspeed_fields, fsdp_config, read_deepspeed_file
+
+_NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
+_TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}
+_TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
+# Flags of `accelerate launch` with a value, which TRL passes on from the YAML: {section of an accelerate config: names}
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "": ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
+         "gpu_ids", "rdzv_backend", "num_cpu_threads_per_process", "main_training_function"),
+    "fsdp_config": (
+        "fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy",
+        "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_backward_prefetch", "fsdp_state_dict_type", "fsdp_forward_prefetch", "fsdp_use_orig_params",
+        "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing",
+    ),
+    "deepspeed_config": (
+        "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
+        "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping", "zero3_init_flag",
+        "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_multinode_launcher",
+        "deepspeed_moe_layer_cls_names",
+    ),
+}  # fmt: skip
+_REFUSED = ("tpu", "use_megatron_lm", "use_parallelism_config", "parallelism_config", "megatron_lm_config")
+_OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line, or the caller of the API, says of a launch.
+
+    `num_processes` are the ranks that the recipe is written for; `gpus` are the cards that it is to train on, at the
+    effective batch that it has on its own ranks.
+    """
+
+    accelerate_config: str | os.PathLike[str] | None = None
+    num_processes: int | None = None
+    gpus: int | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for numbers that cannot be."""
+        for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"--{name} must be 1 or more; got {quoted(value)}")
+
+
+NO_OPTIONS = LaunchOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A launch, the keys of the recipe that are its trainer's, and what the user should know, a sentence each."""
+
+    launch: Launch
+    values: Mapping[str, object]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One reading: the accelerate config as it grows, and the notes."""
+
+    config: dict[str, object] = field(default_factory=dict)
+    what: str = "the recipe"
+    named: bool = False  # by an accelerate config
+    notes: list[str] = field(default_factory=list)
+
+
+def launched(
+    values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of_trl: bool = True,
+    environment: Mapping[str, str] = os.environ,
+) -> Launched:  # fmt: skip
+    """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things.
+
+    Raises ConfigError for sources that cannot hold together.
+    """
+    if "distributed_type" in values:  # an accelerate config in place of a recipe: its trainer says so
+        return Launched(launch=Launch(), values=values)
+    found = _Reading()
+    rest = dict(values)
+    kept = {} if of_trl else {key: rest.pop(key) for key in values if key != LAUNCH}
+    _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
+    flags = {key: rest.pop(key) for key in list(rest) if key in _flag_names() or key in _TYPES or key in _REFUSED}
+    _apply_flags(found, flags)
+    _apply_trainers(found, {key: rest.pop(key) for key in _TRAINERS if key in rest})
+    _apply_ranks(found, "num_processes" in flags, options, environment)
+    given = rest.pop(LAUNCH, None)
+    launch = _made(found, given)
+    alone = launch.ranks == 1 and options.gpus in (None, 1) and given is None
+    if alone and launch.sharding.startswith("fsdp") and not found.named:
+        found.notes.append("one rank has nothing to share, so fsdp has no effect; give --num_processes N or --gpus N")
+        launch = replace(launch, sharding="ddp", offload="none", reshard_after_forward=True)
+    return Launched(launch=launch, values={**rest, **kept}, notes=tuple(found.notes))
+
+
+def _flag_names() -> Iterator[str]:
+    return (name for names in _FLAGS.values() for name in names)
+
+
+def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions) -> None:
+    """Begin with the accelerate config that the command line names, else the recipe."""
+    names = list(named.values())
+    if len(names) > 1:
+        raise ConfigError("accelerate_config and config_file name the same thing; keep one of them")
+    given = names[0] if names else None
+    if options.accelerate_config is not None:
+        asked = os.fspath(options.accelerate_config)
+        if given is not None and given != asked:
+            found.notes.append(f"--accelerate_config {asked} replaces accelerate_config: {given} of the recipe")
+        given = asked
+    if given is None:
+        return
+    if not isinstance(given, str):
+        raise ConfigError(f"accelerate_config must be a file, or a name such as fsdp2; got {quoted(given)}")
+    config, found.what = read_accelerate_config(given)
+    if config.get("parallelism_config"):
+        raise ConfigError(f"{found.what}: parallelism_config (tensor, context or sequence parallel) is not supported")
+    found.config, found.named = config, True
+
+
+def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
+    """Lay flags of `accelerate launch` over the config."""
+    refused = [key for key in flags if key in _REFUSED]
+    if refused:
+        raise ConfigError(f"{refused[0]} is not supported: autofit launches DDP, FSDP and DeepSpeed ZeRO; omit it")
+    on = [key for key in _TYPES if _is_true(key, flags.get(key))]
+    if len(on) > 1:
+        raise ConfigError(f"only one of {', '.join(_TYPES)} can be true; got {' and '.join(on)}")
+    if on:
+        found.config["distributed_type"] = _TYPES[on[0]]
+        found.notes.append(
+            f"`trl` cannot take {on[0]}: true from a YAML (accelerate gets `--{on[0]} True` and takes True for the "
+            "script); the accelerate config that is written with the tuned recipe says it"
+        )
+    for section, names in _FLAGS.items():
+        given = {name: flags[name] for name in names if flags.get(name) is not None}
+        if not section:
+            found.config |= given
+        elif given:
+            _into(found, section, given)
+
+
+def _into(found: _Reading, section: str, given: Mapping[str, object]) -> None:
+    """Lay the flags `given` over a section of the config. Raises ConfigError where nothing turns it on."""
+    kind = next(kind for kind, name in _OF_TYPE.items() if name == section)
+    if found.config.get("distributed_type") != kind:
+        name = next(iter(given))
+        on = "fsdp2" if kind == "FSDP" else "zero2 or zero3"
+        raise ConfigError(f"{name} has no effect without {kind}; give accelerate_config: {on}, or omit {name}")
+    old = found.config.get(section)
+    found.config[section] = {**(old if isinstance(old, Mapping) else {}), **given}
+
+
+def _apply_trainers(found: _Reading, keys: Mapping[str, object]) -> None:
+    """Lay transformers' own keys over the config: they win there too, as arguments of its plugins."""
+    fsdp = fsdp_config(keys.get("fsdp"), keys.get("fsdp_config"))
+    zero = deepspeed_config(keys.get("deepspeed"))
+    if fsdp is not None and zero is not None:
+        raise ConfigError("fsdp and deepspeed exclude each other; keep one of them")
+    if fsdp is None and zero is None:
+        if keys.get("fsdp_config"):
+            found.notes.append("fsdp_config has no effect without fsdp: true (transformers ignores it)")
+        return
+    kind, key, new = ("DEEPSPEED", "deepspeed", zero) if fsdp is None else ("FSDP", "fsdp", fsdp)
+    before = found.config.get("distributed_type")
+    other = "DEEPSPEED" if kind == "FSDP" else "FSDP"
+    if before == other:
+        raise ConfigError(f"{key} of the recipe and {found.what} with distributed_type {other} exclude each other")
+    section = _OF_TYPE[kind]
+    old = found.config.get(section)
+    if before == kind and isinstance(old, Mapping):
+        changed = [name for name, value in (new or {}).items() if name in old and str(old[name]) != str(value)]
+        if changed:
+            found.notes.append(f"{key} of the recipe replaces {', '.join(changed)} of {found.what}")
+    found.config |= {"distributed_type": kind, section: {**(old if isinstance(old, Mapping) else {}), **(new or {})}}
+
+
+def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environment: Mapping[str, str]) -> None:
+    """Settle num_processes, and that several without a word on sharing are DDP."""
+    config = found.config
+    if options.num_processes is not None:
+        if flagged and config["num_processes"] != options.num_processes:
+            found.notes.append(
+                f"--num_processes {options.num_processes} replaces num_processes: {config['num_processes']}"
+            )
+        config["num_processes"] = options.num_processes
+    elif config.get("num_processes") == -1:
+        raise ConfigError(f"{found.what} leaves num_processes open; give --num_processes N")
+    elif "num_processes" not in config and (told := environment.get("WORLD_SIZE")) is not None:
+        if not told.isdecimal() or int(told) < 1:
+            raise ConfigError(f"the environment variable WORLD_SIZE must be 1 or more; got {quoted(told)}; unset it")
+        config["num_processes"] = int(told)
+    ranks = config.get("num_processes", 1)
+    kind = config.get("distributed_type")
+    if kind is None and ranks != 1:
+        config["distributed_type"] = "MULTI_GPU"
+    elif kind == "NO" and ranks != 1:
+        text = f"{found.what} has distributed_type NO, so accelerate starts one process"
+        if options.num_processes is not None:
+            raise ConfigError(f"{text}; give --accelerate_config multi_gpu with --num_processes {ranks}")
+        found.notes.append(f"{text}, whatever num_processes: {ranks} says")
+
+
+def _made(found: _Reading, given: object) -> Launch:
+    """The launch that the config means, with the recipe's mapping `launch` laid over it."""
+    config = dict(found.config)
+    zero = config.get("deepspeed_config")
+    if isinstance(zero, Mapping) and isinstance(zero.get("deepspeed_config_file"), str):
+        content = deepspeed_fields(read_deepspeed_file(zero["deepspeed_config_file"]))
+        rest = {key: value for key, value in zero.items() if key != "deepspeed_config_file"}
+        config["deepspeed_config"] = {**rest, **content}  # accelerate: the file's fields replace its own
+    launch = Launch.of_accelerate(config, what=found.what)
+    if given is None:
+        return launch
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"launch must be a mapping; got {quoted(given)}")
+    unknown = [str(key) for key in given if key not in Launch.__slots__]
+    if unknown:
+        raise ConfigError(f"unknown key launch.{unknown[0]}{nearest(unknown[0], Launch.__slots__)}")
+    return Launch.of({LAUNCH: {**launch.to_values(), **given}})
+
+
+def _is_true(key: str, given: object) -> bool:
+    if given is None or isinstance(given, bool):
+        return bool(given)
+    raise ConfigError(f"{key} must be true or false; got {quoted(given)}")

@@ -1,0 +1,226 @@
+"""What doctor says of a launch on several cards: each finding where it belongs, and not where it does not."""
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipes import grpo_recipe
+
+from autofit.recipe.launch import Launch, read_accelerate_config
+from autofit.recipe.launch_findings import Asked, Finding, Severity, attention_heads, findings
+from autofit.units import format_bytes
+
+WEIGHTS = 15_230_000_000
+
+
+def asked(launch: Launch | None = None, *, config: Any = None, name: str = "run.yaml",
+          num_processes: int | None = None, card: str = "", cards_here: int = 0, model: str = "m",
+          **keys: Any) -> Asked:  # fmt: skip
+    """A GRPO recipe with `keys` on a launch, without LoRA and checkpointing unless `keys` say so."""
+    launch = launch or Launch(ranks=4)
+    recipe = grpo_recipe(**{"use_peft": False, "gradient_checkpointing": False, **keys})
+    recipe = replace(recipe, launch=launch, weights_bytes=WEIGHTS, model=model)
+    return Asked(recipe=recipe, file=name, config=config or {}, num_processes=num_processes, card=card,
+                 cards_here=cards_here, config_name="fsdp2.yaml")  # fmt: skip
+
+
+def of(found: list[Finding], key: str) -> Finding:
+    return next(f for f in found if f.where.endswith(f": {key}"))
+
+
+FSDP2, ZERO3 = Launch(ranks=8, sharding="fsdp2"), Launch(ranks=8, sharding="zero3")
+FLAT: dict[str, Any] = {
+    "bnb_4bit_quant_storage": "bfloat16",
+    "load_in_4bit": True,
+    "use_peft": True,
+    "dtype": "bfloat16",
+}
+QLORA: dict[str, Any] = {**FLAT, "bnb_4bit_quant_storage": None}
+ENGINE: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"}
+TWICE: dict[str, Any] = {"gradient_checkpointing": True, "ddp_find_unused_parameters": True,
+         "gradient_checkpointing_kwargs": {"use_reentrant": True}}  # fmt: skip
+CASES = [
+    # (the key, its severity, what makes the finding, what has none of it)
+    ("distributed_type", "error", asked(Launch(), config={"distributed_type": "NO", "num_processes": 8}),
+     asked(Launch(), config={"distributed_type": "NO", "num_processes": 1})),
+    ("num_processes", "error", asked(Launch(), config={"distributed_type": "MULTI_GPU", "num_processes": 1}),
+     asked(config={"distributed_type": "MULTI_GPU", "num_processes": 1}, num_processes=4)),
+    ("num_machines", "note", asked(Launch(ranks=16, machines=2)), asked(Launch(ranks=16))),
+    ("num_generations", "error", asked(num_generations=6), asked(num_generations=8)),
+    ("model_init_kwargs.device_map", "warning", asked(model_init_kwargs={"device_map": "auto"}),
+     asked(model_init_kwargs={"device_map": None})),
+    ("model_init_kwargs.device_map", "note",
+     asked(Launch(), model_init_kwargs={"device_map": "auto"}, cards_here=2),
+     asked(Launch(), model_init_kwargs={"device_map": "auto"}, cards_here=1)),
+    ("fsdp_config.fsdp_cpu_ram_efficient_loading", "warning",
+     asked(FSDP2, config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}),
+     asked(FSDP2, config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}})),
+    ("deepspeed_config.zero3_init_flag", "warning",
+     asked(ZERO3, config={"deepspeed_config": {"zero3_init_flag": False}}),
+     asked(ZERO3, config={"deepspeed_config": {"zero3_init_flag": True}})),
+    ("deepspeed_config.zero_stage", "warning", asked(Launch(ranks=8, sharding="zero2"), use_peft=True),
+     asked(ZERO3, use_peft=True)),
+    ("distributed_type", "note", asked(use_peft=True), asked(FSDP2, use_peft=True)),
+    ("bnb_4bit_quant_storage", "warning", asked(FSDP2, **QLORA), asked(FSDP2, **FLAT)),
+    ("bnb_4bit_quant_storage", "error", asked(Launch(ranks=2, sharding="fsdp1"), **QLORA),
+     asked(Launch(ranks=2, sharding="fsdp1"), **FLAT)),
+    ("load_in_4bit", "warning", asked(ZERO3, **QLORA), asked(**QLORA)),
+    ("fsdp_config.fsdp_activation_checkpointing", "error",
+     asked(FSDP2, config={"fsdp_config": {"fsdp_activation_checkpointing": True}}, gradient_checkpointing=True),
+     asked(FSDP2, config={"fsdp_config": {"fsdp_activation_checkpointing": True}})),
+    ("gradient_checkpointing", "note", asked(FSDP2, gradient_checkpointing=True), asked(gradient_checkpointing=True)),
+    ("ddp_find_unused_parameters", "error", asked(**TWICE),
+     asked(**{**TWICE, "gradient_checkpointing_kwargs": {"use_reentrant": False}})),
+    ("save_only_model", "error", asked(FSDP2, save_only_model=True, load_best_model_at_end=True),
+     asked(save_only_model=True, load_best_model_at_end=True)),
+    ("auto_find_batch_size", "error", asked(ZERO3, auto_find_batch_size=True), asked(auto_find_batch_size=True)),
+    ("deepspeed_config.zero3_save_16bit_model", "warning",
+     asked(ZERO3, config={"deepspeed_config": {"zero3_save_16bit_model": False}}), asked(ZERO3)),
+    ("fsdp_config.fsdp_state_dict_type", "warning",
+     asked(FSDP2, config={"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}), asked(FSDP2)),
+    ("fsdp_config.fsdp_state_dict_type", "error",
+     asked(FSDP2, config={"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}, save_only_model=True),
+     asked(FSDP2, save_only_model=True)),
+    ("vllm_tensor_parallel_size", "error", asked(**ENGINE, vllm_tensor_parallel_size=3),
+     asked(**ENGINE, vllm_tensor_parallel_size=2)),
+    ("vllm_tensor_parallel_size", "error",
+     asked(Launch(ranks=8), model="Qwen/Qwen2.5-7B", **ENGINE, vllm_tensor_parallel_size=8),
+     asked(Launch(ranks=8), model="Qwen/Qwen2.5-7B", **ENGINE, vllm_tensor_parallel_size=4)),
+    ("vllm_tensor_parallel_size", "note", asked(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2),
+     asked(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "severity", "wrong", "right"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_each_finding_is_where_it_belongs_and_not_elsewhere(
+    key: str, severity: str, wrong: Asked, right: Asked
+) -> None:
+    found = of(findings(wrong), key)
+    assert found.severity == severity
+    assert found.what
+    assert found.fix
+    assert len(str(found)) <= 320
+    assert all(not f.where.endswith(f": {key}") or f.severity != severity for f in findings(right))
+
+
+def test_the_host_memory_of_all_ranks_is_computed() -> None:
+    """8 ranks of 15.23 GB each; on two machines 4 of them share one."""
+    config: dict[str, object] = {"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}
+    assert format_bytes(8 * WEIGHTS) in of(findings(asked(FSDP2, config=config)),
+                                           "fsdp_config.fsdp_cpu_ram_efficient_loading").what  # fmt: skip
+    two = asked(Launch(ranks=8, sharding="fsdp2", machines=2), config=config)
+    assert format_bytes(4 * WEIGHTS) in of(findings(two), "fsdp_config.fsdp_cpu_ram_efficient_loading").what
+
+
+def test_a_size_of_tensor_parallel_that_works_is_named() -> None:
+    """Qwen2.5-7B has 28 attention heads: 8 ranks can share them by 1, 2 and 4."""
+    wrong = asked(Launch(ranks=8), model="Qwen/Qwen2.5-7B", **ENGINE, vllm_tensor_parallel_size=8)
+    found = of(findings(wrong), "vllm_tensor_parallel_size")
+    assert "28 attention heads" in found.what
+    assert found.fix == "take one of 1, 2, 4"
+    assert attention_heads("nobody/knows") is None
+
+
+def test_heads_are_read_from_a_model_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 12}}')
+    assert attention_heads(str(tmp_path)) == 12
+
+
+def test_cards_without_peer_to_peer_are_told_and_others_are_not() -> None:
+    assert [f.where for f in findings(asked(card="rtx4090"))] == ["the card"]
+    assert findings(asked(card="a100-80gb")) == []
+    assert findings(asked(Launch(), card="rtx4090")) == []
+
+
+def test_the_worst_is_said_first() -> None:
+    found = findings(asked(FSDP2, **QLORA, save_only_model=True, load_best_model_at_end=True))
+    order = [list(Severity).index(f.severity) for f in found]
+    assert order == sorted(order)
+    assert found[0].stops
+
+
+# -- the libraries' own behaviour, on which the findings rest ---------------------------------------------------------
+
+
+def launch_as_accelerate_does(config: dict[str, object], folder: Path) -> argparse.Namespace:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path = folder / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(config))
+    given = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    args, _, _ = _validate_launch_command(given)
+    assert isinstance(args, argparse.Namespace)
+    return args
+
+
+def test_accelerate_starts_one_process_for_no_and_wraps_one_for_multi_gpu(tmp_path: Path) -> None:
+    """`single_gpu.yaml`, which TRL ships, says num_processes: 8."""
+    single, _ = read_accelerate_config("single_gpu")
+    assert single["num_processes"] == 8
+    assert launch_as_accelerate_does(single, tmp_path).multi_gpu is False
+    alone = launch_as_accelerate_does({**single, "distributed_type": "MULTI_GPU", "num_processes": 1}, tmp_path)
+    assert (alone.multi_gpu, alone.num_processes) == (True, 1)
+
+
+TWO_RANKS = """
+import os, sys
+import torch
+from torch.utils.checkpoint import checkpoint
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    def forward(self, x):
+        x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=sys.argv[3] == "True")
+        return x
+model = torch.nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)
+try:
+    model(torch.ones(1, 2)).sum().backward()
+except RuntimeError as error:
+    assert "marked as ready twice" in str(error) or "ready only once" in str(error), error
+    os._exit(7)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("reentrant", "ends"), [(True, 7), (False, 0)])
+def test_ddp_with_unused_parameters_and_reentrant_checkpoints_fails_in_its_first_backward(
+    reentrant: bool, ends: int, tmp_path: Path
+) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(tmp_path / "store"), str(rank), str(reentrant)], env=env)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [ends, ends]
+
+
+@pytest.mark.slow
+def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autofit.cli import main
+
+    recipe, launch = tmp_path / "run.yaml", tmp_path / "fsdp2.yaml"
+    recipe.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\ndtype: bfloat16\nmax_length: 64\n")
+    config, _ = read_accelerate_config("fsdp2")
+    inner = config["fsdp_config"]
+    assert isinstance(inner, dict)
+    inner["fsdp_activation_checkpointing"] = True
+    launch.write_text(yaml.safe_dump(config))
+    options = ["--trainer", "sft", "--gpu", "2xa100-80gb", "--prompt-tokens", "32"]
+    assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 1
+    told = capsys.readouterr().out
+    assert f"error: the accelerate config {launch}: fsdp_config.fsdp_activation_checkpointing: true together" in told
+    recipe.write_text(recipe.read_text() + "gradient_checkpointing: false\n")
+    assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 0
+    assert "error" not in capsys.readouterr().out

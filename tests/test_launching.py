@@ -1,0 +1,221 @@
+"""How a recipe is launched: every way in which users say it, and the accelerate config that says it again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autofit.errors import ConfigError
+from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launching import Launched, LaunchOptions, launched
+
+NOWHERE: Mapping[str, str] = {}
+
+
+def read(values: Mapping[str, object], environment: Mapping[str, str] = NOWHERE, **options: object) -> Launched:
+    return launched(values, LaunchOptions(**options), environment=environment)  # type: ignore[arg-type]
+
+
+def test_a_recipe_without_a_word_on_it_is_one_plain_rank() -> None:
+    found = read({"learning_rate": 1e-5})
+    assert found.launch == Launch()
+    assert found.values == {"learning_rate": 1e-5}
+    assert not found.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [("multi_gpu", "ddp"), ("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("zero1", "zero1"), ("zero2", "zero2"),
+     ("zero3", "zero3")],
+)  # fmt: skip
+def test_a_name_that_trl_ships_is_read_from_the_yaml_as_from_the_command_line(name: str, sharding: str) -> None:
+    stated = read({"accelerate_config": name, "beta": 0.1})
+    assert stated.launch.sharding == sharding
+    assert stated.launch.ranks == 8
+    assert stated.values == {"beta": 0.1}
+    assert read({"beta": 0.1}, accelerate_config=name).launch == stated.launch
+    assert read({"accelerate_config": name, "num_processes": 4}).launch.ranks == 4
+    assert read({"accelerate_config": name, "num_processes": 4}, num_processes=2).launch.ranks == 2
+
+
+def test_what_replaces_what_is_said() -> None:
+    found = read({"accelerate_config": "zero2", "num_processes": 4}, accelerate_config="fsdp2", num_processes=2)
+    assert (found.launch.sharding, found.launch.ranks) == ("fsdp2", 2)
+    assert len(found.notes) == 2
+
+
+def test_ranks_alone_are_ddp_and_torchruns_environment_counts_where_nothing_else_does() -> None:
+    alone = read({"num_processes": 4}).launch
+    assert (alone.ranks, alone.sharding, alone.offload) == (4, "ddp", "none")
+    assert read({}, {"WORLD_SIZE": "4"}).launch.ranks == 4
+    assert read({}, {"WORLD_SIZE": "4"}).launch.sharding == "ddp"
+    assert read({"accelerate_config": "fsdp2"}, {"WORLD_SIZE": "4"}).launch.ranks == 8
+    assert read({"fsdp": True}, {"WORLD_SIZE": "4"}).launch.sharding == "fsdp2"
+    assert read({"num_processes": 2}, {"WORLD_SIZE": "4"}).launch.ranks == 2
+    assert read({}, {"WORLD_SIZE": "1"}).launch.is_plain
+
+
+def test_flags_of_accelerate_lie_over_its_config() -> None:
+    found = read({"accelerate_config": "fsdp2", "fsdp_reshard_after_forward": False, "fsdp_offload_params": True})
+    assert not found.launch.reshard_after_forward
+    assert found.launch.offload == "parameters"
+    zero = read({"accelerate_config": "zero2", "zero_stage": 3, "offload_optimizer_device": "cpu"}).launch
+    assert (zero.sharding, zero.offload) == ("zero3", "optimizer")
+    turned_on = read({"use_fsdp": True, "fsdp_version": 2, "num_processes": 2})
+    assert turned_on.launch.sharding == "fsdp2"
+    assert "trl" in turned_on.notes[0]
+
+
+@pytest.mark.parametrize("fsdp", [True, "full_shard auto_wrap", ["full_shard", "auto_wrap"], "true"])
+def test_transformers_fsdp_is_read_with_its_config(fsdp: object) -> None:
+    found = read({"fsdp": fsdp, "fsdp_config": {"cpu_ram_efficient_loading": True}, "num_processes": 4})
+    assert found.launch.sharding == "fsdp2"
+    assert found.launch.reshard_after_forward
+    assert found.values == {}
+    written = found.launch.to_accelerate()["fsdp_config"]
+    assert isinstance(written, dict)
+    assert written["fsdp_cpu_ram_efficient_loading"] is True
+
+
+def test_the_older_words_of_fsdp_mean_reshard_and_offload(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"fsdp_version": 1, "transformer_layer_cls_to_wrap": ["A", "B"]}))
+    one = read({"fsdp": "shard_grad_op auto_wrap offload", "fsdp_config": str(path), "num_processes": 2}).launch
+    assert (one.sharding, one.reshard_after_forward, one.offload) == ("fsdp1", False, "parameters")
+    two = read({"fsdp": "shard_grad_op", "num_processes": 2}).launch
+    assert (two.sharding, two.reshard_after_forward) == ("fsdp2", False)
+    assert read({"fsdp_config": {"version": 1}}).launch.is_plain
+    assert "has no effect" in read({"fsdp_config": {"version": 1}}).notes[0]
+
+
+def test_fsdp_of_one_rank_is_plain_unless_an_accelerate_config_starts_it() -> None:
+    alone = read({"fsdp": True})
+    assert alone.launch.is_plain
+    assert "one rank" in alone.notes[0]
+    assert read({"fsdp": True}, gpus=8).launch.sharding == "fsdp2"
+    assert read({}, accelerate_config="fsdp2", num_processes=1).launch.sharding == "fsdp2"
+
+
+def zero_json() -> dict[str, object]:
+    return {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                              "reduce_bucket_size": 12345},
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},
+    }  # fmt: skip
+
+
+def test_a_deepspeed_file_is_kept_with_what_a_search_changes_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(zero_json()))
+    by_key = read({"deepspeed": str(path), "num_processes": 4}).launch
+    by_mapping = read({"deepspeed": zero_json(), "num_processes": 4}).launch
+    assert by_key == by_mapping
+    assert (by_key.sharding, by_key.offload, by_key.ranks) == ("zero2", "optimizer", 4)
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(yaml.safe_dump({
+        "distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
+        "deepspeed_config": {"deepspeed_config_file": str(path), "zero3_init_flag": False},
+    }))  # fmt: skip
+    by_config = read({}, accelerate_config=str(config)).launch
+    assert (by_config.sharding, by_config.offload, by_config.ranks) == ("zero2", "optimizer", 4)
+    stage3 = Launch.of({LAUNCH: {**by_key.to_values(), "sharding": "zero3", "offload": "parameters"}})
+    content = stage3.to_deepspeed()
+    assert content is not None
+    assert content["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 12345,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+    }
+    written = stage3.to_accelerate()
+    assert "mixed_precision" not in written
+    inner = written["deepspeed_config"]
+    assert isinstance(inner, dict)
+    assert json.loads(inner["deepspeed_config_file"]) == content
+
+
+def test_the_key_launch_lies_over_all_others() -> None:
+    found = read({"accelerate_config": "fsdp2", "launch": {"sharding": "ddp", "ranks": 2}})
+    assert (found.launch.sharding, found.launch.ranks) == ("ddp", 2)
+    again = read({LAUNCH: found.launch.to_values()}, {"WORLD_SIZE": "7"})
+    assert again.launch == found.launch
+
+
+def test_every_launch_reads_back_from_the_accelerate_config_that_it_writes(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    for sharding, offload, reshard in [
+        ("ddp", "none", True), ("fsdp1", "none", False), ("fsdp1", "parameters", True), ("fsdp2", "none", True),
+        ("fsdp2", "parameters", False), ("zero1", "optimizer", True), ("zero2", "optimizer", True),
+        ("zero3", "parameters", True), ("zero3", "optimizer", True), ("zero3", "none", True),
+    ]:  # fmt: skip
+        given = Launch.of({LAUNCH: {"ranks": 4, "sharding": sharding, "offload": offload,
+                                    "reshard_after_forward": reshard}})  # fmt: skip
+        path.write_text(yaml.safe_dump(given.to_accelerate()))
+        back = read({}, accelerate_config=str(path)).launch
+        assert {**back.to_values(), "config": {}} == given.to_values()
+        again = Launch.of({LAUNCH: back.to_values()})
+        assert again.to_accelerate() == given.to_accelerate()
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ({"accelerate_config": "fsdp3"}, {}, "one that TRL ships .*the nearest valid one is 'fsdp"),
+        ({"accelerate_config": 2}, {}, "must be a file, or a name such as fsdp2; got 2"),
+        ({"accelerate_config": "fsdp2", "config_file": "zero3"}, {}, "keep one"),
+        ({"use_fsdp": True, "use_deepspeed": True}, {}, "only one of"),
+        ({"use_fsdp": "yes"}, {}, "use_fsdp must be true or false"),
+        ({"fsdp_version": 2}, {}, "fsdp_version has no effect without FSDP; give accelerate_config: fsdp2"),
+        ({"zero_stage": 3}, {}, "zero_stage has no effect without DEEPSPEED"),
+        ({"accelerate_config": "fsdp2", "zero_stage": 3}, {}, "zero_stage has no effect"),
+        ({"use_megatron_lm": True}, {}, "not supported"),
+        ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "exclude each other"),
+        ({"fsdp": True, "accelerate_config": "zero3"}, {}, "exclude each other"),
+        ({"fsdp": "ful_shard"}, {}, "fsdp must be true or list"),
+        ({"fsdp": "hybrid_shard"}, {}, "option of FSDP1"),
+        ({"fsdp": True, "fsdp_config": {"reshard": True}}, {}, "unknown key 'reshard' in fsdp_config; the nearest"),
+        ({"fsdp": True, "fsdp_config": {"version": 3}}, {}, "version must be 1 or 2; got 3"),
+        ({"fsdp": True, "fsdp_config": "gone.json"}, {}, "there is no file 'gone.json'"),
+        ({"deepspeed": "gone.json"}, {}, "there is no file 'gone.json'"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, {}, "stage must be 0, 1, 2 or 3; got 4"),
+        ({"deepspeed": {"zero_optimization": 3}}, {}, "zero_optimization must be a mapping"),
+        ({"accelerate_config": "single_gpu"}, {"num_processes": 4}, "accelerate starts one process"),
+        ({"num_processes": "four"}, {}, "num_processes must be a whole number"),
+        ({"num_processes": 0}, {}, "ranks must be a whole number from 1"),
+        ({"launch": {"shard": "ddp"}}, {}, "unknown key launch.shard; the nearest valid one is 'sharding'"),
+        ({"launch": {"sharding": "ddp", "offload": "parameters"}}, {}, "ddp cannot offload"),
+        ({"launch": 8}, {}, "launch must be a mapping"),
+        ({"accelerate_config": "fsdp2", "num_machines": 3}, {}, "must be a multiple of num_machines=3"),
+    ],
+)
+def test_what_cannot_hold_together_is_one_clear_line(
+    values: dict[str, object], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        read(values, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) <= 300
+
+
+def test_a_word_of_torchrun_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be 1 or more; got 'many'"):
+        read({}, {"WORLD_SIZE": "many"})
+
+
+def test_other_trainers_keep_keys_of_the_same_names() -> None:
+    values = {"gradient_clipping": 1.0, "mixed_precision": "bf16", LAUNCH: {"ranks": 2}}
+    found = launched(values, of_trl=False, environment=NOWHERE)
+    assert found.values == {"gradient_clipping": 1.0, "mixed_precision": "bf16"}
+    assert found.launch.ranks == 2
+
+
+def test_the_flags_that_are_read_are_flags_of_accelerate() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    from autofit.recipe import launching
+
+    known = {name.lstrip("-").replace("-", "_") for a in launch_command_parser()._actions for name in a.option_strings}
+    asked = {name for names in launching._FLAGS.values() for name in names} | set(launching._TYPES)
+    assert asked <= known

@@ -1,0 +1,249 @@
+"""Which cards, and how many, for a recipe: against cards that hold bytes and take seconds by a law."""
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from recipes import grpo_recipe, trl_facts
+
+from autofit.api.card_advice import CardAdvice
+from autofit.errors import ConfigError
+from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
+from autofit.forecast.offers import Offer, Shop, Verdict, choice
+from autofit.hardware.prices import Price, prices
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.launch import Launch
+from autofit.recipe.recipe import Recipe
+
+GB = 10**9
+SPACE = Path(__file__).parents[1] / "search_spaces" / "grpo.yaml"
+PRICES = {"a100-80gb": Price(usd_per_hour=2.0), "h100": Price(usd_per_hour=4.0)}
+
+
+@dataclass
+class Cards:
+    """Simulated cards: weights, gradients and optimizer state are shared by sharding ranks, activations are not."""
+
+    states: int = 40 * GB
+    activations_a_sample: int = 5 * GB
+    asked: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+        with self.lock:
+            self.asked.append((device, values))
+        spec, launch = gpu_spec(device.removeprefix("sim:")), Launch.of(values)
+        micro = int(str(values["per_device_train_batch_size"]))
+        samples = micro * int(str(values["gradient_accumulation_steps"]))
+        states = 0 if launch.offload == "parameters" else self.states
+        if launch.sharding == "fsdp2":
+            states //= launch.ranks
+        used = spec.context_bytes + states + self.activations_a_sample * micro
+        step_s = samples * 1e15 / spec.half_flops_per_s + (0.1 if launch.ranks > 1 else 0.0)
+        step_s += 5.0 if launch.offload == "parameters" else 0.0
+        fits = used <= capacity_bytes
+        return ProbeResult(
+            status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device=device, device_used_bytes=used,
+            least_capacity_bytes=None if fits else used, step_s=(step_s,),
+        )  # fmt: skip
+
+
+def recipe(**changes: object) -> Recipe:
+    """16 completions a step, all values given."""
+    found = grpo_recipe(**{"dtype": "bfloat16", **changes})
+    kept = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    return replace(found, values={**found.values, **{key: found.resolved[key] for key in kept}}, space=SPACE)
+
+
+def offers(cards: Cards, names: list[str], counts: tuple[int, ...] = (1, 2, 4, 8), **changes: object) -> list[Offer]:
+    shop = Shop(recipe(**changes), cards, PRICES, workers=2)
+    return list(shop.offers([gpu_spec(name) for name in names], counts))
+
+
+def by_words(found: list[Offer]) -> dict[str, Offer]:
+    return {offer.words: offer for offer in found}
+
+
+def test_a_card_with_room_gets_the_recipe_as_it_is() -> None:
+    found = by_words(offers(Cards(), ["a100-80gb", "h100"]))
+    assert [o.verdict for o in found.values()] == [Verdict.FITS] * 8
+    assert all(o.changes == {} and o.tier == "neutral" for o in found.values())
+
+
+def test_every_offer_keeps_the_effective_batch() -> None:
+    cards = Cards()
+    offers(cards, ["a100-80gb", "rtx4090"])
+    for _, values in cards.asked:
+        ranks = Launch.of(values).ranks
+        batch = int(str(values["per_device_train_batch_size"])) * int(str(values["gradient_accumulation_steps"]))
+        assert batch * ranks == 16
+
+
+def test_more_cards_are_slower_by_communication_at_most_and_never_need_more_memory() -> None:
+    found = by_words(offers(Cards(), ["h100"]))
+    one, eight = found["h100"], found["8 x h100"]
+    assert one.step_s is not None
+    assert eight.step_s is not None
+    assert eight.step_s <= one.step_s / 8 + 0.1 + 1e-9
+    assert (eight.device_used_bytes or 0) <= (one.device_used_bytes or 0)
+
+
+def test_the_cost_is_price_times_cards_times_time() -> None:
+    for offer in offers(Cards(), ["a100-80gb", "h100"]):
+        assert offer.step_s is not None
+        price = PRICES[offer.card].usd_per_hour
+        assert offer.usd_per_1000_steps == pytest.approx(price * offer.count * 1000 * offer.step_s / 3600)
+
+
+def test_a_card_that_is_too_small_alone_gets_the_mildest_change_that_fits_with_others() -> None:
+    """40 GB of states and 20 of activations: on 24 GB cards they must be sharded, and the micro-batch shrink."""
+    found = by_words(offers(Cards(), ["rtx4090"]))
+    assert found["rtx4090"].verdict is Verdict.OVER
+    assert "needs" in found["rtx4090"].reason
+    eight = found["8 x rtx4090"]
+    assert (eight.verdict, eight.tier) == (Verdict.FITS, "neutral")
+    assert eight.changes["sharding"] == "fsdp2"
+    assert "offload" not in eight.changes
+
+
+def test_offloading_is_tried_after_sharding() -> None:
+    found = by_words(offers(Cards(states=400 * GB), ["rtx4090"]))
+    assert found["8 x rtx4090"].changes.get("offload") == "parameters"
+
+
+def test_a_batch_that_cannot_be_split_is_said_in_its_row() -> None:
+    row = offers(Cards(), ["h100"], counts=(3,))[0]
+    assert row.verdict is Verdict.NONE
+    assert "16" in row.reason
+    assert "1, 2" in row.reason
+    assert row.step_s is row.usd_per_1000_steps is None
+
+
+def test_a_card_without_what_the_recipe_names_is_not_simulated() -> None:
+    cards = Cards()
+    row = offers(cards, ["t4"], counts=(1,), dtype="bfloat16")[0]
+    assert (row.verdict, cards.asked) == (Verdict.NONE, [])
+    assert "bfloat16" in row.reason
+
+
+def test_what_one_card_held_spares_another_of_its_kind_the_trial() -> None:
+    """The A100-80GB shows what a change needs, so the A100-40GB is not asked what cannot fit."""
+    cards = Cards(states=60 * GB)
+    offers(cards, ["a100-80gb", "a100-40gb"], counts=(1,))
+    tried = [values for device, values in cards.asked if device == "sim:a100-40gb"]
+    assert {"sim:a100-80gb"} == {device for device, _ in cards.asked} or len(tried) < 4
+
+
+def test_a_failed_simulation_is_said_and_the_next_change_is_tried() -> None:
+    def broken(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+        return ProbeResult(status=ProbeStatus.FAILED, device=device, reason="the trainer raised")
+
+    row = Shop(recipe(), broken, {}).offers([gpu_spec("h100")], (1,))[0]
+    assert (row.verdict, row.reason) == (Verdict.NONE, "the trainer raised")
+
+
+def offer(card: str, count: int, **changes: object) -> Offer:
+    spec = gpu_spec(card)
+    values: dict[str, object] = {"verdict": Verdict.FITS, "step_s": 1.0, "device_used_bytes": GB, **changes}
+    return Offer(card=card, count=count, capacity_bytes=spec.capacity_bytes, **values)  # type: ignore[arg-type]
+
+
+def test_the_highest_tier_is_chosen_from_and_tight_rows_only_where_nothing_fits() -> None:
+    lora = offer("rtx4090", 1, tier="recipe", usd_per_hour=0.1, step_s=0.1)
+    whole, tight = offer("h100", 8, usd_per_hour=32.0), offer("h100", 4, verdict=Verdict.TIGHT, usd_per_hour=16.0)
+    chosen = choice([lora, whole, tight])
+    assert chosen.cheapest is chosen.fastest is chosen.smallest is whole
+    assert choice([tight, offer("t4", 1, verdict=Verdict.OVER)]).fastest is tight
+    assert choice([]).smallest is None
+
+
+def test_seconds_without_the_hosts_step_are_a_lower_bound_and_win_nothing_that_is_timed() -> None:
+    timed, untimed = (
+        Offer(card="h100", count=count, capacity_bytes=80 * GB, verdict=Verdict.FITS, step_s=step_s, usd_per_hour=1.0,
+              device_used_bytes=GB, is_lower_bound=step_s < 2)
+        for count, step_s in ((1, 2.0), (2, 1.0))
+    )  # fmt: skip
+    found = choice([timed, untimed])
+    assert (found.fastest, found.cheapest) == (timed, timed)
+    assert choice([untimed]).fastest is untimed
+    assert (timed.step_words, untimed.step_words) == ("2.00 s", "over 1.00 s")
+
+
+def test_without_a_price_there_is_no_cheapest() -> None:
+    chosen = choice([offer("l4", 1), offer("h100", 1, step_s=0.5)])
+    assert chosen.cheapest is None
+    assert chosen.fastest is not None
+    assert (chosen.fastest.card, chosen.smallest and chosen.smallest.card) == ("h100", "l4")
+
+
+def test_the_table_marks_what_stands_out_and_json_has_every_row() -> None:
+    found = tuple(offers(Cards(), ["a100-80gb", "rtx4090"]))
+    advice = CardAdvice(recipe=recipe(), offers=found, prices=prices())
+    text = str(advice)
+    assert "Fastest: 8 x a100-80gb" in text
+    assert "cheapest" in text
+    assert "Prices: on-demand lists" in text
+    kept = json.loads(json.dumps(advice.to_dict()))
+    assert len(kept["offers"]) == 8
+    assert kept["fastest"] == {"card": "a100-80gb", "count": 8}
+    assert kept["offers"][0]["usd_per_1000_steps"] == pytest.approx(found[0].usd_per_1000_steps)
+
+
+def test_every_usual_card_is_known_and_wrong_names_and_counts_are_refused() -> None:
+    from autofit.api.card_advice import USUAL, _cards, _counts
+
+    assert set(USUAL) <= set(GPU_SPECS)
+    assert len(_cards("all")) == len(GPU_SPECS)
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        _cards(["h101"])
+    for wrong in ((0,), (-1,), (), tuple(range(1, 12)), (10**6,)):
+        with pytest.raises(ConfigError, match="--counts"):
+            _counts(wrong)
+
+
+def test_weights_that_are_larger_than_a_card_are_not_simulated_whole() -> None:
+    """32B in bfloat16 are 65 GB: on one card of 24 GB only weights of 4 bits are tried."""
+    cards = Cards(states=10 * GB)
+    shop = Shop(replace(recipe(use_peft=False, load_in_4bit=False), weights_bytes=65 * GB), cards, {})
+    row = shop.offers([gpu_spec("rtx4090")], (1,))[0]
+    assert row.tier != "neutral" or row.verdict is Verdict.OVER
+    assert all(values.get("load_in_4bit") for _, values in cards.asked)
+
+
+def test_seconds_of_many_micro_batches_follow_from_three() -> None:
+    """The simulated steps have 3 and 2 micro-batches; the offer's has all of them, and as many bytes."""
+    facts = trl_facts("sft", dict(recipe().resolved))
+    cards = Cards()
+    made = Shop(replace(recipe(gradient_accumulation_steps=32), **facts), cards, {}).offers([gpu_spec("h100")], (1,))
+    assert [values["gradient_accumulation_steps"] for _, values in cards.asked] == [3, 2]
+    assert made[0].step_s == pytest.approx(4 * 32 * 1e15 / gpu_spec("h100").half_flops_per_s)
+
+
+@pytest.mark.slow
+def test_a_lora_of_7b_fits_one_card_of_80_gb_and_two_are_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import autofit
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lora = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B", "dtype": "bfloat16", "max_length": 256, "use_peft": True,
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    told: list[str] = []
+    found = autofit.advise(
+        lora, trainer="sft", cards=["a100-80gb"], counts=(1, 2), prompt_tokens=256, prices={"a100-80gb": 2.0},
+        on_event=lambda event: told.append(str(event)),
+    )  # fmt: skip
+    one, two = found.offers
+    assert one.fits
+    assert two.fits
+    assert one.changes == two.changes == {}
+    assert one.step_s is not None
+    assert two.step_s is not None
+    assert two.step_s < one.step_s < 2.2 * two.step_s
+    assert one.usd_per_1000_steps == pytest.approx(2.0 * 1000 * one.step_s / 3600)
+    assert any(line.startswith("2 x a100-80gb: fits") for line in told)

@@ -1,0 +1,169 @@
+"""The space of a recipe on several ranks: launches that exist, at the effective batch of the recipe."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from recipes import grpo_recipe
+
+from autofit.errors import ConfigError
+from autofit.forecast.host_steps import has_room, without_offload
+from autofit.forecast.predictions import Predictions
+from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.spread import with_launch
+from autofit.space import narrow
+from autofit.space.knob import Knob
+from autofit.space.space import Candidate, Space
+from autofit.space.space_file import load_space
+
+SIM = "sim:a100-40gb"
+NAMES = ("launch.sharding", "launch.reshard_after_forward", "launch.offload")
+
+
+def recipe_on(launch: Launch, **changes: object) -> Recipe:
+    return with_launch(grpo_recipe(world_size=launch.ranks, **changes), launch)
+
+
+def space_of(recipe: Recipe, device: str = SIM) -> Space:
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name.startswith(("launch.", "vllm_tensor")))
+    batch = tuple(k for k in load_space(None, trainer="grpo") if k.solved)
+    return Space.of(recipe, batch + knobs, device=device)
+
+
+def launch_of(space: Space, candidate: Candidate) -> Launch:
+    return Launch.of(merge(space.recipe.values, space.yaml_changes(candidate)))
+
+
+@pytest.fixture(autouse=True)
+def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "is_installed", lambda package: True)
+
+
+def kinds(space: Space) -> set[tuple[object, ...]]:
+    found = (launch_of(space, c) for c in space.allowed())
+    return {(one.sharding, one.reshard_after_forward or one.sharding != "fsdp2", one.offload) for one in found}
+
+
+ALL_KINDS = {
+    ("ddp", True, "none"), ("zero2", True, "none"), ("zero2", True, "optimizer"), ("zero3", True, "none"),
+    ("zero3", True, "optimizer"), ("zero3", True, "parameters"), ("fsdp2", True, "none"), ("fsdp2", False, "none"),
+    ("fsdp2", True, "parameters"), ("fsdp2", False, "parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "offload": "parameters", "reshard_after_forward": False},
+            {"sharding": "zero2", "offload": "optimizer"}, {"sharding": "zero3", "offload": "parameters"}],
+)  # fmt: skip
+def test_every_launch_that_exists_is_a_candidate_once_and_no_other(own: Mapping[str, object]) -> None:
+    space = space_of(recipe_on(Launch.of({LAUNCH: {"ranks": 4, **own}})))
+    assert kinds(space) == ALL_KINDS
+    launches = [(launch_of(space, c).to_values(), space.changes(c)) for c in space.allowed()]
+    assert len({repr(one) for one in launches}) == len(launches)
+    for candidate in space.allowed():
+        assert space.violated(candidate) is None
+        assert space.settled(space.params(candidate)) == candidate
+        assert space.tiers[candidate] == "neutral"
+
+
+def test_a_launch_beyond_the_listed_ones_stays_with_the_recipe() -> None:
+    space = space_of(recipe_on(Launch(ranks=4, sharding="fsdp1", offload="parameters")))
+    assert ("fsdp1", True, "parameters") in kinds(space)
+    assert kinds(space) >= ALL_KINDS
+
+
+def test_one_rank_has_nothing_to_choose_and_nothing_to_say() -> None:
+    knobs = load_space(None, trainer="grpo")
+    space = Space.of(grpo_recipe(), knobs, device=SIM)
+    assert not [k.name for k in space.knobs if k.name.startswith(("launch.", "vllm_tensor"))]
+    assert not [name for name in (*space.left_out, *space.idle) if name.startswith("launch.")]
+
+
+def test_the_cpu_has_ddp_and_fsdp2_alone() -> None:
+    space = space_of(recipe_on(Launch(ranks=2)), device="cpu")
+    assert kinds(space) == {("ddp", True, "none"), ("fsdp2", True, "none"), ("fsdp2", False, "none")}
+    assert "launch.sharding" not in space.left_out
+
+
+def test_without_deepspeed_zero_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "is_installed", lambda package: package != "deepspeed")
+    for device in (SIM, "cuda"):
+        space = space_of(recipe_on(Launch(ranks=2)), device=device)
+        assert not [kind for kind in kinds(space) if str(kind[0]).startswith("zero")]
+        assert "needs deepspeed, which is not installed" in space.left_out["launch.sharding"]
+
+
+def test_a_candidate_names_the_package_of_its_value_alone() -> None:
+    space = space_of(recipe_on(Launch(ranks=2)))
+    for candidate in space.allowed():
+        needed = launch_of(space, candidate).sharding.startswith("zero")
+        assert ("deepspeed" in space.packages(candidate)) == needed
+
+
+def test_a_sharding_knob_alone_never_makes_a_launch_that_cannot_be() -> None:
+    knob = Knob(name="launch.sharding", tier="neutral", values=("ddp", "fsdp2", "zero3"))
+    micro = Knob(name="per_device_train_batch_size", tier="neutral", solved=True)
+    space = Space.of(recipe_on(Launch(ranks=2, sharding="fsdp2", offload="parameters")), (micro, knob), device=SIM)
+    assert {launch_of(space, c).sharding for c in space.allowed()} == {"fsdp2", "zero3"}
+
+
+def test_cards_move_between_training_and_server_at_the_same_effective_batch() -> None:
+    draw = random.Random(1)
+    several = 0
+    for _ in range(150):
+        server, ranks = draw.randint(1, 4), draw.randint(1, 7)
+        micro, accumulation, groups = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 6, 8]), draw.choice([2, 4, 8])
+        recipe = recipe_on(
+            Launch(ranks=ranks, server_ranks=server), per_device_train_batch_size=micro, use_vllm=True,
+            gradient_accumulation_steps=accumulation, steps_per_generation=accumulation, num_generations=groups,
+            vllm_mode="server",
+        )  # fmt: skip
+        try:
+            space = space_of(recipe)
+        except ConfigError:
+            continue
+        for candidate in space.allowed():
+            values = merge(recipe.resolved, space.changes(candidate))
+            launch = Launch.of(values)
+            assert launch.cards == ranks + server
+            size, accumulated, chunk = (
+                int(str(values[key]))
+                for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+            )
+            assert size * accumulated * launch.ranks == recipe.effective_batch_size
+            assert (size * chunk * launch.ranks) % groups == 0
+            several += launch.server_ranks != server
+    assert several > 100
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {1, 2}), (4, {1, 2, 4}), (8, {1, 2, 4, 8}), (3, {1})])
+def test_tensor_parallel_divides_the_ranks_and_the_heads(ranks: int, sizes: set[int]) -> None:
+    recipe = recipe_on(
+        Launch(ranks=ranks), use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=1,
+        model_name_or_path="Qwen/Qwen3-0.6B",
+    )  # fmt: skip
+    space = space_of(replace(recipe, model="Qwen/Qwen3-0.6B"))  # 16 heads
+    found = {int(str(space.params(c).get("vllm_tensor_parallel_size", 1))) for c in space.allowed()}
+    assert found == sizes
+
+
+@pytest.mark.parametrize("own", ["none", "parameters"])
+def test_a_space_without_offload_keeps_the_recipes_own(own: str) -> None:
+    space = space_of(recipe_on(Launch.of({LAUNCH: {"ranks": 4, "sharding": "fsdp2", "offload": own}})))
+    assert {launch_of(space, c).offload for c in without_offload(space).allowed()} == {"none", own}
+    plain = Space.of(grpo_recipe(), load_space(None, trainer="grpo"), device=SIM)
+    assert without_offload(plain) is plain
+
+
+def test_room_is_what_is_known_to_fit() -> None:
+    space = space_of(recipe_on(Launch(ranks=2)))
+    count = len(space.allowed())
+    used = np.where(np.arange(count) == 0, 9e9, np.nan)
+    known = Predictions(candidates=tuple(space.allowed()), floor_bytes=np.zeros(count), device_used_bytes=used,
+                        step_s=np.ones(count))  # fmt: skip
+    assert has_room(known, 10**10)
+    assert has_room(known, None)
+    assert not has_room(known, 8 * 10**9)
