@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +24,7 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import WorstCase
+from autofit.scratch import Scratch
 
 from .images import sees
 from .trl_config import TrlConfig
@@ -114,7 +114,7 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
     training = config.training
     for key in _IDLE.keys() & set(vars(training)):
         setattr(training, key, _IDLE[key])
-    with TemporaryDirectory(prefix="autofit-") as folder, _models_from(module, _stand_in):
+    with Scratch() as folder, _models_from(module, _stand_in):
         training.output_dir = folder
         try:
             trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows)
@@ -199,7 +199,7 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
 def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
     """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
     rows = Dataset.from_list([dict(row)])
-    count = samples_per_step(config) * (config.training.max_steps + 1)
+    count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
     with random_weights(module):
         return made(kind, config, train_dataset=rows.select([0] * count), **more)
 
@@ -261,7 +261,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     quantization = kwargs.get("quantization_config")
     if quantization is None:
         make = architecture.from_config if trust else architecture._from_config
-        with torch.device("cuda" if on_card else "cpu"):
+        with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"):
             model = make(config, **options)
     else:
         state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
@@ -297,6 +297,13 @@ def dtype_of(asked: Any, config: Any) -> torch.dtype:
     dtype = getattr(torch, str(asked))
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _loads_on_host() -> bool:
+    """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
+    from accelerate import DistributedType, PartialState
+
+    return PartialState().distributed_type == DistributedType.MULTI_GPU  # type: ignore[no-any-return]
 
 
 def _cpu_wanted() -> bool:

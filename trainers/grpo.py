@@ -168,6 +168,7 @@ class RolloutTrainer(TrlTrainer):
         "_generate": "rollout", "_generate_and_score_completions": "scoring", "_save_checkpoint": "save",
         "vllm_generation.sync_weights": "wake-up",  # with sleep mode vLLM wakes up for its new weights
     })  # fmt: skip
+    phases_of_ranks = MappingProxyType({"vllm_generation.sync_weights": "sync"})  # every rank takes part in gathering
     quiet = MappingProxyType({"log_completions": False})
     auto_class = AutoModelForCausalLM
     run_class = RolloutRun

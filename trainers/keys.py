@@ -1,7 +1,7 @@
 """TRL's keys as the search needs them, and the knobs with a lower tier under some losses. No torch here.
 
-The tiers were measured (experiments/neutrality, TRL 1.16): these knobs change the gradient by 0.1 % to more than 100 %,
-all others by rounding only.
+The tiers were measured (experiments/neutrality, TRL 1.16): these knobs change the gradient by 0.01 % to more than
+100 %, all others by rounding only. `launch.ranks` is with the recipe's own micro-batch.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from autofit.recipe.keys import BatchKeys, Tier
 
 SPLIT, ROLLOUT = "per_device_train_batch_size", "steps_per_generation"
+RANKS = "launch.ranks"
 SAMPLES = BatchKeys(length="max_length")
 ROLLOUTS = BatchKeys(
     rollout=ROLLOUT, rollout_batch="generation_batch_size", group="num_generations", reuse="num_iterations",
@@ -31,10 +32,10 @@ COMPARED = (
 def grpo_tiers(
     resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
 ) -> dict[str, Tier]:
-    """The tiers of GRPO's split and rollout.
+    """The tiers of GRPO's split, rollout and ranks.
 
-    Another rollout size groups other completions in a micro-batch and pads them to another length, which shifts learned
-    positions (`counts_padding`).
+    Another number of ranks or another rollout size groups other completions in a micro-batch and pads them to another
+    length, which shifts learned positions (`counts_padding`).
     """
     loss = resolved.get("loss_type", "grpo")
     bonus = bool(resolved.get("entropy_coef")) or bool(resolved.get("use_adaptive_entropy"))
@@ -46,7 +47,7 @@ def grpo_tiers(
         or resolved.get("multi_objective_aggregation") == "normalize_then_sum"
         or counts_padding
     )
-    return {**_tiers(split, rollout), **weights_tiers(resolved)}
+    return {**_tiers(split, rollout, split or counts_padding), **weights_tiers(resolved)}
 
 
 def rloo_tiers(
@@ -54,7 +55,8 @@ def rloo_tiers(
 ) -> dict[str, Tier]:
     """The tiers of RLOO: its loss is a mean over completions, and advantages may be normalised over a rollout."""
     rollout = balances_experts or bool(resolved.get("normalize_advantages")) or counts_padding
-    return {**_tiers(balances_experts, rollout), **weights_tiers(resolved)}
+    ranks = balances_experts or counts_padding
+    return {**_tiers(balances_experts, rollout, ranks), **weights_tiers(resolved)}
 
 
 def dpo_tiers(
@@ -64,14 +66,15 @@ def dpo_tiers(
     given = resolved.get("loss_type")
     losses = given if isinstance(given, list) else [given]
     split = balances_experts or any(name in _SPLIT_CHANGES_DPO for name in losses)
-    return {**_tiers(split, False), **weights_tiers(resolved)}
+    return {**_tiers(split, False, False), **weights_tiers(resolved)}
 
 
 def sample_tiers(
     resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
 ) -> dict[str, Tier]:
     """The tier of the split if the loss is a mean over a whole optimizer step, as for SFT and reward models."""
-    return {**_tiers(balances_experts, False), **weights_tiers(resolved)}
+    apart = resolved.get("average_tokens_across_devices") is False and "loss_type" in resolved
+    return {**_tiers(balances_experts, False, apart), **weights_tiers(resolved)}
 
 
 def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
@@ -89,6 +92,13 @@ def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
     return {key: "recipe" for key, more in changed.items() if more and key in resolved}
 
 
-def _tiers(split: bool, rollout: bool) -> dict[str, Tier]:
-    changed = {SPLIT: split, ROLLOUT: rollout}
+def note_of_ranks(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
+    """What to tell of a recipe on several ranks: whether its gradient depends on their number."""
+    if RANKS not in tiers:
+        return ()
+    return ("its gradient depends on the number of ranks: each of them normalises, or pads, its own micro-batches",)
+
+
+def _tiers(split: bool, rollout: bool, ranks: bool) -> dict[str, Tier]:
+    changed = {SPLIT: split, ROLLOUT: rollout, RANKS: ranks}
     return {key: "approximate" for key, more in changed.items() if more}

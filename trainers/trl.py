@@ -21,12 +21,12 @@ from . import offline
 from .common import read_worst_case, samples_per_step
 from .epoch import in_epoch
 from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
-from .keys import SAMPLES, TILE_TOKENS, sample_tiers
+from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
 from .knobs import left_out
 from .model_kwargs import at_top_level
 from .names import installed, one_name_each, overridden
 from .padding import unmasked_is_larger
-from .trl_config import TrlConfig, parse, plain
+from .trl_config import TrlConfig, counting, parse, plain
 
 # Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
 QUIET: dict[str, object] = {
@@ -50,6 +50,7 @@ class TrlTrainer:
     name: str
     keys: BatchKeys
     phases: Mapping[str, str]  # method of TRL's trainer -> the phase while it runs
+    phases_of_ranks: Mapping[str, str] = {}  # the same, where several ranks train: these win over `phases`
     quiet: Mapping[str, object] = {}  # keys that a probe sets besides QUIET
     auto_class: Any
     tile_tokens: int | None = None
@@ -89,6 +90,10 @@ class TrlTrainer:
         return parse(self.name, values, overrides=overrides)
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        with counting(inspection.ranks):
+            return self._inspect(values, inspection)
+
+    def _inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         offline.clear(inspection.worst_case.folder)
         with offline.or_stated(inspection):
             given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
@@ -105,16 +110,20 @@ class TrlTrainer:
         longest = self.longest(config, inspection)
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         notes = cast("tuple[str, ...]", longest.pop("notes", ()))
+        tiers = dict(self.tiers(
+            resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
+        ))  # fmt: skip
+        if inspection.ranks == 1:
+            tiers.pop(RANKS, None)
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
             space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
             trains_on_data=bool(given.get("dataset_name") or given.get("datasets")),
-            tiers=self.tiers(
-                resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
-            ),
+            tiers=tiers,
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
             tile_tokens=self.tile_tokens, forecasts=not model.sees,
-            other_names=named.other_names, notes=(*moved, *named.notes, *notes), version=installed(),
+            other_names=named.other_names, notes=(*moved, *named.notes, *notes, *note_of_ranks(tiers)),
+            version=installed(),
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,
@@ -148,7 +157,8 @@ class TrlTrainer:
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         """TRL's `trainer` as a run."""
         samples = samples_per_step(config)
-        return self.run_class(trainer, phases=self.phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+        phases = {**self.phases, **(self.phases_of_ranks if trainer.accelerator.num_processes > 1 else {})}
+        return self.run_class(trainer, phases=phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
 
     def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
         standing_in = offline.overrides(values, worst_case.folder)
@@ -156,11 +166,14 @@ class TrlTrainer:
         return AutoConfig.from_pretrained(name, trust_remote_code=bool(values.get("trust_remote_code")))
 
     def small_trainings(
-        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int
-    ) -> SmallTrainings:
+        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int,
+        ranks: Mapping[str, int] | None = None,
+    ) -> SmallTrainings:  # fmt: skip
         from .proofs.trainings import TrlSmallTrainings
 
-        return TrlSmallTrainings(self, recipes, folder, most_samples=most_samples, most_steps=most_steps)
+        return TrlSmallTrainings(
+            self, recipes, folder, most_samples=most_samples, most_steps=most_steps, ranks=ranks or {}
+        )
 
     def takes(self) -> set[str]:
         """All keys that a recipe of this trainer may have."""

@@ -23,12 +23,16 @@ _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 @dataclass(frozen=True, slots=True)
 class TrlConfig:
-    """The parsed arguments of TRL's script: its own, the trainer's, the model's and the datasets'."""
+    """The parsed arguments of TRL's script: its own, the trainer's, the model's and the datasets'.
+
+    `ranks` is how many train together, where a gradient proof asks; else TRL's own process counts.
+    """
 
     script: Any
     training: Any
     model: Any
     datasets: Any
+    ranks: int = 1
 
     @property
     def resolved(self) -> dict[str, object]:
@@ -68,6 +72,22 @@ def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str,
         parser.set_defaults_with_config(**merged)
         parts = _parse(trainer, parser)
     return TrlConfig(*parts)
+
+
+@contextmanager
+def counting(ranks: int) -> Iterator[None]:
+    """Context in which TRL's configs count `ranks` processes, for the rules of their batches, though this is one."""
+    if ranks == 1:
+        yield
+        return
+    from transformers import TrainingArguments
+
+    own = TrainingArguments.world_size
+    TrainingArguments.world_size = property(lambda _: ranks)
+    try:
+        yield
+    finally:
+        TrainingArguments.world_size = own
 
 
 def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:

@@ -277,6 +277,11 @@ class LoopTrainer(ABC):
         return self.settings(**given)
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        if inspection.ranks > 1:
+            raise ConfigError(
+                f"a plain torch loop such as {self.name} trains on one rank; got num_processes: {inspection.ranks}; "
+                "remove it, or make the trainer a transformers.Trainer, which accelerate puts on several"
+            )
         settings = self.parse(values)
         self.steps(settings)  # a missing one is said before the search, not after it
         asked = inspection.prompt_tokens
@@ -311,8 +316,11 @@ class LoopTrainer(ABC):
         raise NotImplementedError("Facts.forecasts is False: no trace of few layers stands for this trainer's models")
 
     def small_trainings(
-        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int
-    ) -> "_SmallLoops":
+        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int,
+        ranks: Mapping[str, int] | None = None,
+    ) -> "_SmallLoops":  # fmt: skip
+        if ranks:
+            raise ConfigError(f"the trainer {self.name} is a loop of one process; its proof has one rank")
         return _SmallLoops(self, recipes, folder, most_samples=most_samples)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Phases whose seconds count as the rollout's; `update` is every moment of a step that is in no other phase.
 LOAD, UPDATE, OPTIMIZER, SAVE = "load", "update", "optimizer", "save"
 WAKE_UP, ROLLOUT, SCORING = "wake-up", "rollout", "scoring"
+SYNC = "sync"  # of several ranks: weights are gathered and given to vLLM, which has woken up for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +95,14 @@ class Inspection:
 
     On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data: the
     longest of samples that differ in length, as those of text do, so batches of it have padding. `changed` has the keys
-    that the user gave besides the recipe: they win over other names of the same setting.
+    that the user gave besides the recipe: they win over other names of the same setting. `ranks` train together.
     """
 
     device: str  # "cpu", "cuda" or "sim:NAME"
     worst_case: WorstCase
     prompt_tokens: int | None = None
     changed: tuple[str, ...] = ()
+    ranks: int = 1
 
     @property
     def simulated(self) -> bool:
@@ -277,7 +279,9 @@ class SmallTrainings(Protocol):
         ...
 
     @property
-    def samples_per_step(self) -> int: ...
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        ...
 
     @property
     def divided_by(self) -> int:
@@ -311,7 +315,11 @@ class Trainer(Protocol):
         ...
 
     def small_trainings(
-        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int
-    ) -> SmallTrainings:
-        """The trainings of a gradient proof, with files in `folder`. Raises ConfigError where there can be none."""
+        self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int,
+        ranks: Mapping[str, int] | None = None,
+    ) -> SmallTrainings:  # fmt: skip
+        """The trainings of a gradient proof, with files in `folder`. Raises ConfigError where there can be none.
+
+        `ranks` has the ranks of every recipe where one has several: `run` is then called in a process of each rank.
+        """
         ...

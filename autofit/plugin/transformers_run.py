@@ -3,18 +3,22 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from autofit.plugin.protocol import Report, SampleFacts, own_checkpoints
+from autofit.plugin.protocol import OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.plugin.spot import Spot
 
-_CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+# What a checkpoint has besides trainer_state.json and the scheduler: each entry has all names of one file. FSDP writes
+# one file, or a folder of shards in which .metadata comes last; DeepSpeed writes `latest` after every rank's share.
+_STEP_OF_DEEPSPEED = "accelerator.deepspeed_engine_wrapped.engine.step"
 _WEIGHTS = ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin")
+_ALIKE = (("optimizer.pt",), _WEIGHTS)
+_FSDP = (("optimizer.bin", "optimizer_0/.metadata"), ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata"))
+_DEEPSPEED = (("latest",),)
 
 
 class TransformersRun:
@@ -58,7 +62,7 @@ class TransformersRun:
         return int(self.trainer.state.max_steps)
 
     def train(self, report: Report, *, resume_from: Path | None = None) -> None:
-        self._reporter = reporter = _Reporter(report)
+        self._reporter = reporter = _Reporter(report, self.trainer)
         _report_saves(self.trainer, reporter, report)
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
@@ -87,15 +91,25 @@ class TransformersRun:
 
     def checkpoint_is_whole(self, checkpoint: Path) -> bool:
         """Whether every file is there that the trainer continues from; a kill while saving leaves some out."""
-        names = {path.name for path in checkpoint.glob("*")}
-        needed = names.issuperset(_CHECKPOINT_FILES) and any(fnmatch(name, "rng_state*.pth") for name in names)
-        if not needed or not any(fnmatch(name, weights) for name in names for weights in _WEIGHTS):
+        if not all(any(any(checkpoint.glob(name)) for name in names) for names in self._needed):
             return False
         try:
             state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
             return int(state["global_step"]) == int(checkpoint.name.rsplit("-", 1)[1])
         except (OSError, ValueError, KeyError, TypeError):
             return False
+
+    @property
+    def _needed(self) -> tuple[tuple[str, ...], ...]:
+        """The files of a whole checkpoint, by all their names (patterns); each rank has a random state of its own."""
+        trainer = self.trainer
+        ranks = 1 if trainer is None else int(trainer.args.world_size)
+        random = (("rng_state*.pth",),) if ranks == 1 else tuple((f"rng_state_{rank}.pth",) for rank in range(ranks))
+        fsdp, deepspeed = (
+            trainer is not None and getattr(trainer, name) for name in ("is_fsdp_enabled", "is_deepspeed_enabled")
+        )
+        how = _FSDP if fsdp else _DEEPSPEED if deepspeed else _ALIKE
+        return (("trainer_state.json",), ("scheduler.pt",), *how, *random)
 
     def save_model(self, folder: Path) -> None:
         self.trainer.save_model(str(folder))
@@ -157,8 +171,9 @@ def _own_place(arguments: Any) -> Iterator[None]:
 class _Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on what transformers says, and says back what the receiver wants."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, trainer: Any) -> None:
         self._report = report
+        self._trainer = trainer
         self._requested = False
 
     def request_save(self) -> None:
@@ -171,6 +186,8 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
         return requested
 
     def on_train_begin(self, *_: object, **__: object) -> None:
+        # DeepSpeed's engine steps at the end of its backward, before transformers speaks of the optimizer
+        _report_phase(self._trainer, _STEP_OF_DEEPSPEED, OPTIMIZER, self._report)
         self._report.train_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -36,11 +36,11 @@ class AtWork:
         """What its processes use: those of its job, and the worker, which a fork server may have started."""
         job = read_json(self.folder / "started.json")
         found = None if job is None else tree_use(int(str(job["pid"])))
-        worker = _worker(self.request.pid_path)
-        if worker is None or (found is not None and worker in found.pids):
-            return found
-        used = tree_use(worker)
-        return found if used is None else used if found is None else found | used
+        for path in [self.request.pid_path, *sorted(self.folder.glob("rank-*.pid"))]:
+            worker = _worker(path)
+            used = None if worker is None or (found is not None and worker in found.pids) else tree_use(worker)
+            found = found if used is None else used if found is None else found | used
+        return found
 
 
 def probes_at_work(folder: Path) -> list[AtWork]:
@@ -66,7 +66,8 @@ def _at_work(study: Path, folder: Path) -> AtWork | None:
         if not is_alive(folder):
             return None
         request = ProbeRequest.read(folder / "request.json")
-        phase = request.phase_path.read_text(encoding="utf-8").strip() if request.phase_path.exists() else None
+        first = request.phase_path if request.phase_path.exists() else replace(request, rank=0).phase_path
+        phase = first.read_text(encoding="utf-8").strip() if first.exists() else None
     except (OSError, ValueError, KeyError, TypeError, AssertionError, AutofitError):  # not ours, or just deleted
         return None
     return AtWork(

@@ -6,6 +6,7 @@ started it ends; running children then continue to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
 "cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
+With "ranks", a list of such keys for each, there is a child a rank, kept together; the reply has the Ending of each.
 If the caller closes the connection before the reply, the child is killed.
 """
 
@@ -20,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,14 @@ from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.hardware.visible import visible_gpus
+from autofit.probing.log_size import keep_small
+from autofit.probing.rank_processes import RanksEnded, keep_ranks
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
+from autofit.scratch import Scratch
 
 _COLD = "cold"  # argument of a server that imports nothing
+# What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
+_OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ServerGone(EnvironmentFault):
@@ -44,13 +49,14 @@ class ForkServer:
 
     def __init__(self, folder: Path) -> None:
         self.log_path = folder / "fork_server.log"
-        self._home = tempfile.TemporaryDirectory(prefix="autofit-")  # a socket's path has at most 107 characters
-        self.socket_path = str(Path(self._home.name) / "warm")
+        self._home = Scratch()  # a socket's path has at most 107 characters
+        self.socket_path = str(self._home.path / "warm")
         folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path],  # -P: not of cwd
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=computing_env(),
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                env={name: value for name, value in computing_env().items() if name not in _OF_RANKS},
             )  # fmt: skip
 
     def call(self, message: Mapping[str, object]) -> Ending:
@@ -63,11 +69,20 @@ class ForkServer:
             self._process.stdin.close()
         self._process.terminate()
         self._process.wait(timeout=30)
-        self._home.cleanup()
+        self._home.close()
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
     """The Ending of one call. Raises ServerGone, or EnvironmentFault if the child's keeper was killed."""
+    return Ending(**_answer(socket_path, message, alive))
+
+
+def call_ranks(socket_path: str, message: Mapping[str, object]) -> RanksEnded:
+    """The ends of the children of one call with "ranks". Raises as `call` does."""
+    return RanksEnded.from_json(_answer(socket_path, message, None))
+
+
+def _answer(socket_path: str, message: Mapping[str, object], alive: object) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -77,7 +92,7 @@ def call(socket_path: str, message: Mapping[str, object], *, alive: object = Non
             if not part:
                 raise EnvironmentFault("the process that kept the probe was killed")
             reply += part
-    return Ending(**json.loads(reply))
+    return cast(dict[str, Any], json.loads(reply))
 
 
 def _connect(connection: socket.socket, socket_path: str, alive: object) -> None:
@@ -176,15 +191,27 @@ def _keep_call(connection: socket.socket) -> None:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         message = json.loads(connection.makefile("rb").readline())
+        ranks = message.get("ranks")
 
-        def start() -> int:
+        def start(rank: int | None = None) -> int:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _run_call(message)
+                _run_call(message if rank is None else {**message, **ranks[rank]})
             return pid
 
-        ending = keep(start, deadline_s=message["deadline_s"], abandoned=lambda: _left(connection, message))
+        logs = [str(one["log"]) for one in (ranks if ranks is not None else [message])]
+
+        def left() -> bool:
+            keep_small(logs)
+            return _left(connection, message)
+
+        deadline_s = message["deadline_s"]
+        ending: Ending | RanksEnded
+        if ranks is None:
+            ending = keep(start, deadline_s=deadline_s, abandoned=left)
+        else:
+            ending = keep_ranks(start, len(ranks), deadline_s=deadline_s, abandoned=left)
         connection.sendall(json.dumps(ending.to_json()).encode() + b"\n")
     except BaseException:
         traceback.print_exc()

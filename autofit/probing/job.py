@@ -4,20 +4,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
+from autofit.probing.answers import TOKEN, new_token, refuse_other_answers
 from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.kept import keep_answer, kept_answer
+from autofit.probing.log_size import keep_small
 from autofit.probing.oom import exited_for_oom
+from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.slots import slot
+from autofit.probing.slots import slots
 from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
 _LARGER = 1.1  # least capacity / target for an uncapped probe: a smaller card has no room to measure the excess
@@ -32,7 +38,12 @@ def run_probe(request_path: str) -> None:
         return
     process = psutil.Process()
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    with slot(request.slots, abandoned=lambda: cancelled(request)) as name:
+    cards = Launch.of(request.values).ranks if request.device == "cuda" else 1
+    if cards > len(request.slots):
+        write_json(request.answer_path, _too_few(request, cards).to_json() | {"wall_s": 0.0})
+        return
+    with _slots(request, cards) as held:
+        name = None if held is None else ",".join(held)
         ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
         if read_json(request.answer_path) is None and not ending.abandoned:
             write_json(request.answer_path, classified(ending, request).to_json())
@@ -42,6 +53,23 @@ def run_probe(request_path: str) -> None:
     if content is not None:
         write_json(request.answer_path, content | {"wall_s": time.perf_counter() - began})
         keep_answer(request, content)
+
+
+@contextmanager
+def _slots(request: ProbeRequest, cards: int) -> Iterator[tuple[str, ...] | None]:
+    """The slots of the probe; while it waits for them, a file says for which, and who holds it."""
+    waiting = waiting_path(request.folder)
+    with slots(
+        request.slots, cards, abandoned=lambda: cancelled(request), what=f"the probe in {request.folder}",
+        waits=lambda text: write_atomically(waiting, text),
+    ) as held:  # fmt: skip
+        waiting.unlink(missing_ok=True)
+        yield held
+
+
+def waiting_path(folder: Path) -> Path:
+    """The file that says, while the probe in `folder` waits, for which slot, and who holds it."""
+    return folder / "waiting"
 
 
 def answered(request: ProbeRequest) -> bool:
@@ -70,8 +98,8 @@ def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
     oom = answer is not None and answer.status is ProbeStatus.OOM
     if request.device != "cuda" or request.limit_bytes is None or not oom or cancelled(request):
         return False
-    gpu = gpu_of_slot(slot_name)
-    return gpu is not None and gpu.capacity_bytes > _LARGER * request.limit_bytes
+    cards = [gpu_of_slot(name) for name in slot_name.split(",")]
+    return all(gpu is not None and gpu.capacity_bytes > _LARGER * request.limit_bytes for gpu in cards)
 
 
 def _grade(request: ProbeRequest, slot_name: str) -> None:
@@ -92,15 +120,32 @@ def _grade(request: ProbeRequest, slot_name: str) -> None:
             answer, device_used_bytes=used, uncapped_bytes=used, phases=found.phases, reason=f"{over}; {answer.reason}",
             peak_reserved_bytes=found.peak_reserved_bytes, peak_allocated_bytes=found.peak_allocated_bytes,
             step_s=found.step_s, rollout_s=found.rollout_s, update_s=found.update_s,
+            rank=found.rank, ranks=found.ranks,
         )  # fmt: skip
         write_json(request.answer_path, graded.to_json())
 
 
 def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
-    """Run the probe to its end; a cancellation of the request `asked` ends it too."""
-    env: dict[str, str] = {}
-    if slot_name.startswith("cuda-"):
-        env["CUDA_VISIBLE_DEVICES"] = slot_name.removeprefix("cuda-")
+    """Run the probe to its end; a cancellation of the request `asked` ends it too. Answers without the token go."""
+    token = new_token()
+    ending = _kept(request, {TOKEN: token}, slot_name, asked)
+    if not has_ranks(request):
+        refuse_other_answers(request.answer_path, token)
+    return ending
+
+
+def _kept(request: ProbeRequest, env: dict[str, str], slot_name: str, asked: ProbeRequest) -> Ending:
+    def left() -> bool:
+        keep_small(request.folder.glob("*.log"))
+        return cancelled(asked)
+
+    if slot_name.startswith("cuda-"):  # the card of each rank, in their order
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix("cuda-") for name in slot_name.split(","))
+    if has_ranks(request):
+        return keep_rank_probes(
+            request, start_cold=_start_cold, env=env, abandoned=left,
+            cancel_path=str(asked.folder / "cancel"), classify=classified,
+        )  # fmt: skip
     if request.server_socket is not None:
         message = {
             "entry": "autofit.probing.worker:run", "argument": str(request.request_path), "cwd": str(request.cwd),
@@ -113,7 +158,7 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
             pass  # nothing has run yet: start the probe below
         except EnvironmentFault:  # the child may have run: do not run it again
             return Ending(exit_code=-signal.SIGKILL)
-    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=lambda: cancelled(asked))
+    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=left)
 
 
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
@@ -124,6 +169,11 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid
+
+
+def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:
+    reason = f"the recipe has {cards} ranks, one a card, and this machine shows {len(request.slots)} cards"
+    return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.RAISED)
 
 
 def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:

@@ -77,17 +77,15 @@ class Launcher:
 
     def result(self, folder: Path) -> ProbeResult | None:
         """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""
-        answer = ProbeResult.read(folder / "answer.json")
+        answer = _answer(folder)
         if answer is not None and (answer.wall_s is not None or not is_alive(folder)):
             return answer
         if is_alive(folder):
             return None
-        answer = ProbeResult.read(folder / "answer.json")  # may have been written between the two checks
+        answer = _answer(folder)  # may have been written between the two checks
         if answer is not None:
             return answer
-        device = str((read_json(folder / "request.json") or {}).get("device", ""))
-        reason = "the job ended without an answer"
-        return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=Cause.KILLED)
+        return _lost(folder, "the job ended without an answer")
 
     def run(self, request: ProbeRequest, *, poll_s: float = 0.02) -> ProbeResult:
         """The answer of one probe: submits it and waits."""
@@ -102,6 +100,28 @@ class Launcher:
         deadline = time.monotonic() + 10
         while is_alive(folder) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def _answer(folder: Path) -> ProbeResult | None:
+    """The answer in `folder`; a LOST one where the file is no answer, and None where there is no file."""
+    try:
+        return ProbeResult.read(folder / "answer.json")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return _lost(folder, "the answer of the probe cannot be read")
+
+
+def _lost(folder: Path, reason: str) -> ProbeResult:
+    device = str((_note(folder / "request.json") or {}).get("device", ""))
+    return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=Cause.KILLED)
+
+
+def _note(path: Path) -> dict[str, object] | None:
+    """The JSON object in `path`; None where there is none, or something else."""
+    try:
+        found = read_json(path)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def start_job(folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float) -> None:
@@ -119,8 +139,8 @@ def start_job(folder: Path, function: Callable[[str], None], argument: str, *, t
 def is_alive(folder: Path) -> bool:
     """Whether the job recorded in `folder` is running, even if another process submitted it."""
     for name in ("started.json", "job.json"):
-        note = read_json(folder / name)
-        if note is None:
+        note = _note(folder / name)
+        if note is None or "create_time" not in note:
             continue
         pid = int(str(note.get("pid", note.get("job_id"))))
         created = _create_time(pid)

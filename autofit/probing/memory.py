@@ -14,7 +14,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from autofit.hardware.nvml import CardState, card_state, handle_of, used_bytes
@@ -55,10 +59,13 @@ class _StorageTracker(TorchDispatchMode):
         self._device_type = device_type
         self._limit_bytes = limit_bytes
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
         self.current_bytes = 0
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # a DTensor, say: its operators on the parts come next
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self._see(out)
@@ -69,13 +76,19 @@ class _StorageTracker(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._device_type:
+        if tensor.device.type != self._device_type or is_traceable_wrapper_subclass(tensor):
             return
-        storage = tensor.untyped_storage()
+        self._see_storage(tensor.untyped_storage())
+
+    def _see_storage(self, storage: torch.UntypedStorage) -> None:
         key, size_bytes = storage._cdata, storage.nbytes()
         if key in self._live or size_bytes == 0:
             return
-        self._live[key] = weakref.ref(storage, partial(self._release, key, size_bytes))
+        self._live[key] = weakref.ref(storage, partial(self._release, key))
+        self._sizes[key] = size_bytes
+        self._add(size_bytes)
+
+    def _add(self, size_bytes: int) -> None:
         self.current_bytes += size_bytes
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes = self.current_bytes
@@ -100,9 +113,29 @@ class _StorageTracker(TorchDispatchMode):
         torch.get_rng_state = get_rng_state
         return original
 
-    def _release(self, key: int, size_bytes: int, _: object) -> None:
+    def see_resizes(self) -> Callable[..., Any]:
+        """Track `UntypedStorage.resize_` too: FSDP frees and allocates the gathered parameters with it.
+
+        Returns the original function.
+        """
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = original(storage, size)
+            key = storage._cdata
+            if key in self._live:
+                before, self._sizes[key] = self._sizes[key], storage.nbytes()
+                self._add(self._sizes[key] - before)
+            elif storage.device.type == self._device_type:
+                self._see_storage(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return original
+
+    def _release(self, key: int, _: object) -> None:
         self._live.pop(key, None)
-        self.current_bytes -= size_bytes
+        self.current_bytes -= self._sizes.pop(key, 0)
 
 
 class CpuMemory:
@@ -121,11 +154,13 @@ class CpuMemory:
     def start(self) -> None:
         self._tracker.__enter__()  # type: ignore[no-untyped-call]
         self._original_rng = self._tracker.see_rng_states()
+        self._original_resize = self._tracker.see_resizes()
 
     def stop(self) -> None:
         """Stop tracking: the following steps run at full speed."""
         if self._original_rng is not None:
             torch.get_rng_state, self._original_rng = self._original_rng, None
+            torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
             self._tracker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def account(self) -> dict[str, Any]:
@@ -159,7 +194,7 @@ class CudaMemory:
         import pynvml
 
         pynvml.nvmlInit()
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.device_name = properties.name
         self._total_bytes: int = properties.total_memory
         self._limit_bytes = limit_bytes
@@ -218,13 +253,14 @@ class CudaMemory:
 
 def _visible_slice() -> str | None:
     """The MIG slice that this process sees: torch's properties may name its card instead (cuDeviceGetUuid)."""
-    name = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = names[min(torch.cuda.current_device(), len(names) - 1)].strip()  # a rank's own of several
     return name if name.startswith("MIG-") else None
 
 
 def own_handle(nvml: Any) -> Any:
     """NVML's handle of the card, or of the slice of one, that this process computes on."""
-    return handle_of(nvml, _visible_slice() or str(torch.cuda.get_device_properties(0).uuid))
+    return handle_of(nvml, _visible_slice() or str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
 @contextmanager

@@ -1,19 +1,29 @@
 """From a given recipe to a Recipe: its trainer interprets it, in a child of the fork server."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import is_full, read_json, write_json
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
-from autofit.recipe.launch import LAUNCH, ONE_RANK, Launch
+from autofit.probing.host_memory import shortage
+from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.recipe import Recipe, TrainerName, merge
+from autofit.recipe.secrets import sealed
 from autofit.recipe.source import Source, read_source
+from autofit.recipe.spread import spread, with_launch
+from autofit.recipe.trainer_keys import TRAINERS
 
+_OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
@@ -24,21 +34,28 @@ def worst_case_path(folder: Path) -> Path:
 
 def prepare(
     given: Path | Source, *, trainer: TrainerName, device: str, folder: Path, server: ForkServer,
-    launch: Launch = ONE_RANK, changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
+    launch: LaunchOptions = NO_OPTIONS, changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None,
+    trains: bool = True,
 ) -> Recipe:  # fmt: skip
     """The recipe that was `given`, with `changes` applied; writes the worst-case row to `folder`.
 
-    On a simulated card `prompt_tokens` replaces the dataset: a synthetic prompt of that length is the worst case.
-    Raises ConfigError for a recipe that TRL would refuse.
+    `launch` has what was said of the launch besides the recipe. On a simulated card `prompt_tokens` replaces the
+    dataset: a synthetic prompt of that length is the worst case. A recipe that is only read (`trains` is False) needs
+    no library of its launch. Raises ConfigError for a recipe that TRL would refuse.
     """
     source = given if isinstance(given, Source) else read_source(given)
-    values = merge(source.values, changes or {})
-    launched = {} if launch.is_plain else {LAUNCH: launch.to_values()}
+    values = sealed(merge(source.values, changes or {}))
+    read = launched(values, launch, of_trl=trainer in _OF_TRL)
+    changed = [key.partition(".")[0] for key in changes or {}]
+    if trains and device == "cpu":
+        check_on_cpu(read.launch)
+    elif trains:
+        check_installed(read.launch)
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
-        "trainer": trainer, "values": values, "changed": [key.partition(".")[0] for key in changes or {}],
-        "device": device, "prompt_tokens": prompt_tokens,
+        "trainer": trainer, "values": dict(read.values), "changed": [key for key in changed if key in read.values],
+        "device": device, "prompt_tokens": prompt_tokens, "ranks": read.launch.ranks,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
     write_json(folder / "inspect.json", request)
@@ -69,18 +86,52 @@ def prepare(
             f"the trainer {trainer} names {', '.join(missing)} in its BatchKeys, and its recipes have no such key"
             f"{nearest(missing[0], facts.resolved)}"
         )
-    return Recipe(
-        trainer=trainer, trainer_name=facts.name, values={**facts.values, **launched},
-        resolved={**facts.resolved, **launched}, keys=facts.keys, launch=launch,
+    how = read.launch.batching(facts.resolved, facts.keys)
+    shared: dict[str, object] = {} if how.is_plain else {LAUNCH: how.to_values()}
+    short: tuple[str, ...] = ()
+    if device == "cuda":
+        short = shortage(how, facts.weights_bytes or 0, psutil.virtual_memory().total)
+    recipe = Recipe(
+        trainer=trainer, trainer_name=facts.name, values={**facts.values, **shared},
+        resolved={**facts.resolved, **shared}, keys=facts.keys, launch=how,
         tiers=facts.tiers, space=Path(facts.space), name=source.name, model=facts.model, command=facts.command,
         trains_on_data=facts.trains_on_data, compared=facts.compared,
         longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
         longest_row=facts.longest_row, longest_place=facts.longest_place, num_samples=facts.num_samples,
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
-        architecture_hash=facts.architecture_hash, other_names=facts.other_names, notes=facts.notes,
+        architecture_hash=facts.architecture_hash, other_names=facts.other_names,
+        notes=(*read.notes, *facts.notes, *short),
         version=facts.version, left_out=facts.left_out,
     )  # fmt: skip
+    return recipe if launch.gpus is None else _on_cards(recipe, launch.gpus)
+
+
+def _on_cards(recipe: Recipe, cards: int) -> Recipe:
+    """`recipe` on as many `cards`, at the effective batch that it has as written.
+
+    A vLLM server whose cards are not said gets the fewest that leave ranks which divide the batch.
+    """
+    if recipe.launch.server_ranks == 0 and _has_server(recipe) and cards > 1:
+        recipe = _with_server(recipe, cards)
+    ranks = cards - recipe.launch.server_ranks
+    if ranks < 1:
+        raise ConfigError(f"--gpus must be more than the {recipe.launch.server_ranks} of the vLLM server; got {cards}")
+    return spread(recipe, ranks)
+
+
+def _has_server(recipe: Recipe) -> bool:
+    return recipe.resolved.get("use_vllm") is True and recipe.resolved.get("vllm_mode") == "server"
+
+
+def _with_server(recipe: Recipe, cards: int) -> Recipe:
+    for servers in range(1, cards):
+        with contextlib.suppress(ConfigError):
+            spread(recipe, cards - servers)
+            launch = replace(recipe.launch, server_ranks=servers)
+            note = f"vllm_mode server: {servers} of the {cards} cards serve (--set launch.server_ranks=N chooses)"
+            return with_launch(replace(recipe, notes=(*recipe.notes, note)), launch)
+    return recipe
 
 
 def keep_worst_case(source: Path, target: Path) -> None:

@@ -6,11 +6,12 @@ from enum import StrEnum
 from math import exp
 from pathlib import Path
 from statistics import mean, median
-from typing import cast
+from typing import Any, cast
 
 from autofit.files import read_json
 from autofit.hardware.hardware import Device, slot_names
 from autofit.hardware.nvml import CardState
+from autofit.probing.host_memory import HostMemory
 
 _NO_ROLLOUT = 0.1  # share of the longest rollout below which a step did not generate
 
@@ -57,28 +58,30 @@ class ProbeRequest:
     least_of_fits: bool = True  # simulated: find the least capacity of a fit too (takes a second or more)
     recipe_hash: str | None = None  # of what the values only name (data, code, architecture); None: not known
     capped: bool = True  # False: no cap during the run; the bytes are compared with the limit afterwards
+    rank: int | None = None  # of several: this request is one rank's, with files of its own
+    port: int | None = None  # of 127.0.0.1, where the ranks meet
 
     @property
     def request_path(self) -> Path:
-        return self.folder / "request.json"
+        return self.folder / ("request.json" if self.rank is None else f"rank-{self.rank}.request.json")
 
     @property
     def answer_path(self) -> Path:
-        return self.folder / "answer.json"
+        return self.folder / ("answer.json" if self.rank is None else f"rank-{self.rank}.json")
 
     @property
     def log_path(self) -> Path:
-        return self.folder / "probe.log"
+        return self.folder / ("probe.log" if self.rank is None else f"rank-{self.rank}.log")
 
     @property
     def phase_path(self) -> Path:
         """The file with the name of the current phase, read if the probe dies without an answer."""
-        return self.folder / "phase"
+        return self.folder / ("phase" if self.rank is None else f"rank-{self.rank}.phase")
 
     @property
     def pid_path(self) -> Path:
         """The file with the process id of the probe itself: `autofit monitor` reads it."""
-        return self.folder / "pid"
+        return self.folder / ("pid" if self.rank is None else f"rank-{self.rank}.pid")
 
     def to_json(self) -> dict[str, object]:
         paths = {"folder": str(self.folder), "worst_case": str(self.worst_case), "cwd": str(self.cwd)}
@@ -134,6 +137,28 @@ class PhasePeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeak:
+    """One rank of a probe of several: its own peaks in bytes, and its seconds per measured optimizer step."""
+
+    rank: int
+    device_used_bytes: int
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    step_s: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, result: "ProbeResult") -> "RankPeak":
+        """The peaks of a rank whose own probe ended with `result`, which has them."""
+        assert result.device_used_bytes is not None
+        assert result.peak_reserved_bytes is not None
+        assert result.peak_allocated_bytes is not None
+        return cls(
+            rank=rank, device_used_bytes=result.device_used_bytes, peak_reserved_bytes=result.peak_reserved_bytes,
+            peak_allocated_bytes=result.peak_allocated_bytes, step_s=result.step_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
     """The result of a probe. None is "not measured"; times have one entry per measured optimizer step."""
 
@@ -150,6 +175,7 @@ class ProbeResult:
     step_s: tuple[float, ...] = ()
     rollout_s: tuple[float, ...] = ()
     update_s: tuple[float, ...] = ()
+    sync_s: tuple[float, ...] = ()  # simulated, several ranks: of rollout_s, giving vLLM the gathered weights
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
     least_capacity_bytes: int | None = None  # simulated: capacity of the smallest card on which the probe completes
@@ -164,6 +190,9 @@ class ProbeResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     process_s: float | None = None  # from the start of the probe's process to its answer
     wall_s: float | None = None  # from the start of the job to its end, measured by the job
+    rank: int | None = None  # of several: the rank that decided, the largest one or the one that failed
+    host: HostMemory | None = None  # simulated, several ranks
+    ranks: tuple[RankPeak, ...] = ()  # of several: all that told their peaks, in order
 
     @property
     def median_step_s(self) -> float | None:
@@ -227,7 +256,11 @@ class ProbeResult:
         fields["phases"] = tuple(PhasePeak(**p) for p in cast(list[dict[str, int]], fields.get("phases", [])))  # type: ignore[arg-type]
         states = cast(list[dict[str, int]], fields.get("card_states", []))
         fields["card_states"] = tuple(CardState(**state) for state in states)
-        for name in ("step_s", "rollout_s", "update_s", "notes"):
+        host = cast("dict[str, Any] | None", fields.get("host"))
+        fields["host"] = None if host is None else HostMemory(**host)
+        ranks = cast(list[dict[str, Any]], fields.get("ranks", []))
+        fields["ranks"] = tuple(RankPeak(**{**one, "step_s": tuple(one["step_s"])}) for one in ranks)
+        for name in ("step_s", "rollout_s", "update_s", "sync_s", "notes"):
             fields[name] = tuple(cast(list[object], fields.get(name, [])))
         return cls(**fields)  # type: ignore[arg-type]
 

@@ -18,15 +18,18 @@ import yaml
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.stack import shallow_models
+from autofit.fakegpu.depth.stack import repeats, shallow_models, stands_for
+from autofit.fakegpu.host_memory import HostMemory as HostTensors
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.rates.error import log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
-from autofit.plugin.protocol import ROLLOUT, SCORING, WAKE_UP
+from autofit.plugin.protocol import ROLLOUT, SCORING, SYNC, WAKE_UP
+from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
+from autofit.recipe.launch import Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Simulation:
     step_s: tuple[float, ...]
     rollout_s: tuple[float, ...]
     update_s: tuple[float, ...]
+    sync_s: tuple[float, ...] = ()
     card_states: tuple[CardState, ...] = ()
 
 
@@ -54,6 +58,7 @@ class SimMemory:
         self._costs, self._costs_source = host_costs(device)
         self._limit_bytes = self._spec.capacity_bytes if limit_bytes is None else limit_bytes
         self.device_name = f"{self._spec.full_name} (simulated)"
+        self.rank = 0  # of several, the one that is simulated
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
@@ -63,15 +68,17 @@ class SimMemory:
         self._run: Run | None = None
         self._replay: Unlimited | None = None
         self.least_of_fits = True
+        self._host: HostMemory | None = None
 
     def card_state(self) -> None:
         return None
 
     @contextmanager
-    def card(self, *, shallow: bool, pattern: int = 1) -> Iterator[None]:
+    def card(self, *, shallow: bool, pattern: int = 1, follow_host: bool = False) -> Iterator[None]:
         """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern.
 
-        `pattern` is the number of layers after which the training treats them alike.
+        `pattern` is the number of layers after which the training treats them alike. With `follow_host` the tensors in
+        the memory of the host are counted too.
         """
         self._marks, self._steps = [], []
         self._traced_s, self._began = {}, {}
@@ -79,9 +86,21 @@ class SimMemory:
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
         ) as gpu:
             self._gpu = gpu
+            gpu.tracer.host = HostTensors() if follow_host else None
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
             with shallow_models(pattern=pattern) if shallow else nullcontext():
                 yield
+
+    def note_host(self, launch: Launch, weights_bytes: int, *, shallow: bool) -> None:
+        """Note the host memory of all ranks after this one has trained a model of `weights_bytes`, as loaded."""
+        host = self._gpu.tracer.host if self._gpu is not None else None
+        if host is None:
+            return
+        counted = not shallow or launch.offload == "none"
+        self._host = host_memory(
+            launch, weights_bytes, kept_bytes=host.peak_bytes if counted else None,
+            pinned_bytes=host.peak_pinned_bytes if counted else 0,
+        )  # fmt: skip
 
     def start(self) -> None:
         pass
@@ -128,15 +147,16 @@ class SimMemory:
             for mark, (allocated, reserved) in zip(run.marks, self._replay.phases, strict=True)
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
-        for step, phase in product(steps, (WAKE_UP, ROLLOUT, SCORING)):
+        for step, phase in product(steps, (WAKE_UP, SYNC, ROLLOUT, SCORING)):
             step[phase] *= share_of_rollout
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
         self._log_error = log_error(self._spec, self._shares(steps))
         return Simulation(
             peaks=tuple(found),
             step_s=tuple(sum(s.values()) + before for s in steps),
-            rollout_s=tuple(s["wake-up"] + s["rollout"] + s["scoring"] + before for s in steps),
+            rollout_s=tuple(s["wake-up"] + s["sync"] + s["rollout"] + s["scoring"] + before for s in steps),
             update_s=tuple(s["update"] + s["optimizer"] for s in steps),
+            sync_s=tuple(s["sync"] for s in steps) if any(s["sync"] for s in steps) else (),
         )
 
     def _shares(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -158,7 +178,7 @@ class SimMemory:
     @property
     def _outside_bytes(self) -> int:
         assert self._gpu is not None
-        return self._spec.context_bytes + self._gpu.occupied_bytes
+        return self._spec.context_bytes + self._gpu.communicator_bytes + self._gpu.occupied_bytes
 
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.
@@ -177,6 +197,7 @@ class SimMemory:
                 used = unlimited.replay(room).peak_reserved_bytes + outside
             elif least > self._limit_bytes:
                 used = least
+        told = [note for note in self._gpu.notes if note not in ASSUMPTIONS] if self._gpu else []
         phases = phase_categories(run.nbytes, run.categories, [(m.event, m.name) for m in run.marks])
         return {
             "device_used_bytes": used,
@@ -185,7 +206,8 @@ class SimMemory:
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
             "log_error": self._log_error,
-            "notes": tuple(note for note in self._gpu.notes if note not in ASSUMPTIONS) if self._gpu else (),
+            "notes": (*told, *(() if self._host is None else (self._host.told,))),
+            "host": self._host,
         }
 
 
@@ -195,8 +217,25 @@ def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
     yield SimMemory(device, limit_bytes)
 
 
+def loaded_bytes(model: Any) -> int:
+    """Bytes of one copy of a transformers model as it is loaded, with all layers of a shallow one."""
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    standing = stands_for(text_config()) if text_config is not None else {}
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        numel = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the parameter itself is empty
+        total += numel * parameter.element_size() * repeats(name, standing)
+    return round(total)
+
+
 def needs_all_layers(values: Mapping[str, object]) -> bool:
-    """Whether the LoRA settings of a recipe name single layers, which a model with fewer layers does not have."""
+    """Whether a model with fewer layers would train otherwise.
+
+    LoRA settings may name single layers. DeepSpeed lays all parameters into flat buffers, which is not a pattern of
+    layers that could be repeated.
+    """
+    if Launch.of(values).sharding.startswith("zero"):
+        return True
     named = [str(value) for key, value in values.items() if key.startswith("lora_") and not isinstance(value, float)]
     return any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)
 

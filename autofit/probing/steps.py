@@ -18,6 +18,7 @@ class StepClock(Followed):
         super().__init__(recorder)
         self._run, self._memory, self._measure_after, self._round_of = run, memory, measure_after, round_of
         self.step_s: list[float] = []
+        self.sync_s: tuple[float, ...] = ()  # counted with the rollout
         self.rollout_s: list[float] = []
         self.update_s: list[float] = []
         self.card_states: list[CardState] = []

@@ -3,7 +3,9 @@
 Linux only: the keeper is a subreaper, so orphans of the child become children of the keeper, which kills them.
 """
 
+import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -25,6 +27,7 @@ class Ending:
     deadline_passed: bool = False
     abandoned: bool = False
     kernel_oom: bool = False
+    rank: int | None = None  # of several ranks, the one that ended so
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -40,13 +43,15 @@ def computing_env(**more: str) -> dict[str, str]:
     return {**ours, **os.environ, **more}
 
 
-def keep(start: Callable[[], int], *, deadline_s: float, abandoned: Callable[[], bool] = lambda: False) -> Ending:
+def keep(
+    start: Callable[[], int], *, deadline_s: float = math.inf, abandoned: Callable[[], bool] = lambda: False
+) -> Ending:
     """The end of the child that `start` starts (it returns the child's pid); kills the child's remaining descendants.
 
     `abandoned` is called every 0.2 s; if it returns True the child is killed.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    kills_before = _kernel_oom_kills()
+    others = become_subreaper()
+    kills_before = kernel_oom_kills()
     began = time.monotonic()
     pid = start()
     handle = os.pidfd_open(pid)
@@ -61,10 +66,19 @@ def keep(start: Callable[[], int], *, deadline_s: float, abandoned: Callable[[],
     finally:
         os.close(handle)
     _, status = os.waitpid(pid, 0)
-    _kill_descendants()
+    kill_descendants(but=others)
     code = os.waitstatus_to_exitcode(status)
-    oom = code == -signal.SIGKILL and not late and not left and _kernel_oom_kills() > kills_before
+    oom = code == -signal.SIGKILL and not late and not left and kernel_oom_kills() > kills_before
     return Ending(exit_code=code, deadline_passed=late, abandoned=left, kernel_oom=oom)
+
+
+def become_subreaper() -> frozenset[int]:
+    """Make the orphans of this process' descendants its own children, so that it can find and kill them.
+
+    Returns the pids of the children that it has already, which are others' business (a fork server).
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return frozenset(child.pid for child in psutil.Process().children())
 
 
 def die_with_parent() -> None:
@@ -76,10 +90,13 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _kill_descendants() -> None:
-    """Kill all descendants of this process. Orphans are reparented to it meanwhile, so repeat until none is left."""
+def kill_descendants(*, but: frozenset[int]) -> None:
+    """Kill all descendants of this process, without those of its children `but`.
+
+    Orphans are reparented to it meanwhile, so repeat until none is left.
+    """
     for _ in range(100):
-        children = psutil.Process().children(recursive=True)
+        children = _descendants(but)
         if not children:
             return
         for child in children:
@@ -90,7 +107,17 @@ def _kill_descendants() -> None:
         psutil.wait_procs(children, timeout=0.5)
 
 
-def _kernel_oom_kills() -> int:
+def _descendants(but: frozenset[int]) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        if child.pid not in but:
+            found.append(child)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += child.children(recursive=True)
+    return found
+
+
+def kernel_oom_kills() -> int:
     """Number of out-of-memory kills by the kernel since boot (/proc/vmstat); 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()

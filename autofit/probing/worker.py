@@ -10,45 +10,72 @@ import platform
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import DistNetworkError, barrier, is_initialized
 
 from autofit.files import is_full, write_json
 from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase, own_checkpoints
 from autofit.plugin.registry import load
+from autofit.probing.answers import own_token
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
 from autofit.probing.phases import Followed, Recorder
-from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.rank_probes import PORT_IS_TAKEN
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
 from autofit.probing.steps import StepClock
 from autofit.probing.supervise import die_with_parent
+from autofit.recipe.launch import Launch, split
+from autofit.recipe.secrets import opened
 
 _MOST_ROUNDS = 8  # of the measured steps, where they are too short for a card to be observed
 
 
 def run(request_path: str) -> int:
-    """Run the probe requested at `request_path` and write its JSON answer beside it. Returns 0."""
+    """Run the probe requested at `request_path` and write its JSON answer beside it. Returns 0.
+
+    A rank of several that does not train to the end returns another code, so that the others are ended too.
+    """
     started = time.perf_counter()
+    token = own_token()
     request = ProbeRequest.read(Path(request_path))
+    request = replace(request, values=opened(request.values))
     env = request.values.get("env")
     if isinstance(env, dict):  # set here: the allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
     recorder: list[Recorder] = []
     try:
         request.pid_path.write_text(str(os.getpid()), encoding="ascii")
-        with memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
+        with _rank_of(request), memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
             recorder.append(Recorder(memory, request.phase_path))
-            result = _probe(request, memory, recorder[0])
+            result = _probe_of_ranks(request, memory, recorder[0])
     except Exception as error:
+        loading = not recorder or recorder[0].phase == LOAD
+        if request.rank == 0 and loading and isinstance(error, DistNetworkError):  # rank 0 listens on the port
+            return PORT_IS_TAKEN
         result = _failure(request, error, recorder)
     except SystemExit as error:
         code = error.code if error.code is not None else 0
         phase = recorder[0].phase if recorder else "load"
         reason = f"sys.exit({code!r}) was called during {phase}"
         result = ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.EXITED)
-    content = result.to_json() | {"process_s": time.perf_counter() - started}
+    content = result.to_json() | {"process_s": time.perf_counter() - started, "token": token}
     write_json(request.answer_path, content)
-    return 0
+    return 0 if request.rank is None or result.step_s else 1
+
+
+def _rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
+    """Context in which this process is the rank of `request`, if it is one of several."""
+    if request.rank is None:
+        return nullcontext()
+    from autofit.plugin.ranks import as_rank
+
+    assert request.port is not None
+    launch = replace(Launch.of(request.values), machines=1)  # all ranks of a probe are on this one
+    return as_rank(launch, rank=request.rank, port=request.port, device=request.device)
 
 
 def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder]) -> ProbeResult:
@@ -73,7 +100,27 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     )  # fmt: skip
 
 
-def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
+def _probe_of_ranks(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
+    """The probe; of several simulated ranks that of rank 0, and of the last rank too where it has another share."""
+    first, run = _probe(request, memory, recorder)
+    launch = Launch.of(request.values)
+    if launch.is_plain or not request.device.startswith("sim:"):
+        return first
+    from autofit.probing.rank import share_differs
+    from autofit.probing.simulated import SimMemory
+
+    assert isinstance(memory, SimMemory)
+    results = {0: first}
+    if share_differs(run.model, launch):
+        memory.rank = launch.ranks - 1
+        recorder.peaks.clear()
+        results[memory.rank] = _probe(request, memory, recorder)[0]
+    largest = max(results, key=lambda rank: results[rank].device_used_bytes or 0)
+    peaks = [RankPeak.of(rank, result) for rank, result in results.items()]
+    return replace(results[largest], rank=largest, ranks=tuple(peaks))
+
+
+def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> tuple[ProbeResult, Run]:
     trainer = load(request.trainer)
     memory.start()
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
@@ -82,7 +129,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
     most = {**tops(peaks), **memory.account()}
     used = int(most["device_used_bytes"])
     over = request.limit_bytes is not None and used > request.limit_bytes
-    return ProbeResult(
+    result = ProbeResult(
         status=ProbeStatus.OOM if over else ProbeStatus.FIT,
         reason="device-used bytes exceeded the target" if over else "",
         oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
@@ -92,6 +139,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
         step_s=tuple(steps.step_s),
         rollout_s=tuple(steps.rollout_s),
         update_s=tuple(steps.update_s),
+        sync_s=tuple(steps.sync_s),
         card_states=tuple(steps.card_states),
         completions_per_step=run.samples_per_step,
         tokens_per_step=run.tokens_per_step,
@@ -99,6 +147,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeRe
         versions=versions(),
         **most,
     )
+    return result, run
 
 
 def _task(request: ProbeRequest, *, steps: int) -> Task:
@@ -110,24 +159,27 @@ def _task(request: ProbeRequest, *, steps: int) -> Task:
 
 def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder, trainer: Trainer) -> tuple[Run, Any]:
     """Load, one step, save; then load, resume, one step and the measured steps. (run, its step times)."""
-    task = _task(request, steps=1)
+    task, (_, values) = _task(request, steps=1), split(request.values)
     try:
         recorder.enter(LOAD)
-        run: Run | None = trainer.build(request.values, task)
+        run: Run | None = trainer.build(values, task)
         assert run is not None
         run.train(_SaveNow(recorder))
         run = None
+        if request.rank is not None and is_initialized():  # until rank 0 has written the checkpoint
+            barrier()
         gc.collect()
         recorder.enter("resume")
         recorder.seconds.clear()
         rounds = _MOST_ROUNDS if memory.least_measured_s > 0 else 1
-        run = trainer.build(request.values, _task(request, steps=2 + rounds * request.measured_steps))
+        run = trainer.build(values, _task(request, steps=2 + rounds * request.measured_steps))
         steps = StepClock(run, recorder, memory, measure_after=2, round_of=request.measured_steps)
         run.train(steps, resume_from=own_checkpoints(task.output) / "checkpoint-1")
         recorder.enter("end")
     finally:
         memory.stop()
-        shutil.rmtree(task.output, ignore_errors=True)
+        if not request.rank:  # the ranks have one folder
+            shutil.rmtree(task.output, ignore_errors=True)
     return run, steps
 
 
@@ -153,14 +205,19 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 
 def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
-    from autofit.probing.simulated import layers_alike
+    from autofit.probing.rank import simulated_rank
+    from autofit.probing.simulated import layers_alike, loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
-    with memory.card(shallow=shallow, pattern=layers_alike(request.values)):
+    launch, values = split(request.values)
+    card = memory.card(shallow=shallow, pattern=layers_alike(values), follow_host=not launch.is_plain)
+    with simulated_rank(launch, memory.rank, device=request.device), card:
         recorder.enter(LOAD)
-        run = trainer.build(request.values, _task(request, steps=2))
+        run = trainer.build(values, _task(request, steps=2))
+        weights_bytes = loaded_bytes(run.model)
         run.train(_StepMarks(recorder, memory, measure_after=1))
         recorder.enter("end")
+        memory.note_host(launch, weights_bytes, shallow=shallow)
         return run
 
 

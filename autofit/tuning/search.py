@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from autofit.errors import ConfigError
 from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.hardware.hardware import Device
+from autofit.probing.job import waiting_path
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import ProbeSetup, ProbeStatus
@@ -185,6 +187,7 @@ class Search:
         sampler = study.sampler
         assert isinstance(sampler, CandidateSampler)
         self._sampler = sampler
+        self._said_waiting: set[Path] = set()
         self._live: dict[int, Path] = {}  # trial number -> the folder of its attempt
         self._began = time.monotonic()
         self._told: dict[int, Trial] = {}  # finished trials, each read once
@@ -289,10 +292,19 @@ class Search:
             for number, folder in list(self._live.items()):
                 if self._conclude(number, folder):
                     return
+                self._say_if_waiting(number, folder)
             if self.on_progress is not None and time.monotonic() - shown > _SHOW_S:
                 self.on_progress(self._progress())
                 shown = time.monotonic()
             time.sleep(_POLL_S)
+
+    def _say_if_waiting(self, number: int, folder: Path) -> None:
+        """Say once of a probe that it waits for its turn on the device."""
+        path = waiting_path(folder)
+        if folder not in self._said_waiting and path.exists():
+            self._said_waiting.add(folder)
+            with suppress(OSError):  # its turn came a moment ago
+                self.on_note(f"trial {number} waits for {path.read_text()}")
 
     def _conclude(self, number: int, folder: Path) -> bool:
         """Tell the result of trial `number` if there is one; True if the trial no longer occupies a probe slot."""
@@ -308,7 +320,8 @@ class Search:
             return True
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
         del self._live[number]  # told: a Ctrl-C from here on must not tell it again
-        shutil.rmtree(folder / "job", ignore_errors=True)
+        for left in ("job", "checkpoints"):  # checkpoints: of a probe that was killed
+            shutil.rmtree(folder / left, ignore_errors=True)
         self.on_told(to_trial(self._frozen()[number]))
         return True
 

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from math import gcd
+from types import ModuleType
 from typing import Any
 
 import torch
 from datasets import Dataset
 from trl import GRPOTrainer, get_peft_config
+from trl.trainer import grpo_trainer
 
 from ..trl_config import TrlConfig
 from .samples import LONGEST, Sample, name_of, number_of, sample
@@ -23,9 +25,9 @@ SAME: dict[str, object] = {
 
 
 def samples_per_step(config: TrlConfig) -> int:
-    """Completions of one optimizer step."""
+    """Completions of one optimizer step, over all ranks."""
     training = config.training
-    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps)
+    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps) * config.ranks
 
 
 def steps_of_a_round(config: TrlConfig) -> int:
@@ -69,6 +71,30 @@ def shrunken(config: TrlConfig, factor: int) -> dict[str, object]:
     }
 
 
+def deal(config: TrlConfig, module: ModuleType = grpo_trainer) -> None:
+    """Make TRL's trainer in `module` give each optimizer step of a rollout the same samples on any number of ranks.
+
+    TRL shuffles each rank's part of a rollout before it cuts it into micro-batches. Here the parts of every step are
+    fixed first, and shuffled then.
+    """
+    training = config.training
+    steps = training.steps_per_generation // training.gradient_accumulation_steps
+
+    def dealt(samples: dict[str, Any]) -> dict[str, Any]:
+        count = len(next(value for value in samples.values() if value is not None))
+        order = torch.cat([torch.arange(step, count, steps)[torch.randperm(count // steps)] for step in range(steps)])
+        return {name: _in_order(value, order) for name, value in samples.items()}
+
+    if steps > 1:
+        module.shuffle_sequence_dict = dealt  # type: ignore[attr-defined]
+
+
+def _in_order(values: Any, order: torch.Tensor) -> Any:
+    if values is None or (isinstance(values, torch.Tensor) and values.ndim == 0):
+        return values
+    return values[order] if isinstance(values, torch.Tensor) else [values[i] for i in order]
+
+
 def build(config: TrlConfig, steps: int) -> GRPOTrainer:
     """TRL's trainer over `steps` optimizer steps of fixed rollouts."""
     longest = int(config.training.max_completion_length)
@@ -78,7 +104,7 @@ def build(config: TrlConfig, steps: int) -> GRPOTrainer:
         """The fixed completions of `prompts`. Also seeds torch, so that the next shuffle is the same in all runs."""
         calls["rollouts"] += 1
         torch.manual_seed(calls["rollouts"])
-        samples = fixed_samples(prompts, longest=longest)
+        samples = fixed_samples(prompts, longest=longest, first=first_generation(trainer, prompts))
         return {
             "prompt_ids": [list(s.prompt) for s in samples],
             "completion_ids": [list(s.completion) for s in samples],
@@ -92,9 +118,17 @@ def build(config: TrlConfig, steps: int) -> GRPOTrainer:
     return GRPOTrainer(**arguments(config, steps, fixed), rollout_func=rollout)
 
 
-def fixed_samples(prompts: list[str], *, longest: int) -> list[Sample]:
-    """A sample for each of `prompts`, in which a group's prompt stands once for each of its completions."""
-    seen = Counter[str]()
+def first_generation(trainer: Any, prompts: list[str]) -> int:
+    """The number in its group of a rank's first completion: ranks have equal parts of a rollout, one after another."""
+    return int(trainer.accelerator.process_index * len(prompts) % trainer.num_generations)
+
+
+def fixed_samples(prompts: list[str], *, longest: int, first: int = 0) -> list[Sample]:
+    """A sample for each of `prompts`, in which a group's prompt stands once for each of its completions.
+
+    `first` is the number of the first completion in its group, where another rank has those before it.
+    """
+    seen = Counter({prompts[0]: first})
     samples = []
     for name in prompts:
         samples.append(sample(number_of(name), seen[name], longest=min(LONGEST, longest)))

@@ -12,9 +12,9 @@ from .small_model import tokenizer
 
 
 def samples_per_step(config: TrlConfig) -> int:
-    """Rows of one optimizer step."""
+    """Rows of one optimizer step, over all ranks."""
     training = config.training
-    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps)
+    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps) * config.ranks
 
 
 def steps_of_a_round(config: TrlConfig) -> int:

@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from autofit.plugin.attention import compared_attention
 from autofit.plugin.models import model_config
 from autofit.plugin.protocol import Run
 
-from ..trl_config import TrlConfig
+from ..trl_config import TrlConfig, counting
 from .samples import SAME
 from .small_model import small_model
 
@@ -33,9 +34,9 @@ class TrlSmallTrainings:
 
     def __init__(
         self, trainer: TrlFamily, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int,
-        most_steps: int,
+        most_steps: int, ranks: Mapping[str, int],
     ) -> None:  # fmt: skip
-        self._trainer = trainer
+        self._trainer, self._recipes, self._ranks = trainer, recipes, ranks
         self._samples = importlib.import_module(f".{trainer.name}", __package__)
         known, fixed = trainer.takes(), {**SAME, **self._samples.SAME}
         self._fixed = {key: value for key, value in fixed.items() if value is None or key in known}
@@ -43,11 +44,11 @@ class TrlSmallTrainings:
         config = _config_of_model(recipes["baseline"])
         self.model, self.stand_in = small_model(config, folder / "model")
         self._layers = AutoConfig.from_pretrained(folder / "model").num_hidden_layers
-        parsed = {name: self._parsed(values, {}) for name, values in recipes.items()}
+        parsed = {name: self._counted(name) for name in recipes}
         self.divided_by = self._samples.common_factor(list(parsed.values()), most_samples)
         self.samples_per_step = self._samples.samples_per_step(parsed["baseline"]) // self.divided_by
         self.steps = min(most_steps, self._samples.steps_of_a_round(parsed["baseline"]))
-        self._configs = {name: self._small(recipes[name], config) for name, config in parsed.items()}
+        self._sizes = {name: self._smaller(config) for name, config in parsed.items()}
 
     def _parsed(self, values: Mapping[str, object], more: Mapping[str, object]) -> TrlConfig:
         places = {"model_name_or_path": str(self._folder / "model"), "output_dir": str(self._folder / "output")}
@@ -59,16 +60,24 @@ class TrlSmallTrainings:
                 overrides[key] = [_of_few_layers(name, self._layers) for name in named]
         return self._trainer.parse(values, overrides=overrides)
 
-    def _small(self, values: Mapping[str, object], config: TrlConfig) -> TrlConfig:
-        if self.divided_by > 1:
-            config = self._parsed(values, self._samples.shrunken(config, self.divided_by))
-        config.training.max_steps = self.steps
-        return config
+    def _counted(self, name: str) -> TrlConfig:
+        """The recipe `name` as its ranks read it, read by this one process."""
+        ranks = self._ranks.get(name, 1)
+        with counting(ranks):
+            return replace(self._parsed(self._recipes[name], {}), ranks=ranks)
+
+    def _smaller(self, config: TrlConfig) -> dict[str, object]:
+        """The keys that make the step of the recipe `config` small."""
+        return self._samples.shrunken(config, self.divided_by) if self.divided_by > 1 else {}
 
     def run(self, name: str) -> Run:
-        config = self._configs[name]
+        """The training of the recipe `name`; for one of several ranks it is called in each of them."""
+        config = replace(self._parsed(self._recipes[name], self._sizes[name]), ranks=self._ranks.get(name, 1))
         training = config.training
+        training.max_steps = self.steps
         training.model_init_kwargs = {"dtype": "float32", "attn_implementation": config.model.attn_implementation}
+        if self._ranks and hasattr(self._samples, "deal"):  # in a process of this run alone
+            self._samples.deal(config)
         return self._trainer.run(self._samples.build(config, self.steps), config)
 
 

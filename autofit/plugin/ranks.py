@@ -1,0 +1,109 @@
+"""A process as one rank of a launch: its environment, as `accelerate launch` sets it, and its process group.
+
+The launcher's own code makes the environment. Imports torch.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import psutil
+import torch
+import yaml
+
+from autofit.errors import ConfigError
+from autofit.plugin.cpu_ranks import fsdp2_on_cpu
+from autofit.recipe.launch import Launch, check_on_cpu
+from autofit.scratch import Scratch
+
+_KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")  # what accelerate's imports may need
+_NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # whoever starts the ranks chooses their cards
+_SCRIPT = "script"  # the launcher wants the name of one; nothing runs it
+
+
+def rank_environment(launch: Launch, *, rank: int, port: int, device: str) -> dict[str, str]:
+    """The variables that `accelerate launch` adds to the environment of `rank` (from 0) on one machine.
+
+    Ranks meet at `port` of 127.0.0.1. On `cpu` the ranks share the cores, and accelerate is told not to look for cards.
+    Raises ConfigError for a launch that accelerate would refuse.
+    """
+    if not 0 <= rank < launch.ranks:
+        raise ConfigError(f"rank must be from 0 to {launch.ranks - 1}; got {rank}")
+    local = rank % (launch.ranks // launch.machines)
+    own = {
+        "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(launch.ranks),
+        "LOCAL_WORLD_SIZE": str(launch.ranks // launch.machines), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }  # fmt: skip
+    on_cpu = device == "cpu"
+    cpu = (
+        {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(threads_per_rank(launch)), "GLOO_SOCKET_IFNAME": "lo"}
+        if on_cpu
+        else {}
+    )
+    return {**_of_accelerate(launch, port), **own, **cpu}
+
+
+@contextmanager
+def as_rank(launch: Launch, *, rank: int, port: int, device: str) -> Iterator[None]:
+    """Context in which this process trains as `rank` of `launch`; nothing changes for a launch of one plain rank.
+
+    `device` is `cpu` (gloo) or `cuda` (NCCL, the card number LOCAL_RANK of the visible ones). The process group ends
+    with the context, unless an error leaves it: then the other ranks may never reach the end.
+    """
+    if launch.is_plain:
+        yield
+        return
+    with ExitStack() as kept:
+        kept.enter_context(mock.patch.dict(os.environ, rank_environment(launch, rank=rank, port=port, device=device)))
+        if device == "cuda":  # as accelerate will, but before anyone asks for the memory of the card
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if device == "cpu":
+            check_on_cpu(launch)
+            torch.set_num_threads(threads_per_rank(launch))
+            if launch.sharding == "fsdp2":
+                kept.enter_context(fsdp2_on_cpu())
+        yield
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def threads_per_rank(launch: Launch) -> int:
+    """Threads of each rank on the CPU: an equal share of the cores that this process may use, at least one."""
+    return max(1, len(psutil.Process().cpu_affinity() or ()) // (launch.ranks // launch.machines))
+
+
+def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    with Scratch() as folder, _clean_environment() as before:
+        path = os.path.join(folder, "launch.yaml")
+        with open(path, "w", encoding="utf-8") as file:
+            yaml.safe_dump({**launch.to_accelerate(), "num_machines": 1, "machine_rank": 0}, file)
+        try:
+            given = launch_command_parser().parse_args(
+                ["--config_file", path, "--main_process_port", str(port), _SCRIPT]
+            )
+            args, defaults, precision_is_from_file = _validate_launch_command(given)
+            with warnings.catch_warnings(action="ignore"):  # the port is in use by the ranks that started first
+                if not args.use_deepspeed:
+                    made = prepare_multi_gpu_env(args)
+                else:
+                    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_is_from_file else [])]
+                    args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+                    made = prepare_deepspeed_cmd_env(args)[1]
+        except (ValueError, ConnectionError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise ConfigError(f"accelerate does not take this launch: {text}") from error
+    return {key: value for key, value in made.items() if before.get(key) != value and key not in _NOT_OURS}
+
+
+@contextmanager
+def _clean_environment() -> Iterator[dict[str, str]]:
+    """Context without the variables of an earlier launch; yields the environment in it."""
+    kept = {key: value for key, value in os.environ.items() if key in _KEPT}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        yield dict(kept)

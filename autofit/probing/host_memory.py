@@ -1,0 +1,94 @@
+"""What the ranks of a training hold in the memory of their machine: while they load, train and save. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autofit.recipe.launch import Launch
+from autofit.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Bytes of host memory; those of Python and its libraries, about the same for every rank, are not among them.
+
+    `load_bytes` is one copy of the model as it is loaded, which `loading_ranks` of the machine's `ranks` have. While it
+    trains each rank holds `kept_bytes` at its peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds
+    `save_bytes` more while it saves a model that is spread over the ranks.
+    """
+
+    ranks: int
+    load_bytes: int
+    loading_ranks: int
+    kept_bytes: int | None = None
+    pinned_bytes: int = 0
+    save_bytes: int = 0
+
+    @property
+    def rank_bytes(self) -> int:
+        """The most that one rank holds: rank 0."""
+        return max(self.load_bytes, (self.kept_bytes or 0) + self.save_bytes)
+
+    @property
+    def machine_bytes(self) -> int:
+        """The most that all ranks of a machine hold at once."""
+        return max(self.load_bytes * self.loading_ranks, (self.kept_bytes or 0) * self.ranks + self.save_bytes)
+
+    @property
+    def told(self) -> str:
+        """One sentence for people."""
+        unknown = "" if self.kept_bytes is not None else "; what is offloaded is not known and not among them"
+        return (
+            f"host memory: at most {format_bytes(self.rank_bytes)} per rank and {format_bytes(self.machine_bytes)} on "
+            f"the machine, as {self.loading_ranks} of its {self.ranks} ranks load the whole model{unknown}"
+        )
+
+
+def host_memory(
+    launch: Launch, weights_bytes: int, *, kept_bytes: int | None = None, pinned_bytes: int = 0
+) -> HostMemory:
+    """The host memory of a launch that trains a model of `weights_bytes`, as loaded.
+
+    transformers loads on the CPU in every rank of a distributed training (TRL sets device_map to None), but under FSDP
+    with `fsdp_cpu_ram_efficient_loading` in the first rank of each machine only, and under ZeRO-3 with
+    `zero3_init_flag` in rank 0 only (transformers 5.23, modeling_utils.py). A safetensors file is mapped besides: its
+    pages are the kernel's to take back, and not counted. FSDP's full state dict and ZeRO-3's 16-bit model are gathered
+    in the host memory of rank 0 when they are saved.
+    """
+    ranks = launch.ranks // launch.machines
+    spread = launch.sharding == "zero3" or launch.sharding.startswith("fsdp")
+    return HostMemory(
+        ranks=ranks, load_bytes=weights_bytes, loading_ranks=1 if loads_once(launch) else ranks, kept_bytes=kept_bytes,
+        pinned_bytes=pinned_bytes, save_bytes=weights_bytes if spread and _saves_whole(launch) else 0,
+    )  # fmt: skip
+
+
+def shortage(launch: Launch, weights_bytes: int, machine_bytes: int) -> tuple[str, ...]:
+    """A note where the ranks need more than the memory of their machine to load a model of `weights_bytes`."""
+    needed = host_memory(launch, weights_bytes, kept_bytes=0 if launch.offload == "none" else None)
+    if launch.is_plain or needed.machine_bytes <= machine_bytes:
+        return ()
+    return (
+        f"{needed.told}; this machine has {format_bytes(machine_bytes)}, so the kernel may end a rank: shard with "
+        "fsdp2 and fsdp_cpu_ram_efficient_loading, or with zero3 and zero3_init_flag",
+    )
+
+
+def loads_once(launch: Launch) -> bool:
+    """Whether one rank of a machine loads the model for all of them."""
+    if launch.sharding.startswith("fsdp"):
+        return _flag(launch, "fsdp_config", "fsdp_cpu_ram_efficient_loading", default=True)
+    return launch.sharding == "zero3" and _flag(launch, "deepspeed_config", "zero3_init_flag", default=True)
+
+
+def _saves_whole(launch: Launch) -> bool:
+    if launch.sharding == "zero3":
+        return _flag(launch, "deepspeed_config", "zero3_save_16bit_model", default=True)
+    given = launch.config.get("fsdp_config")
+    kind = given.get("fsdp_state_dict_type") if isinstance(given, Mapping) else None
+    return str(kind or "FULL_STATE_DICT") == "FULL_STATE_DICT"
+
+
+def _flag(launch: Launch, section: str, key: str, *, default: bool) -> bool:
+    given = launch.config.get(section)
+    value = given.get(key, default) if isinstance(given, Mapping) else default
+    return str(value).lower() in ("true", "1", "yes")

@@ -1,0 +1,59 @@
+"""Host memory of the ranks of a machine: who loads the model, who keeps what, who saves."""
+
+import pytest
+import torch
+
+from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.host_memory import HostMemory as HostTensors
+from autofit.probing.host_memory import host_memory, shortage
+from autofit.recipe.launch import Launch
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("launch", "loading", "saves"),
+    [
+        (Launch(ranks=8), 8, False),
+        (Launch(ranks=8, sharding="zero2"), 8, False),
+        (Launch(ranks=8, sharding="zero3"), 1, True),
+        (Launch(ranks=8, sharding="zero3", config={"deepspeed_config": {"zero3_init_flag": False}}), 8, True),
+        (Launch(ranks=8, sharding="fsdp2"), 1, True),
+        (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}), 8, True),
+        (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}), 1,
+         False),
+    ],
+)  # fmt: skip
+def test_who_loads_and_who_saves(launch: Launch, loading: int, saves: bool) -> None:
+    found = host_memory(launch, 16 * GIB, kept_bytes=0)
+    assert found.loading_ranks == loading
+    assert found.machine_bytes == 16 * GIB * loading
+    assert found.save_bytes == (16 * GIB if saves else 0)
+
+
+def test_the_ranks_of_two_machines_are_counted_for_one() -> None:
+    found = host_memory(Launch(ranks=16, machines=2), GIB, kept_bytes=3 * GIB)
+    assert (found.rank_bytes, found.machine_bytes) == (3 * GIB, 24 * GIB)
+
+
+def test_a_machine_too_small_to_load_the_model_in_every_rank_is_told_so() -> None:
+    assert shortage(Launch(ranks=8), 16 * GIB, 128 * GIB) == ()
+    (note,) = shortage(Launch(ranks=8), 16 * GIB, 127 * GIB)
+    assert "137.44 GB on the machine" in note
+    assert "cpu_ram_efficient_loading" in note
+    assert shortage(Launch(ranks=8, sharding="zero3"), 16 * GIB, 127 * GIB) == ()
+    assert shortage(Launch(), 16 * GIB, GIB) == ()
+
+
+def test_tensors_on_the_host_are_followed_to_their_end() -> None:
+    with fake_gpu("a100-80gb") as gpu:
+        gpu.tracer.host = host = HostTensors()
+        kept = torch.empty(1 << 20, pin_memory=True)
+        copied = torch.ones(1 << 20, device="cuda").cpu()
+        assert (host.live_bytes, host.pinned_bytes) == (8 << 20, 4 << 20)
+        del copied
+        view = kept[:10]
+        del kept
+        assert (host.live_bytes, host.peak_bytes) == (4 << 20, 8 << 20)
+        del view
+        assert (host.live_bytes, host.pinned_bytes, host.peak_pinned_bytes) == (0, 0, 4 << 20)

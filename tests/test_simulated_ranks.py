@@ -1,0 +1,100 @@
+"""One rank of several on a simulated card: TRL's own trainers under accelerate's settings, on a fake process group."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+
+from autofit.plugin.ranks import rank_environment
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Launcher
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.rank import simulated_rank
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.recipe import TrainerName
+
+DEVICE = "sim:a100-80gb"
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "vocab_size": 8000, "num_hidden_layers": 6}
+PARAMETERS = 2 * 8000 * 512 + 6 * (3 * 512 * 2048 + 2 * 512 * 512 + 2 * 512 * 256)  # without the norms
+MIB = 2**20
+
+
+def probe(
+    folder: Path, server: ForkServer, launch: Launch, *, trainer: TrainerName = "sft", **changes: object
+) -> ProbeResult:
+    folder.mkdir()
+    model = tiny.write_model(folder / "model")
+    (model / "model.safetensors").unlink()  # a config is enough
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **SIZES}))
+    changes = {"dtype": "bfloat16", "use_peft": False, **changes}
+    write = tiny.write_recipe if trainer == "grpo" else lambda *a, **k: tiny.write_offline_recipe(trainer, *a, **k)
+    path = write(folder, model, **changes)
+    recipe = prepare(path, trainer=trainer, device=DEVICE, folder=folder / "i", server=server,
+                     changes={LAUNCH: launch.to_values()})  # fmt: skip
+    request = ProbeRequest(
+        folder=folder / "probe", trainer=trainer, values=recipe.values, device=DEVICE, limit_bytes=None,
+        worst_case=worst_case_path(folder / "i"), server_socket=server.socket_path, least_of_fits=False,
+    )  # fmt: skip
+    result = Launcher().run(request)
+    log = request.log_path.read_text()
+    assert result.status is ProbeStatus.FIT, f"{result.reason}\n{log[-3000:]}"
+    assert "traced again" not in log, log[-3000:]
+    return result
+
+
+def held(result: ProbeResult, phase: str, *names: str) -> float:
+    """Bytes per parameter of some categories at the peak of a phase."""
+    return sum(result.categories[phase].get(name, 0) for name in names) / PARAMETERS
+
+
+def test_ddp_holds_the_whole_model_and_buckets_of_its_gradients_on_each_rank(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    result = probe(tmp_path / "ddp", fork_server, Launch(ranks=8))
+    assert held(result, "optimizer", "weights") == pytest.approx(2, rel=0.01)
+    assert held(result, "optimizer", "optimizer") == pytest.approx(4, rel=0.01)
+    everything = held(result, "optimizer", *result.categories["optimizer"])
+    assert everything * PARAMETERS == pytest.approx(10 * PARAMETERS, abs=20 * MIB)  # with buckets, and workspaces
+    assert [one.rank for one in result.ranks] == [0]  # all ranks are alike
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes"),
+    [
+        ("sft", {}), pytest.param("grpo", {}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"use_peft": True}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_fsdp2_holds_a_share_of_the_model(
+    tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object]
+) -> None:
+    result = probe(tmp_path / "fsdp", fork_server, Launch(ranks=8, sharding="fsdp2"), trainer=trainer, **changes)
+    most = 0.02 + (0.26 if not changes else 0.4)
+    assert 0.25 <= held(result, "optimizer", "weights") <= most
+    assert result.completions_per_step is not None
+
+
+@pytest.mark.slow
+def test_the_last_rank_is_simulated_where_ranks_do_not_divide_the_model(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    result = probe(tmp_path / "uneven", fork_server, Launch(ranks=3, sharding="fsdp2"))
+    assert [one.rank for one in result.ranks] == [0, 2]
+    assert result.rank == 0
+    assert result.ranks[1].peak_allocated_bytes <= result.ranks[0].peak_allocated_bytes
+
+
+def test_a_simulated_rank_leaves_environment_and_process_group_as_they_were() -> None:
+    import torch.distributed as distributed
+
+    launch, before = Launch(ranks=4, sharding="fsdp2"), dict(os.environ)
+    with simulated_rank(launch, 3):
+        assert (distributed.get_rank(), distributed.get_world_size()) == (3, 4)
+        assert os.environ["FSDP_VERSION"] == rank_environment(launch, rank=3, port=1, device=DEVICE)["FSDP_VERSION"]
+    assert not distributed.is_initialized()
+    assert dict(os.environ) == before
+    with simulated_rank(Launch()):
+        assert not distributed.is_initialized()
