@@ -1,9 +1,12 @@
 """The claims of the spaces against the measured table in experiments/neutrality; some of its cells measured anew."""
 
+import ast
 import importlib.util
 import inspect
 import json
 import re
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +28,7 @@ from autofit.trainers.trl_config import _LOSS_TYPES, parse
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
+RANKS_TABLE: dict[str, Any] = json.loads((FOLDER / "ranks.json").read_text())
 ROWS: list[dict[str, Any]] = TABLE["rows"]
 SPACES = sorted(path.stem for path in Path(str(resources.files("autofit.search_spaces"))).glob("*.yaml"))
 OPTIONS = "activation_checkpointing_kwargs"
@@ -112,6 +116,32 @@ def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table
                 and reach(cast(Any, load(trainer)).compared, key, None, None)[0] is Reach.COMPARED
             ):
                 assert knob.name in measured
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in RANKS_TABLE["rows"]])
+def test_another_number_of_ranks_is_neutral_where_the_gradient_says_so_and_nowhere_else(row: dict[str, Any]) -> None:
+    found = list(row["cells"].values())
+    assert len(found) == 4
+    tier = recipe_of(row).tiers.get("launch.ranks", "neutral")
+    assert tier == ("neutral" if max(found) <= ROUNDING else "approximate"), row["cells"]
+    assert tier == "neutral" or min(found) > 5 * ROUNDING
+
+
+def test_every_loss_is_measured_on_ranks() -> None:
+    rows = RANKS_TABLE["rows"]
+    assert {row["settings"].get("loss_type") for row in rows if row["trainer"] == "grpo"} == set(_LOSS_TYPES)
+    losses = {name for row in ROWS if row["trainer"] == "dpo" for name in row["settings"].get("loss_type", [])}
+    assert {name for row in rows if row["trainer"] == "dpo" for name in row["settings"].get("loss_type", [])} == losses
+    assert {row["trainer"] for row in rows} == set(SPACES)
+
+
+@pytest.mark.slow
+def test_measured_anew_on_ranks_a_row_is_what_the_table_says() -> None:
+    row = next(row for row in RANKS_TABLE["rows"] if row["name"] == "bnpo")
+    command = [sys.executable, "ranks.py", "--only", "bnpo"]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=300)
+    said = next(line for line in done.stderr.splitlines() if line.startswith("bnpo {"))
+    assert ast.literal_eval(said.removeprefix("bnpo ")) == pytest.approx(row["cells"], rel=0.2)
 
 
 @pytest.mark.parametrize(("name", "counts"), [("GPT2", True), ("OPT", False), ("Llama", False), ("Bloom", False)])

@@ -8,13 +8,12 @@ import hashlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import optuna
 
@@ -22,9 +21,13 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.probing.supervise import computing_env
+from autofit.proof.few_ranks import launch_unlike, on_few_ranks, reach_of_launch
 from autofit.proof.proof_keys import IN_BOTH, Reach, reach, unlike
 from autofit.recipe.keys import BatchKeys, Tier
-from autofit.recipe.recipe import merge
+from autofit.recipe.launch import LAUNCH
+from autofit.recipe.recipe import inner_value, merge
+from autofit.recipe.spread import Batch
+from autofit.scratch import Scratch
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of
@@ -36,6 +39,7 @@ ROUNDING = 1e-5
 PARAMETER_ROUNDING = 1e-3
 _VERSION = 2  # version of the comparison: a stored proof of another version is repeated
 _DEADLINE_S = 900.0
+_RANKS = f"{LAUNCH}.ranks"
 _PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
@@ -184,7 +188,11 @@ class _Question:
         resolved: Mapping[str, object], cwd: Path,
     ) -> "_Question":  # fmt: skip
         """The question for the changes of `trial` to the recipe `values`."""
-        reaches = {k: reach(compared, k, v, resolved.get(k)) for k, v in trial.changes.items()}
+        reaches = {
+            k: reach_of_launch(k, v, inner_value(resolved, k)) if k.startswith(f"{LAUNCH}.")
+            else reach(compared, k, v, resolved.get(k))
+            for k, v in trial.changes.items()
+        }  # fmt: skip
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}
         in_both = {k: v for k, v in trial.changes.items() if trial.tier == "recipe" and k in IN_BOTH}
         outside = {k: found for k, found in outside.items() if k not in in_both}
@@ -209,7 +217,7 @@ class _Question:
         """{name of a change: the baseline with that change alone}, for the changes that are valid alone."""
         found: dict[str, Mapping[str, object]] = {}
         keys = self.keys
-        batch = {keys.micro_batch, keys.accumulation, keys.rollout, keys.rollout_batch}
+        batch = {keys.micro_batch, keys.accumulation, keys.rollout, keys.rollout_batch, _RANKS}
         for key, value in self.compared.items():
             if key not in batch:
                 found[key] = merge(self.baseline, {key: value})
@@ -218,24 +226,46 @@ class _Question:
         return found | self._batch_parts()
 
     def _batch_parts(self) -> dict[str, Mapping[str, object]]:
-        keys, now, then = self.keys, self._sizes({}), self._sizes(self.compared)
+        keys, now, then = self.keys, self._batch({}), self._batch(self.compared)
         parts: dict[str, Mapping[str, object]] = {}
-        split: dict[str, object] = {keys.micro_batch: then[0], keys.accumulation: then[1]}
-        if keys.rollout is None:
-            return {"micro-batch x accumulation": merge(self.baseline, split)}
+        split: dict[str, object] = {keys.micro_batch: then.micro, keys.accumulation: then.accumulation}
+        what = "micro-batch x accumulation"
+        if then.ranks != now.ranks:
+            split[_RANKS], what = then.ranks, f"{what} x ranks"
+        if then.rollout is None or now.generated is None or then.generated is None:
+            return {what: merge(self.baseline, split)}
         said_once = {} if keys.rollout_batch is None else {keys.rollout_batch: None}
-        own, new = now[0] * now[2], then[0] * then[2]  # completions generated at once
-        if then[0] != now[0] and own % then[0] == 0:
-            change = {**split, keys.rollout: own // then[0], **said_once}
-            parts["micro-batch x accumulation"] = merge(self.baseline, change)
-        if own != new and new % now[0] == 0:
-            parts[keys.rollout] = merge(self.baseline, {keys.rollout: new // now[0], **said_once})
-        return parts or {f"micro-batch x accumulation and {keys.rollout}": self.candidate}
+        each, new_each = now.micro * now.ranks, then.micro * then.ranks  # completions of a micro-batch of all ranks
+        if new_each != each and now.generated % new_each == 0:
+            change = {**split, str(keys.rollout): now.generated // new_each, **said_once}
+            parts[what] = merge(self.baseline, change)
+        if now.generated != then.generated and then.generated % each == 0:
+            change = {str(keys.rollout): then.generated // each, **said_once}
+            parts[str(keys.rollout)] = merge(self.baseline, change)
+        return parts or {f"{what} and {keys.rollout}": self.candidate}
 
-    def _sizes(self, changes: Mapping[str, object]) -> tuple[int, int, int]:
-        found, keys = {**self.resolved, **changes}, self.keys
-        micro, accumulation, chunk = (found.get(k or "") for k in (keys.micro_batch, keys.accumulation, keys.rollout))
-        return cast(int, micro), cast(int, accumulation), cast(int, chunk)
+    def _batch(self, changes: Mapping[str, object]) -> Batch:
+        own = cast("Mapping[str, object]", self.resolved.get(LAUNCH) or {}).get("ranks", 1)
+        return Batch.of({**self.resolved, **changes}, self.keys, cast(int, changes.get(_RANKS, own)))
+
+    def launches_unlike(self) -> tuple[str, ...]:
+        """The differences between the launches of both recipes and those of the proof."""
+        small = self.recipes()
+        return launch_unlike({
+            "baseline": (self.baseline, small["baseline"]), "trial": (self.candidate, small["candidate"]),
+        })  # fmt: skip
+
+    def recipes(self) -> dict[str, Any]:
+        """The recipes that the worker trains. Raises ConfigError if they have more ranks than a proof can."""
+        made = {**self.resolved, **self.trial.changes}
+        return {
+            "baseline": on_few_ranks(self.baseline, self.resolved, self.keys),
+            "candidate": on_few_ranks(self.candidate, made, self.keys),
+            "parts": {
+                name: on_few_ranks(values, {**self.resolved, **values}, self.keys)
+                for name, values in self.parts().items()
+            },
+        }  # fmt: skip
 
 
 def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
@@ -247,6 +277,12 @@ def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
         return _proof(question, Verdict.REFUSED, {}, because_of=dict.fromkeys(others))
     verdict = {"neutral": Verdict.NOT_COMPARED, "approximate": Verdict.APPROXIMATE, "recipe": Verdict.RECIPE}
     if not question.compared:
+        return _proof(question, verdict[trial.tier], {})
+    try:
+        question.recipes()
+    except ConfigError as error:
+        unseen = {key: (Reach.KERNEL, str(error)) for key in question.compared}
+        question = replace(question, compared={}, outside={**question.outside, **unseen})
         return _proof(question, verdict[trial.tier], {})
     say(f"comparing the gradients of trial {trial.number} and the baseline on a small model")
     answer = _ask(question)
@@ -270,28 +306,31 @@ def _because_of(question: _Question, answer: Mapping[str, object]) -> dict[str, 
 
 def _ask(question: _Question) -> dict[str, object]:
     """The worker's answer. Raises EnvironmentFault if the worker dies without one."""
-    with tempfile.TemporaryDirectory(prefix="autofit-proof-") as temporary:
-        folder = Path(temporary)
+    with Scratch("proof-") as folder:
         request = {
-            "trainer": question.trainer, "baseline": dict(question.baseline), "candidate": dict(question.candidate),
-            "parts": question.parts(), "bound": ROUNDING, "parameter_bound": PARAMETER_ROUNDING,
+            "trainer": question.trainer, **question.recipes(), "bound": ROUNDING, "parameter_bound": PARAMETER_ROUNDING,
             "answer": str(folder / "answer.json"),
         }  # fmt: skip
         write_json(folder / "request.json", request)
-        command = [sys.executable, "-P", "-m", "autofit.proof.worker", str(folder / "request.json")]
-        cwd = question.cwd if question.cwd.is_dir() else Path.cwd()
-        try:
-            done = subprocess.run(
-                command, cwd=cwd, env=computing_env(CUDA_VISIBLE_DEVICES=""), stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, timeout=_DEADLINE_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise EnvironmentFault(f"the gradient proof took longer than {_DEADLINE_S:.0f} s") from error
+        code, said = _run_worker(folder / "request.json", question.cwd if question.cwd.is_dir() else Path.cwd())
         answer = read_json(folder / "answer.json")
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EnvironmentFault(f"the gradient proof ended with exit code {done.returncode}: {last[:300]}")
+        last = (said.strip().splitlines() or ["no message"])[-1]
+        raise EnvironmentFault(f"the gradient proof ended with exit code {code}: {last[:300]}")
     return answer
+
+
+def _run_worker(request: Path, cwd: Path) -> tuple[int, str]:
+    """(exit code, what it wrote to stderr) of the worker. Raises EnvironmentFault after the deadline."""
+    command = [sys.executable, "-P", "-m", "autofit.proof.worker", str(request)]
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=computing_env(CUDA_VISIBLE_DEVICES=""), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_DEADLINE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFault(f"the gradient proof took longer than {_DEADLINE_S:.0f} s") from error
+    return done.returncode, done.stderr
 
 
 def _proof(
@@ -309,7 +348,8 @@ def _proof(
         largest_parameter_difference=cast("float | None", difference.get("parameter_relative")),
         compared=question.compared, in_both=question.in_both,
         not_compared={key: reason for key, (_, reason) in question.outside.items()},
-        because_of=because_of or {}, simplified=unlike(question.resolved) if answer else (),
+        because_of=because_of or {},
+        simplified=(*unlike(question.resolved), *question.launches_unlike()) if answer else (),
         model=f"{model} in place of the recipe's model, which cannot be made small: {stand_in}" if stand_in else model,
         samples_per_step=cast("int | None", answer.get("samples_per_step")),
         shrunken=cast(int, answer.get("shrunken", 1)),

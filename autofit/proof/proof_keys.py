@@ -26,6 +26,7 @@ _HARMLESS = {
         "eval_steps", "per_device_eval_batch_size", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
         "vllm_max_model_length", "transformers_continuous_batching_config.max_memory_percent",
     ), _CONSTRUCTION),
+    "vllm_tensor_parallel_size": "neutral by construction: the same weights sample, each matrix divided over ranks",
 }  # fmt: skip
 _KERNELS = dict.fromkeys(
     ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",

@@ -2,13 +2,13 @@
 
 Runs in a process of its own (`python -m autofit.proof.worker REQUEST`), on the CPU, in float32. Each gradient is that
 of a whole optimizer step of the real trainer, read before the optimizer uses it. Sources of differences that are not
-part of the recipe (generation, dropout, clipping, the optimizer) are removed or made equal.
+part of the recipe (generation, dropout, clipping, the optimizer) are removed or made equal. If any of the recipes has
+several ranks, every training is made in forked processes, which meet over gloo, and sharded gradients are gathered.
 """
 
 import gc
 import os
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.protocol import Report
 from autofit.plugin.registry import load
 from autofit.probing.supervise import die_with_parent
+from autofit.proof.rank_runs import prepare_to_fork, train_ranks
+from autofit.recipe.launch import split
+from autofit.recipe.secrets import opened
+from autofit.scratch import Scratch
 
 Gradient = dict[str, torch.Tensor]
 
@@ -52,9 +57,9 @@ def run(request_path: str) -> int:
     request = read_json(Path(request_path))
     assert request is not None
     try:
-        with tempfile.TemporaryDirectory(prefix="autofit-proof-") as folder:
-            answer = prove(request, Path(folder))
-    except ConfigError as error:
+        with Scratch("proof-") as folder:
+            answer = prove(request, folder)
+    except (ConfigError, EnvironmentFault) as error:
         answer = {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
@@ -65,9 +70,8 @@ def run(request_path: str) -> int:
 
 def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
     """The answer: the candidate's difference from the baseline, and above the bounds also that of each part alone."""
-    recipes: dict[str, dict[str, object]] = {
-        "baseline": request["baseline"], "candidate": request["candidate"], **request["parts"],
-    }  # fmt: skip
+    given = {"baseline": request["baseline"], "candidate": request["candidate"], **request["parts"]}
+    recipes = {name: opened(values) for name, values in given.items()}
     proof = Proof(str(request["trainer"]), recipes, folder)
     small = proof.small
     answer: dict[str, object] = {
@@ -86,11 +90,28 @@ class Proof:
 
     def __init__(self, trainer: str, recipes: Mapping[str, Mapping[str, object]], folder: Path) -> None:
         go_offline_without_a_hub()
-        self.small = load(trainer).small_trainings(recipes, folder, most_samples=_MOST_SAMPLES, most_steps=_MOST_STEPS)
+        launched = {name: split(values) for name, values in recipes.items()}
+        self._launches = {name: launch for name, (launch, _) in launched.items()}
+        self._on_ranks = any(not launch.is_plain for launch in self._launches.values())
+        ranks = {}
+        if self._on_ranks:
+            prepare_to_fork()
+            ranks = {"ranks": {name: launch.ranks for name, launch in self._launches.items()}}
+        self._folder = folder
         self._baseline: list[Gradient] | None = None
+        self.small = load(trainer).small_trainings(
+            {name: values for name, (_, values) in launched.items()}, folder, most_samples=_MOST_SAMPLES,
+            most_steps=_MOST_STEPS, **ranks,
+        )  # fmt: skip
 
     def gradients(self, name: str) -> list[Gradient]:
         """The accumulated gradients of the recipe `name`: one {parameter: tensor} per optimizer step."""
+        if not self._on_ranks:
+            return self._trained(name)
+        return train_ranks(lambda: self._trained(name), self._launches[name], self._folder / f"ranks of {name}")
+
+    def _trained(self, name: str) -> list[Gradient]:
+        """The gradients of the recipe `name`, trained by this process as one of its ranks."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = self.small.run(name)
@@ -100,6 +121,8 @@ class Proof:
             _spread(run.model)
             reader = _Reader(self._baseline)
             run.train(reader)
+        if reader.sharded is not (self._launches[name].sharding == "fsdp2"):
+            raise RuntimeError(f"FSDP2 was {'not ' if not reader.sharded else ''}at work in the ranks of the {name}")
         return reader.steps
 
     def difference(self, name: str) -> Difference:
@@ -144,19 +167,33 @@ class _Reader(Report):
 
     def __init__(self, baseline: list[Gradient] | None) -> None:
         self.steps: list[Gradient] = []
+        self.sharded = False
         self._baseline = baseline
 
     def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradient = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
+        self.sharded = any(isinstance(p, DTensor) for p in trained.values())
+        gradient = {n: _whole(torch.zeros_like(p) if p.grad is None else p.grad.clone()) for n, p in trained.items()}
         self.steps.append(gradient)
         along = gradient if self._baseline is None else self._baseline[len(self.steps) - 1]
         if along.keys() == trained.keys():
             for name, parameter in trained.items():
-                parameter.grad = along[name].clone()
-        weights = _norm({name: p.detach() for name, p in trained.items()})
+                parameter.grad = _as_sharded(along[name].clone(), parameter)
+        weights = _norm({name: _whole(p.detach()) for name, p in trained.items()})
         for group in optimizer.param_groups:
             group["lr"] = _MOVE * weights / max(_norm(along), 1e-12)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, gathered from all ranks if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_sharded(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The whole `tensor`, sharded as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _spread(model: torch.nn.Module) -> None:

@@ -1,0 +1,101 @@
+"""Real ranks for a gradient proof: processes that are forked after the imports, meet over gloo and train one recipe.
+
+The process that forks must not have computed with more than one thread: OpenMP's threads do not live in a fork.
+"""
+
+import gc
+import os
+import select
+import signal
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import read_json, write_json
+from autofit.probing.supervise import die_with_parent
+from autofit.proof.cpu_mesh import joined
+from autofit.recipe.launch import Launch
+
+Saved = list[dict[str, torch.Tensor]]
+
+
+def prepare_to_fork() -> None:
+    """Compute with one thread from now on, in this process and its ranks, and start no thread that shows progress."""
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0
+
+
+def train_ranks(train: Callable[[], Saved], launch: Launch, folder: Path) -> Saved:
+    """What `train` returns on rank 0 of `launch`, each rank a forked process; the first failure ends all ranks.
+
+    Raises ConfigError where a rank raised one, and EnvironmentFault for any other end.
+    """
+    folder.mkdir(parents=True)
+    gc.freeze()  # TRL collects garbage in every training; what is imported is left out
+    ranks: dict[int, int] = {}
+    try:
+        for rank in range(launch.ranks):
+            ranks[_forked(train, launch, rank, folder)] = rank
+        while ranks:
+            pid = _first_to_end(ranks)
+            rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if code != 0:
+                _fail(rank, code, folder)
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            os.waitpid(pid, 0)
+    saved: Saved = torch.load(folder / "gradients.pt", weights_only=True)
+    return saved
+
+
+def _first_to_end(pids: Collection[int]) -> int:
+    handles = {os.pidfd_open(pid): pid for pid in pids}
+    try:
+        return handles[select.select(list(handles), [], [])[0][0]]
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _forked(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _be_rank(train, launch, rank, folder)
+    return pid
+
+
+def _be_rank(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent()
+        with joined(launch, rank=rank, meeting=folder / "meeting"):
+            found = train()
+        if rank == 0:
+            torch.save(found, folder / "gradients.pt")
+        code = 0
+    except ConfigError as error:
+        write_json(folder / f"error-{rank}.json", {"error": str(error), "config": True})
+    except BaseException as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        write_json(folder / f"error-{rank}.json", {"error": text, "config": False})
+    finally:
+        os._exit(code)  # no clean-up of the parent's own: its temporary folders are its matter
+
+
+def _fail(rank: int, code: int, folder: Path) -> NoReturn:
+    """Raise the first error of a rank: others lose their connection after it. `rank` ended with `code`."""
+    said = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    first = read_json(said[0]) if said else None
+    if first is None:
+        raise EnvironmentFault(f"rank {rank} ended with exit code {code}")
+    if first["config"]:
+        raise ConfigError(str(first["error"]))
+    raise EnvironmentFault(f"rank {said[0].stem.removeprefix('error-')}: {first['error']}")
