@@ -27,6 +27,7 @@ from autofit.promotion.oom import Oom, keep_oom, read_oom
 from autofit.promotion.progress import forget_progress_after, keep_progress, read_progress
 from autofit.proof.proof import Verdict
 from autofit.recipe.keys import BatchKeys
+from autofit.recipe.launch import LAUNCH, Launch
 from autofit.watching.events import Kind, RunEvent, events_of, keep_event
 
 SAMPLES = BatchKeys(length="max_length")
@@ -45,7 +46,7 @@ def ladder_of(changed: Mapping[str, object] | None = None, *, name: str = "sft",
     own: dict[str, object] = {SPLIT: 8, ACCUMULATION: 2, "gradient_checkpointing": False, **(changed or {})}
     return Ladder(
         trial=3, trainer=name, device="cpu", keys=keys, compared=(SPLIT, ACCUMULATION), values=own, resolved=own,
-        world_size=1, space=str(SPACES / f"{name}.yaml"),
+        space=str(SPACES / f"{name}.yaml"),
     )  # fmt: skip
 
 
@@ -78,6 +79,19 @@ def test_the_micro_batch_is_halved_before_checkpointing_and_the_effective_batch_
     assert last == {"gradient_checkpointing": True}
     for number in range(1, 5):
         assert ladder.running([*splits, last][:number]).effective_batch_size == 2 * micro
+
+
+def test_the_ranks_of_a_launch_are_held() -> None:
+    launch = Launch(ranks=4, sharding="fsdp2")
+    ladder = ladder_of({LAUNCH: launch.to_values()})
+    ladder = Ladder.from_json(json.loads(json.dumps(ladder.to_json())))
+    assert ladder.running([]).effective_batch_size == 64
+    rungs = ladder.rungs([], oom_in())
+    assert rungs[0].changes == {SPLIT: 4, ACCUMULATION: 4}
+    changed = {key for rung in rungs for key in rung.changes}
+    assert not {"launch.ranks", "launch.server_ranks", "launch.sharding"} & changed
+    running = ladder.running([rungs[0].changes])
+    assert (running.effective_batch_size, running.launch) == (64, launch)
 
 
 def test_an_odd_micro_batch_is_divided_by_its_smallest_divisor() -> None:
@@ -331,7 +345,7 @@ def real_ladder(trainer: str, values: Mapping[str, object], keys: BatchKeys) -> 
     resolved = plugin.parse(values, overrides={"use_cpu": True}).resolved  # type: ignore[attr-defined]
     return Ladder(
         trial=0, trainer=trainer, device="cpu", keys=keys, compared=plugin.compared, values=values,  # type: ignore[attr-defined]
-        resolved=resolved, world_size=1, space=str(plugin.space),
+        resolved=resolved, space=str(plugin.space),
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ def write_ending(folder: Path, ending: Ending) -> None:
     """Keep the reason why the run in `folder` ended; nothing for one that is done or has failed with a reason."""
     if not any((folder / name).exists() for name in ("final.json", "failed.json")):
         with contextlib.suppress(EnvironmentFault):  # a full disk
-            write_json(folder / _FILE, {"reason": _reason(folder, ending)})
+            who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}: "
+            write_json(folder / _FILE, {"reason": f"{who}{_reason(folder, ending)}"})
 
 
 def ending_of(folder: Path) -> str | None:

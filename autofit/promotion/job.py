@@ -1,19 +1,23 @@
 """The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
-import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import psutil
 
 from autofit.files import read_json, write_json
-from autofit.probing.slots import slot
-from autofit.probing.supervise import computing_env, keep
+from autofit.probing.slots import slots
+from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.promotion.ending import write_ending
 from autofit.promotion.interruption import ask_to_end, asked_to_end, listen
+from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
+from autofit.recipe.launch import Launch
+
+_CARD = "cuda-"  # before the name of a card in that of its slot
 
 
 def run_promoted(request_path: str) -> None:
@@ -24,17 +28,32 @@ def run_promoted(request_path: str) -> None:
     process = psutil.Process()
     listen(lambda: ask_to_end(folder))
     write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    with slot(tuple(cast(list[str], request["slots"])), abandoned=lambda: asked_to_end(folder)) as name:
-        if name is None:
+    names = tuple(cast(list[str], request["slots"]))
+    count = Launch.of(cast("dict[str, object]", request["values"])).ranks if names[0].startswith(_CARD) else 1
+    with slots(names, count, abandoned=lambda: asked_to_end(folder)) as held:
+        if held is None:
             return
         env = computing_env()
-        if name.startswith("cuda-"):
-            env["CUDA_VISIBLE_DEVICES"] = name.removeprefix("cuda-")
-        again = True
-        while again:  # after an OOM, with the next setting that needs less memory
-            ending = keep(lambda: _start(request_path, folder, str(request["cwd"]), env), deadline_s=math.inf)
-            again = goes_on(Path(request_path), ending)
-        write_ending(folder, ending)
+        if held[0].startswith(_CARD):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix(_CARD) for name in held)
+        cwd = str(request["cwd"])
+        train_to_the_end(
+            Path(request_path), folder, alone=lambda: keep(lambda: _start(request_path, folder, cwd, env)),
+            ranks=in_processes(Path(request_path), folder, cwd=cwd, env=env),
+        )  # fmt: skip
+
+
+def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], Ending], ranks: Keep) -> None:
+    """Train, and after an OOM again with the next setting that needs less memory; keeps the reason of the end.
+
+    `alone` trains one process by itself, `ranks` those of a recipe that has more: a rescue may change which.
+    """
+    again = True
+    while again:
+        launch = Launch.of(cast("dict[str, object]", (read_json(request_path) or {})["values"]))
+        ending = alone() if launch.is_alone else run_ranks(folder, launch, ranks)
+        again = goes_on(request_path, ending)
+    write_ending(folder, ending)
 
 
 def _start(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:

@@ -16,16 +16,17 @@ from autofit.plugin.protocol import ROLLOUT
 from autofit.promotion.oom import Oom
 from autofit.promotion.steps_down import largest_part, last_step_differs, one_down, smaller_micro_batch, smaller_rollout
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
-from autofit.recipe.launch import Launch
+from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.knob import Knob
+from autofit.space.knob import SERVER_RANKS, Knob
 from autofit.space.space import Space
 from autofit.space.space_file import load_space, space_knobs
 from autofit.tuning.frontier import Trial, measured
 from autofit.tuning.record import StudyRecord
 
 # A checkpoint has no weights or moments for other values of these, or its place in the data is another one.
-_FROM_THE_START = ("use_peft", "lora_r", "quantization", "optim", "packing", "dtype")
+_FROM_THE_START = ("use_peft", "lora_r", "quantization", "optim", "packing", "dtype", f"{LAUNCH}.sharding")
+_OTHER_RANKS = (f"{LAUNCH}.ranks", SERVER_RANKS)  # the run keeps its ranks: each has a share of the checkpoint
 _EVALUATION = "per_device_eval_batch_size"
 # A choice: torch advises expandable segments where the unused share of its memory "is large", without a number.
 _FRAGMENTED_FRAC = 0.1
@@ -65,7 +66,6 @@ class Ladder:
     compared: tuple[str, ...]  # keys that the trainer's gradient proof trains with
     values: Mapping[str, object]  # the promoted recipe's YAML
     resolved: Mapping[str, object]  # the same with defaults
-    world_size: int
     allow: Tier = "neutral"
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -81,19 +81,17 @@ class Ladder:
     ) -> "Ladder":  # fmt: skip
         """The ladder of the trial `chosen`, whose YAML is `values`, on `device`."""
         keys, resolved = record.batch_keys, merge(record.resolved, chosen.yaml_changes)
-        own = {**record.resolved}
-        batch = cast(int, own[keys.micro_batch]) * cast(int, own[keys.accumulation])
         return cls(
             trial=chosen.number, trainer=record.trainer, device=device, keys=keys, compared=record.compared,
-            values=dict(values), resolved=resolved, world_size=(record.effective_batch_size or batch) // batch,
+            values=dict(values), resolved=resolved,
             allow=allow, tiers=record.tiers, left_out=record.left_out, other_names=record.other_names,
             space=record.space, device_used_bytes=chosen.device_used_bytes,
             speeds=tuple(_speeds(record.resolved, resolved, trials)),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
-        names = ("trial", "trainer", "device", "values", "resolved", "world_size", "allow", "tiers", "left_out",
-                 "other_names", "space", "device_used_bytes")  # fmt: skip
+        names = ("trial", "trainer", "device", "values", "resolved", "allow", "tiers", "left_out", "other_names",
+                 "space", "device_used_bytes")  # fmt: skip
         speeds = [[dict(s.changes), s.step_s, s.device_used_bytes] for s in self.speeds]
         plain = {name: getattr(self, name) for name in names}
         return {**plain, "keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
@@ -115,7 +113,7 @@ class Ladder:
             values, resolved = merge(values, changes), merge(resolved, changes)
         return Recipe(
             trainer=self.trainer, values=values, resolved=resolved, keys=self.keys, tiers=self.tiers,
-            space=Path(self.space) if self.space else None, launch=Launch(ranks=self.world_size),
+            space=Path(self.space) if self.space else None, launch=Launch.of(resolved),
             compared=self.compared, left_out=self.left_out, other_names=self.other_names,
         )  # fmt: skip
 
@@ -128,6 +126,7 @@ class Ladder:
         recipe = self.running(taken)
         found = _evaluation(recipe) if oom.evaluating else []
         found += [r for r in self._of_space(recipe, oom) if r.changes]
+        found = [r for r in found if not set(r.changes) & set(_OTHER_RANKS)]
         at_start = oom.resumes_from == 0
         found = self._in_order(found, recipe)
         if oom.unused_frac > _FRAGMENTED_FRAC:

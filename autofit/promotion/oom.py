@@ -22,6 +22,7 @@ class Oom:
     evaluating: bool = False  # it was between two steps, in the evaluation
     samples: SampleFacts | None = None
     unused_frac: float = 0.0  # of what torch's allocator held, the share that no tensor used: fragments
+    rank: int | None = None  # of several ranks, the one whose memory ran out
 
     @property
     def repeated(self) -> int:
@@ -31,12 +32,13 @@ class Oom:
     @property
     def where(self) -> str:
         """`step 37: out of memory in the rollout (CUDA out of memory ...)`."""
+        out = "out of memory" if self.rank is None else f"rank {self.rank} out of memory"
         if self.phase == LOAD:
-            place = "out of memory before the first step"
+            place = f"{out} before the first step"
         elif self.evaluating:
-            place = f"step {self.finished}: out of memory in the evaluation"
+            place = f"step {self.finished}: {out} in the evaluation"
         else:
-            place = f"step {self.finished + 1}: out of memory in the {self.phase}"
+            place = f"step {self.finished + 1}: {out} in the {self.phase}"
         return f"{place} ({self.message})"
 
 

@@ -6,6 +6,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus
+from autofit.recipe.launch import Launch
 
 
 def training_device(studied: Device, asked: str, *, begun: Mapping[str, object] | None = None) -> Device:
@@ -25,6 +26,17 @@ def training_device(studied: Device, asked: str, *, begun: Mapping[str, object] 
 
 
 _SAY_WHERE = "say where the run trains with --device cpu or --device cuda, or write its YAML only with --write-only"
+
+
+def check_ranks(launch: Launch, device: Device) -> None:
+    """Raise ConfigError for a launch whose ranks this machine cannot start on `device`."""
+    write = "write its files with --write-only, and start it with the command that they name"
+    if launch.machines > 1:
+        raise ConfigError(f"the run trains on {launch.machines} machines, and autofit starts it on one; {write}")
+    if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
+        raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
+    if device == "cuda" and launch.cards > len(gpus()):
+        raise ConfigError(f"the run trains on {launch.cards} cards, and this machine has {len(gpus())}; {write}")
 
 
 def _given(asked: str) -> Device:

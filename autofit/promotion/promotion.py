@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
-from autofit.files import read_json, write_atomically, write_json
+from autofit.files import read_json, write_json
 from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.launch import is_alive, start_job
 from autofit.promotion.checkpoints import checkpoints
@@ -17,13 +17,14 @@ from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.place import training_device
+from autofit.promotion.place import check_ranks, training_device
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
+from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
-from autofit.recipe.recipe import merge, tuned_yaml
+from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Rule, Trial, winner
 from autofit.tuning.record import StudyRecord, record_of
@@ -47,6 +48,8 @@ class Promotion:
     trainer: str
     values: Mapping[str, object]
     yaml_path: Path
+    tuned: Tuned
+    written: tuple[Path, ...]  # `tuned` in this folder: its YAML, and an accelerate config for several ranks
     cwd: Path
     proof: Proof
     generates: bool
@@ -97,16 +100,18 @@ def plan_promotion(
         f"{describe_changes(chosen.changes, record.resolved)}\n"
         f"{proof.sentence}\n{sure}"
     )
-    if record.command is not None:
-        comment += f"\nrun it with: {record.command} THIS_FILE"
-    if not record.trains_on_data:
-        comment += "\nits prompts were synthetic: add dataset_name, and your own reward_funcs"
+    remark = "" if record.trains_on_data else "its prompts were synthetic: add dataset_name, and your own reward_funcs"
+    tuned = Tuned(
+        values=merge(given, {**chosen.yaml_changes, **extra}), comment=comment, command=record.command, remark=remark
+    )
+    if launch and record.trains_on_data:
+        check_ranks(tuned.launch, where)
     path = home / "tuned.yaml"
-    write_atomically(path, tuned_yaml(given, {**chosen.yaml_changes, **extra}, comment=comment))
+    written = tuned.write(path, accelerate=home / "accelerate.yaml")
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
-        values=values, yaml_path=path,
+        values=values, yaml_path=path, tuned=tuned, written=written,
         ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
         trains_on_data=record.trains_on_data, command=record.command,
@@ -166,7 +171,7 @@ def launch(
     if read_json(folder / "final.json") is not None:
         return "done"
     forget_ending(folder)
-    for name in ("stop", "started.json", "job.json", "failed.json"):
+    for name in ("stop", "started.json", "job.json", "failed.json", "oom.json"):
         (folder / name).unlink(missing_ok=True)
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,

@@ -30,6 +30,8 @@ _RSS_EVERY_S = 0.5  # between two readings of the process' memory
 class Recorder(Report):
     """Writes each logged step to progress.jsonl and what watchers say to events.jsonl; saves about once a minute."""
 
+    ranks = 1
+
     def __init__(self, run: Run, watched: Watched, watchers: Sequence[Watcher]) -> None:
         assert watched.folder is not None
         self._folder: Path = watched.folder
@@ -54,7 +56,7 @@ class Recorder(Report):
 
     def step_ends(self, step: int) -> Control:
         self.steps = step
-        facts = StepFacts(number=step, step_s=time.monotonic() - self._began, **since_beginning())
+        facts = StepFacts(number=step, step_s=time.monotonic() - self._began, **self._peaks())
         self._ask(lambda watcher: watcher.step_ends(facts))
         if step % self._run.steps_between_saves:
             return Control()
@@ -71,7 +73,7 @@ class Recorder(Report):
             sync_progress(self._folder)
             prove(checkpoint)
         except OSError as error:
-            self.save_failed(checkpoint, error)
+            self._went_without(checkpoint, error)
             return
         rotate(checkpoint)
         self._saved = time.monotonic()
@@ -79,6 +81,9 @@ class Recorder(Report):
 
     def save_failed(self, checkpoint: Path, error: Exception) -> bool:
         """True after an error of the disk: the run goes on, and saves again at the next interval."""
+        return self._went_without(checkpoint, error)
+
+    def _went_without(self, checkpoint: Path, error: Exception) -> bool:
         failure = unwritten(checkpoint, error)
         if failure is None:
             return False
@@ -91,8 +96,8 @@ class Recorder(Report):
     def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
         step_s = time.monotonic() - self._began
         line: dict[str, object] = {"step": step, "max_steps": last_step, "time": time.time(), **_numbers(values)}
-        line |= {"step_s": step_s, f"{self._samples_word}_per_s": self._run.samples_per_step / step_s}
-        line |= {"host_rss_bytes": self._rss(), **since_beginning(), **retries()}
+        line |= {"step_s": step_s, f"{self._samples_word}_per_s": self._run.samples_per_step * self.ranks / step_s}
+        line |= {"host_rss_bytes": self._rss(), **self._peaks(), **retries()}
         line["run_s"] = time.monotonic() - self._training_began  # of this start: its steps are timed by it
 
         def add(watcher: Watcher) -> Iterable[RunEvent]:
@@ -102,6 +107,10 @@ class Recorder(Report):
         self._ask(add)
         keep_progress(self._folder, line)
         self._ask(lambda watcher: watcher.logs(line))
+
+    def _peaks(self) -> dict[str, int]:
+        """The peaks of the card's memory since the run began; empty without a card."""
+        return since_beginning()
 
     def _rss(self) -> int:
         """Resident bytes of the process, as of half a second ago at most."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import AutofitError
-from autofit.files import read_json, write_atomically, write_json
+from autofit.files import read_json, write_json
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.supervise import Ending
@@ -18,14 +18,15 @@ from autofit.promotion.interruption import asked_to_end
 from autofit.promotion.ladder import Ladder, Rung
 from autofit.promotion.oom import Oom, forget_oom, read_oom
 from autofit.promotion.progress import read_progress
+from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
-from autofit.recipe.recipe import Recipe, tuned_yaml
+from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
 from autofit.watching.events import Kind, RunEvent, keep_event
 
 _FILE = "rescues.json"
 _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further than the one before
-FILES = (_FILE, "rescued.yaml", "oom.json")
+FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml", "oom.json")
 
 
 def goes_on(request_path: Path, ending: Ending) -> bool:
@@ -121,7 +122,7 @@ def _take(folder: Path, ladder: Ladder, rung: Rung, oom: Oom, said: str) -> None
     write_json(folder / _FILE, {"rescues": [*rescues(folder), entry]})
     said_so_far = "\n".join(str(rescue["text"]) for rescue in rescues(folder))
     running = ladder.running(taken(folder)).values
-    write_atomically(folder / "rescued.yaml", tuned_yaml(running, {}, comment=f"autofit: {said_so_far}"))
+    Tuned(values=running, comment=f"autofit: {said_so_far}").write(folder / "rescued.yaml")
     keep_event(folder, RunEvent(step=oom.finished, kind=Kind.RESCUE, text=text, data=entry))
 
 

@@ -16,6 +16,7 @@ from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.recipe.pipeline import Stage
+from autofit.recipe.secrets import sealed
 
 _WHOLE_BYTES = 2**25  # larger files and folders count by sizes and times of change: weights, mostly
 _FILES = 1000  # of a folder
@@ -125,7 +126,7 @@ def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:
     files = {name: found for name in sorted(set(_texts(stage.values))) if (found := content_of(name))}
     if own := code_hash(trainer):
         files[trainer] = own
-    values = json.loads(json.dumps(stage.values, default=str))  # as the file will have them
+    values = json.loads(json.dumps(sealed(stage.values), default=str))  # as the file will have them
     return Inputs(values=values, trainer=trainer, files=files, models=dict(models))
 
 

@@ -1,9 +1,9 @@
 """Where a full run starts: after its newest checkpoint that is whole and can be loaded, or at step 0."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from autofit.errors import AutofitError
+from autofit.errors import AutofitError, EnvironmentFault
 from autofit.plugin.protocol import Run
 from autofit.probing.oom import is_oom
 from autofit.promotion.checkpoints import PassedOver, last_checkpoint, step_of
@@ -15,10 +15,12 @@ from autofit.watching.watcher import Watched, Watcher
 class Start(Watcher):
     """The checkpoint to go on from, and what is passed over, as events of the run."""
 
-    def __init__(self, folder: Path, output: Path) -> None:
+    def __init__(self, folder: Path, output: Path, *, unloadable: Mapping[str, str] | None = None) -> None:
+        """`unloadable` has the checkpoints that an earlier process could not load, and why."""
         self._folder, self.output = folder, output
-        self._not_loaded: list[PassedOver] = []
-        self._error: Exception | None = None
+        found = (unloadable or {}).items()
+        self._not_loaded = [PassedOver(checkpoint=Path(name), reason=reason) for name, reason in found]
+        self._error: Exception | None = EnvironmentFault(str(self._not_loaded[-1])) if self._not_loaded else None
         self._said = False
         self._lines = read_progress(folder)
         self.checkpoint: Path | None = None
@@ -56,11 +58,10 @@ class Start(Watcher):
 
         Not where memory ran out or the recipe is wrong: an older checkpoint would meet the same.
         """
-        older_ones_help = not isinstance(error, AutofitError) and not is_oom(error)
-        if self.checkpoint is None or not older_ones_help:
+        passed = not_loaded(self.checkpoint, error)
+        if passed is None:
             return False
-        reason = f"could not be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        self._not_loaded.append(PassedOver(checkpoint=self.checkpoint, reason=reason))
+        self._not_loaded.append(passed)
         self._error = error
         return True
 
@@ -70,3 +71,11 @@ class Start(Watcher):
 
     def _event(self, kind: Kind, text: str) -> RunEvent:
         return RunEvent(step=self.step, kind=kind, text=text)
+
+
+def not_loaded(checkpoint: Path | None, error: Exception) -> PassedOver | None:
+    """`checkpoint`, as `error` came up before the first step after it; None where an older one would meet the same."""
+    if checkpoint is None or isinstance(error, AutofitError) or is_oom(error):
+        return None
+    reason = f"could not be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return PassedOver(checkpoint=checkpoint, reason=reason)

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
@@ -27,6 +27,8 @@ from autofit.promotion.progress import read_progress
 from autofit.promotion.recorder import Recorder
 from autofit.promotion.start import Start
 from autofit.promotion.whereabouts import Locating, oom_told, tell_oom
+from autofit.recipe.launch import split
+from autofit.recipe.secrets import opened
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import guards_of
 from autofit.watching.watcher import Watched, Watcher
@@ -38,6 +40,7 @@ def main(request_path: str) -> int:
     request = read_json(Path(request_path))
     assert request is not None
     folder = Path(str(request["folder"]))
+    request["values"] = opened(cast("dict[str, object]", request["values"]))
     try:
         return _train(request, folder)
     except Exception as error:
@@ -52,7 +55,7 @@ def main(request_path: str) -> int:
 
 def _train(request: dict[str, Any], folder: Path) -> int:
     output = Path(str(request["output_dir"]))
-    mirror = _start_mirror(request, folder)
+    mirror = start_mirror(request, folder)
     began = time.monotonic()
     try:
         trained = _trained(request, folder, Start(folder, output))
@@ -62,21 +65,22 @@ def _train(request: dict[str, Any], folder: Path) -> int:
         run.save_model(output)
         recorder.ends()
         lines: list[dict[str, Any]] = read_progress(folder)
-        write_json(folder / "final.json", _final(lines, recorder.steps, output, time.monotonic() - began))
+        write_json(folder / "final.json", final_of(lines, recorder.steps, output, time.monotonic() - began))
         delete_own(output)
     finally:
-        _stop_mirror(mirror)
+        stop_mirror(mirror)
     return 0
 
 
 def _trained(request: dict[str, Any], folder: Path, start: Start) -> tuple[Run, Recorder] | None:
     """The finished training, from the newest checkpoint that can be loaded; None: it was asked to end before."""
     while True:
-        run = load(request["trainer"]).build(request["values"], Task(device=request["device"], output=start.output))
+        _, values = split(request["values"])
+        run = load(request["trainer"]).build(values, Task(device=request["device"], output=start.output))
         start.choose(run)
         if received():
             return None
-        recorder = Locating(run, _watched(request, folder, run, start.step), [start, *_watchers(request)])
+        recorder = Locating(run, watched_of(request, folder, run, start.step), [start, *watchers_of(request)])
         try:
             with oom_told(folder, start.output, run, recorder):
                 run.train(recorder, resume_from=start.checkpoint)
@@ -89,7 +93,7 @@ def _trained(request: dict[str, Any], folder: Path, start: Start) -> tuple[Run, 
         gc.collect()
 
 
-def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
+def watched_of(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
     promise = request.get("promise")
     return Watched(
         folder=folder, trainer=request["trainer"], values=request["values"], device=request["device"],
@@ -99,12 +103,12 @@ def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> W
     )  # fmt: skip
 
 
-def _watchers(request: Mapping[str, Any]) -> list[Watcher]:
+def watchers_of(request: Mapping[str, Any]) -> list[Watcher]:
     """Everyone who looks at a promoted run."""
     return watchers(guards=guards_of(request.get("guards")))
 
 
-def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
+def final_of(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     tenth = max(1, len(rewards) // 10)
     return {
@@ -118,7 +122,7 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
     }
 
 
-def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":
+def start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":
     """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end.
 
     None where it cannot be started: the training needs no MLflow.
@@ -134,7 +138,7 @@ def _start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[by
         return None
 
 
-def _stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30.0) -> None:
+def stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30.0) -> None:
     if mirror is None or mirror.stdin is None:
         return
     mirror.stdin.close()

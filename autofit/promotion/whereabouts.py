@@ -11,42 +11,68 @@ from pathlib import Path
 
 import torch
 
-from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, WAKE_UP, Control, Rescuable, Run, own_checkpoints
+from autofit.plugin.protocol import (
+    LOAD,
+    OPTIMIZER,
+    SYNC,
+    UPDATE,
+    WAKE_UP,
+    Control,
+    Report,
+    Rescuable,
+    Run,
+    own_checkpoints,
+)
 from autofit.probing.oom import is_oom
-from autofit.promotion.checkpoints import checkpoints, last_checkpoint, step_of
+from autofit.promotion.checkpoints import checkpoints, last_checkpoint, step_of, what_is_torn
 from autofit.promotion.oom import Oom, in_words, keep_oom, read_oom
 from autofit.promotion.recorder import Recorder
 
 
-class Locating(Recorder):
-    """A recorder that knows in which phase of which step the run is."""
+class Where(Report):
+    """A report that knows in which phase of which step the run is."""
 
+    rank = 0
     at_work = LOAD  # the phase
     in_step = False
+    steps = 0  # that are finished
+
+    def moved(self) -> None:
+        """The run went on to `at_work`."""
 
     def enter(self, phase: str) -> str:
-        left, self.at_work = self.at_work, phase
+        left = self.at_work
+        self._go_to(phase)
         return left
 
     def train_begins(self) -> None:
         super().train_begins()
-        self.at_work = UPDATE
+        self._go_to(UPDATE)
 
     def step_begins(self, step: int) -> None:
-        self.at_work, self.in_step = UPDATE, True
+        self.in_step = True
+        self._go_to(UPDATE)
         super().step_begins(step)
 
     def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.at_work = OPTIMIZER
+        self._go_to(OPTIMIZER)
         super().gradient_is_whole(model, optimizer)
 
     def optimizer_ends(self) -> None:
-        self.at_work = UPDATE
+        self._go_to(UPDATE)
         super().optimizer_ends()
 
     def step_ends(self, step: int) -> Control:
         self.in_step = False
         return super().step_ends(step)
+
+    def _go_to(self, phase: str) -> None:
+        self.at_work = phase
+        self.moved()
+
+
+class Locating(Where, Recorder):
+    """A recorder that knows in which phase of which step the run is."""
 
 
 @contextmanager
@@ -59,13 +85,27 @@ def oom_told(folder: Path, output: Path, run: Run, at: Locating) -> Iterator[Non
             message, unused_frac = in_words(error), _unused_frac()
             _let_go(error)
             _save_on_the_spot(run, at, output)
-            keep_oom(folder, replace(_located(message, run, at, output), unused_frac=unused_frac))
+            found = _located(message, run, at, resumes_from=_newest(run, output))
+            keep_oom(folder, replace(found, unused_frac=unused_frac))
         raise
 
 
-def _located(message: str, run: Run, at: Locating, output: Path) -> Oom:
+def tell_oom_of_rank(folder: Path, output: Path, error: BaseException, run: Run, at: Where) -> None:
+    """Tell the OOM of one rank of several in oom.json, unless another rank has told its own.
+
+    Nothing is saved: the other ranks are in another moment. The run goes on from its newest whole checkpoint.
+    """
+    if read_oom(folder) is not None:
+        return
+    whole = (p for p in checkpoints(output) if what_is_torn(p, run.checkpoint_is_whole) is None)
+    saved = next((step_of(p) for p in whole if not step_of(p) % run.steps_between_saves), 0)
+    found = _located(in_words(error), run, at, resumes_from=saved)
+    keep_oom(folder, replace(found, unused_frac=_unused_frac(), rank=at.rank))
+
+
+def _located(message: str, run: Run, at: Where, *, resumes_from: int) -> Oom:
     return Oom(
-        message=message, phase=at.at_work, finished=at.steps, resumes_from=_newest(run, output),
+        message=message, phase=at.at_work, finished=at.steps, resumes_from=resumes_from,
         evaluating=at.at_work != LOAD and not at.in_step,
         samples=run.sample_facts if isinstance(run, Rescuable) else None,
     )  # fmt: skip
@@ -97,7 +137,8 @@ def _let_go(error: BaseException) -> None:
 
 def _save_on_the_spot(run: Run, at: Locating, output: Path) -> None:
     """Save the last finished step unless it is saved already, or is no longer in memory as it was."""
-    unsafe = at.at_work in (LOAD, OPTIMIZER, WAKE_UP)  # vLLM wakes up for weights with the adapters merged into them
+    # vLLM gets weights with the adapters merged into them
+    unsafe = at.at_work in (LOAD, OPTIMIZER, WAKE_UP, SYNC)
     if unsafe or at.steps == 0 or not isinstance(run, Rescuable) or _newest(run, output) == at.steps:
         return
     run.model.zero_grad(set_to_none=True)
@@ -108,9 +149,9 @@ def _save_on_the_spot(run: Run, at: Locating, output: Path) -> None:
         shutil.rmtree(own_checkpoints(output) / f"checkpoint-{at.steps}", ignore_errors=True)
 
 
-def tell_oom(folder: Path, output: Path, error: BaseException) -> None:
-    """Tell an OOM in oom.json that `oom_told` has not told: one before the training began."""
+def tell_oom(folder: Path, output: Path, error: BaseException, *, rank: int | None = None) -> None:
+    """Tell an OOM in oom.json that nobody has told yet: one before the training began."""
     if read_oom(folder) is None:
         traceback.print_exception(error)
         saved = next(map(step_of, checkpoints(output)), 0)
-        keep_oom(folder, Oom(message=in_words(error), finished=saved, resumes_from=saved))
+        keep_oom(folder, Oom(message=in_words(error), finished=saved, resumes_from=saved, rank=rank))

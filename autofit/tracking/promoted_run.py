@@ -31,7 +31,7 @@ from autofit.tracking.runs import (
     search,
     trial_run_ids,
 )
-from autofit.tracking.trial_run import log_params, trial_params, with_gb
+from autofit.tracking.trial_run import log_params, trial_params, with_gb, with_launch
 from autofit.tuning.record import record_of
 from autofit.tuning.study import exclusive, load_study, trials_of
 from autofit.watching.contract import contract_of
@@ -109,7 +109,7 @@ class RunMirror:
         self._run_id, self._told, self._steps = str(run.info.run_id), "", {}
         study, number = str(self._request["study"]), int(self._request["trial"])
         found = load_study(self._study_folder, study)
-        values, tags = dict(self._request["values"]), {_MIRROR: self._id}
+        values, tags = with_launch(self._request["values"]), {_MIRROR: self._id}
         for trial in trials_of(found):
             if trial.number == number:  # its knobs, under the names that trials have
                 values |= trial_params(trial, record_of(found).resolved)

@@ -62,7 +62,7 @@ class Actual:
     device_name: str = ""
     generates: bool = False
     step_s: Sequence[float] = ()  # without the first step of each start
-    samples_per_step: int | None = None  # of one rank, as a probe's
+    samples_per_step: int | None = None  # of all ranks, as a probe's
     effective_batch_size: int | None = None  # of all ranks
     batch_text: str = ""  # the factors of the effective batch
     device_used_bytes: int | None = None

@@ -119,9 +119,10 @@ def promise_text(promise: Promise, word: str, elsewhere: str = "") -> str:
 def _start(run: Watched, promise: Promise) -> dict[str, object]:
     """What the start of a run tells of it, as JSON: all that `contract_of` needs besides its logged steps."""
     own, ranks, text = _batch(run)
+    whole = own * ranks
     return {
         "promise": promise.to_json(), "device": run.device, "device_name": _device_name(run.device),
-        "generates": run.generates, "samples_per_step": own, "effective_batch_size": own * ranks, "batch_text": text,
+        "generates": run.generates, "samples_per_step": whole, "effective_batch_size": whole, "batch_text": text,
     }  # fmt: skip
 
 

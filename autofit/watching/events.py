@@ -25,12 +25,13 @@ class Kind(StrEnum):
     RESCUE = "rescue"  # the run went on with another setting after an OOM
     RESUME = "resume"  # the run went on from a checkpoint
     CHECKPOINT = "checkpoint"  # a checkpoint was saved on the spot, or passed over because it is torn
+    RANK = "rank"  # a rank was killed, and all were ended
     FAULT = "fault"  # a watcher failed, and watches no more
     VERDICT = "verdict"  # the promise against the whole run
 
 
 # Events of the run's own life; the others are said again by the steps that a resumed run repeats.
-_LASTING = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT)
+_LASTING = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT, Kind.RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

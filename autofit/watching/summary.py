@@ -61,7 +61,8 @@ def _model(model: Any) -> str:
     trained, count = _parameters(model)
     share = 100 * trained / max(1, count)
     origin = f" from {name}" if name else ""
-    return f"{type(base).__name__}{origin}: {trained:,} of {count:,} parameters are trained ({share:.3g}%)"
+    kind = next(c for c in type(base).__mro__ if not c.__name__.startswith("FSDP"))  # FSDP2 makes a class of its own
+    return f"{kind.__name__}{origin}: {trained:,} of {count:,} parameters are trained ({share:.3g}%)"
 
 
 def _parameters(model: Any) -> tuple[int, int]:

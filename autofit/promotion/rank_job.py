@@ -1,0 +1,113 @@
+"""The job's part of a run of several ranks: starts them, and says which one ended them all. No torch here."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from autofit.files import write_json
+from autofit.probing.rank_probes import PORT_IS_TAKEN
+from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
+from autofit.probing.supervise import Ending
+from autofit.promotion.interruption import asked_to_end
+from autofit.promotion.rank_files import (
+    JOB,
+    first_failure,
+    forget_ranks,
+    forget_unloadable,
+    log_of,
+    place_of,
+    unloadable,
+)
+from autofit.recipe.launch import Launch
+from autofit.watching.events import Kind, RunEvent, keep_event
+
+_PORTS = 5  # another program may take a port between its choice and its use
+_CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can load them
+
+
+Keep = Callable[[Sequence[dict[str, str]]], RanksEnded]  # starts a rank in each environment, and waits for all
+
+
+def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
+    """Train on the ranks of `launch` until their end; what ended them is in the folder of the run.
+
+    `keep` gets what is each rank's own in its environment. Returns the end of the rank that failed first; of rank 0
+    where none did.
+    """
+    forget_unloadable(folder)
+    ports = checkpoints = 0
+    while True:
+        forget_ranks(folder, launch.ranks)
+        port, known = free_port(), unloadable(folder)
+        ended = keep([_own(launch, rank, port) for rank in range(launch.ranks)])
+        killed = any(_was_killed(ending) for ending in ended.endings)
+        if ended.worst.exit_code == PORT_IS_TAKEN and ports < _PORTS:
+            ports += 1
+        elif ended.first is not None and not killed and len(unloadable(folder)) > len(known):
+            checkpoints += 1
+            if checkpoints > _CHECKPOINTS:
+                break
+        else:
+            break
+    _say(folder, launch, ended)
+    return ended.worst
+
+
+def _own(launch: Launch, rank: int, port: int) -> dict[str, str]:
+    """What a rank must know before its first import; the rest it asks accelerate's code for."""
+    threads = max(1, len(os.sched_getaffinity(0)) // launch.ranks)
+    return {"RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+            JOB: str(os.getpid())}  # fmt: skip
+
+
+def in_processes(request_path: Path, folder: Path, *, cwd: str, env: Mapping[str, str]) -> Keep:
+    """Keeps each rank in a new process."""
+
+    def keep(own: Sequence[dict[str, str]]) -> RanksEnded:
+        return keep_ranks(lambda rank: _start(request_path, folder, rank, cwd, {**env, **own[rank]}), len(own))
+
+    return keep
+
+
+def _start(request_path: Path, folder: Path, rank: int, cwd: str, env: dict[str, str]) -> int:
+    with log_of(folder, rank).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "autofit.promotion.rank_training", str(request_path)], cwd=cwd, env=env,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    process.returncode = 0  # the keeper waits for it, not this object
+    return process.pid
+
+
+def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
+    """Put the reason of the rank that ended all in place: failed.json for an error, an event for a killed rank."""
+    if ended.first is None or any((folder / name).exists() for name in ("final.json", "failed.json", "oom.json")):
+        return
+    killed = [rank for rank, ending in enumerate(ended.endings) if _was_killed(ending)]
+    if killed and not asked_to_end(folder):
+        keep_event(folder, _killed(folder, killed[0], ended.endings[killed[0]], launch))
+        return
+    failure = first_failure(folder, launch.ranks)
+    if failure is not None and not killed:
+        step, phase = place_of(folder, failure.rank)
+        reason = f"rank {failure.rank}: {failure.reason} (in the {phase}, after step {step})"
+        write_json(folder / "failed.json", {"reason": reason})
+
+
+def _was_killed(ending: Ending) -> bool:
+    """Whether somebody else than the keeper killed a rank."""
+    return ending.exit_code < 0 and not ending.abandoned and not ending.deadline_passed
+
+
+def _killed(folder: Path, rank: int, ending: Ending, launch: Launch) -> RunEvent:
+    step, phase = place_of(folder, rank)
+    name = signal.Signals(-ending.exit_code).name
+    how = "by the kernel, as the machine had no memory left" if ending.kernel_oom else f"by {name}"
+    text = (
+        f"rank {rank} of {launch.ranks} was killed {how} in the {phase}, after step {step}; all ranks were ended; the "
+        f"same command goes on from the last checkpoint"
+    )
+    return RunEvent(step=step, kind=Kind.RANK, text=text, data={"rank": rank, "phase": phase})
