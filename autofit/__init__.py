@@ -4,20 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autofit.api import check, estimate, monitor, promote, report, run, search, studies, verify
+    from autofit.api import advise, check, estimate, monitor, promote, report, run, search, studies, verify
     from autofit.api.callback import AutofitCallback
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
 __all__ = [
-    "AutofitCallback", "FitCheck", "check", "estimate", "fake_gpu", "fit_check", "monitor", "promote", "report",
-    "run", "search", "studies", "verify",
+    "AutofitCallback", "FitCheck", "advise", "check", "estimate", "fake_gpu", "fit_check", "monitor", "promote",
+    "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
     "AutofitCallback": "autofit.api.callback",
     "FitCheck": "autofit.fitcheck",
+    "advise": "autofit.api",
     "check": "autofit.api",
     "estimate": "autofit.api",
     "fake_gpu": "autofit.fakegpu",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from autofit.commands.advise import advise
 from autofit.commands.arguments import parser
 from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
@@ -21,12 +22,12 @@ from autofit.commands.search import search
 from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
-from autofit.errors import AutofitError
+from autofit.errors import AutofitError, one_line
 
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
-    "studies": studies,
+    "studies": studies, "advise": advise,
 }  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(argv)
         return _COMMANDS[options.command](options)
     except AutofitError as error:
-        say(f"autofit: {error.as_options or error}")
+        say(f"autofit: {one_line(error.as_options or str(error))}")
         return WRONG_USAGE
     except KeyboardInterrupt:
         say("autofit: interrupted; run the same command again to go on")

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autofit.api.card_advice import CardAdvice, advise
     from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
     from autofit.api.events import Event, Progress
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
     from autofit.api.trials import TrialResult
 
 __all__ = [
-    "Check", "Estimate", "Event", "PipelineResult", "Progress", "PromotionResult", "ProofResult", "SearchResult",
-    "Snapshot", "StageResult", "Studies", "TrialResult", "check", "estimate", "monitor", "promote", "report", "run",
-    "search", "studies", "verify",
+    "CardAdvice", "Check", "Estimate", "Event", "PipelineResult", "Progress", "PromotionResult", "ProofResult",
+    "SearchResult", "Snapshot", "StageResult", "Studies", "TrialResult", "advise", "check", "estimate", "monitor",
+    "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
+    "CardAdvice": "card_advice", "advise": "card_advice",
     "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",

@@ -18,7 +18,7 @@ _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
     "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only", "out", "parallel",
     "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram", "time-budget",
-    "trainer", "trials", "world-size",
+    "trainer", "trials", "accelerate_config", "num_processes", "gpus",
 )  # fmt: skip
 _VALUE = r"auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
 _OPTION = re.compile(rf"--({'|'.join((*_RENAMED, *_SAME))})\b(?!-)(?: (?P<metavar>[A-Z]+)\b| (?P<value>{_VALUE})\b)?")

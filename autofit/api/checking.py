@@ -1,14 +1,16 @@
 """`autofit.check`: whether one config runs on a card, in one line; for a test of one's own, and before a run."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.table import Table
 
+from autofit.api.arguments import named_as_arguments
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given
+from autofit.api.reading import Given, launch_options
 from autofit.api.tables import Shown
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
@@ -105,6 +107,9 @@ def check(
     trainer: str | None = None,
     changes: Mapping[str, object] | None = None,
     prompt_tokens: int | None = None,
+    accelerate_config: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    gpus: int | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
 ) -> Check:  # fmt: skip
@@ -116,9 +121,13 @@ def check(
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
     tell = on_event or silent
+    with named_as_arguments():
+        gpu, launch = launch_options(
+            gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
+        )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline,
+        deadline=deadline, launch=launch,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()

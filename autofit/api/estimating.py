@@ -1,17 +1,16 @@
 """`autofit.estimate`: one config on a simulated card."""
 
 import contextlib
-import tempfile
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from autofit.api.arguments import at_least_one, named_as_arguments, seconds, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given, describe_device, fork_server, read_recipe, source_of
+from autofit.api.reading import Given, describe_device, fork_server, launch_options, read_recipe, source_of
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
@@ -22,7 +21,9 @@ from autofit.hardware.hardware import Device, about_choice, choose_device_and_ta
 from autofit.hardware.needs import card_needs
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
+from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
 from autofit.space.space import Space
 from autofit.space.space_file import space_knobs
@@ -107,12 +108,13 @@ class Asked:
     changes: Mapping[str, object] | None
     prompt_tokens: int | None
     deadline: str | float
+    launch: LaunchOptions = NO_OPTIONS
 
 
 @contextlib.contextmanager
 def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
     """The estimator of one recipe on one simulated card, whose fork server lives as long as the block."""
-    with named_as_arguments(), tempfile.TemporaryDirectory(prefix="autofit-estimate-") as temporary:
+    with named_as_arguments(), Scratch("estimate-") as folder:
         at_least_one("--prompt-tokens", asked.prompt_tokens)
         asked_bytes = size("--target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
@@ -120,17 +122,20 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
         source = source_of(asked.recipe)
         needs = card_needs({**source.values, **(asked.changes or {})})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
-        folder = Path(temporary)
         server = fork_server(folder)
         try:
             stated = read_recipe(
                 source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
-                changes=asked.changes, prompt_tokens=asked.prompt_tokens,
+                changes=asked.changes, prompt_tokens=asked.prompt_tokens, launch=asked.launch,
             )  # fmt: skip
             stated.check()
-            tell(Event(text=f"{stated.model} on {describe_device(device, capacity)}"))
+            tell(Event(text=f"{stated.model} on {describe_device(device, capacity, stated.launch.cards)}"))
+            if not stated.launch.is_plain:
+                tell(Event(label="launch", text=stated.launch.words))
             if choice := about_choice(device, asked.gpu, asked_bytes, needs):
                 tell(Event(label="card", text=choice))
+            if stated.launch.offload != "none":
+                tell(Event(label="note", text="the optimizer's step on the host is not timed: a step takes longer"))
             for note in stated.notes:
                 tell(Event(label="note", text=note))
             with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
@@ -152,13 +157,17 @@ def estimate(
     trainer: str | None = None,
     changes: Mapping[str, object] | None = None,
     prompt_tokens: int | None = None,
+    accelerate_config: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    gpus: int | None = None,
     advice: bool = True,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
 ) -> Estimate:  # fmt: skip
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 
-    `recipe`, `trainer`, `changes` and `prompt_tokens` are as `autofit.search` takes them. `gpu` names the card, else
+    `recipe`, `trainer`, `changes`, `prompt_tokens` and what says the launch (`accelerate_config`, `num_processes`,
+    `gpus`) are as `autofit.search` takes them. `gpu` names the card, else
     the size of `target_vram` does (bytes, or text such as "40GB"), which also is how much of it may be used. `advice`
     looks for the cheapest changes that fit where it does not, or with too little to spare, else for changes that make
     it faster, and for another card; each is simulated. `deadline` (seconds, or "15m") bounds one simulation.
@@ -166,9 +175,13 @@ def estimate(
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
     tell = on_event or silent
+    with named_as_arguments():
+        gpu, launch = launch_options(
+            gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
+        )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline,
+        deadline=deadline, launch=launch,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()

@@ -16,7 +16,7 @@ from autofit.recipe.pipeline import Pipeline, Stage
 # The arguments of a search that a pipeline may set, with what they are where it does not.
 _DEFAULTS: dict[str, Any] = {
     "target_vram": None, "headroom": None, "device": "auto", "gpu": None, "space": None, "allow": "neutral",
-    "changes": None, "prompt_tokens": None, "world_size": 1, "trials": None, "time_budget": None, "plateau": None,
+    "changes": None, "prompt_tokens": None, "trials": None, "time_budget": None, "plateau": None,
     "min_gain": 0.01, "goal": "speed", "sampler": "autofit", "measured_steps": 2, "deadline": "15m", "parallel": None,
     "seed": 0, "study": None,
 }  # fmt: skip

@@ -10,13 +10,13 @@ from typing import Literal
 
 from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given, check_prompt_tokens, describe_device, read_recipe, source_of
+from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
 from autofit.errors import ConfigError
 from autofit.hardware.hardware import about_choice, choose_device_and_target, gpus
 from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.launch import Launch
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.space.describe import describe_left_out
 from autofit.space.space import QUANTIZATION, Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
@@ -45,7 +45,6 @@ class Request:
     allow: Tier
     changes: Mapping[str, object] | None
     prompt_tokens: int | None
-    world_size: int
     trials: int | None
     time_budget: str | float | None
     plateau: int | None
@@ -58,6 +57,7 @@ class Request:
     seed: int
     study: str | None
     folder: Path
+    launch: LaunchOptions = NO_OPTIONS
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the recipe and the machine."""
@@ -66,14 +66,13 @@ class Request:
                 f"the built-in baseline has synthetic prompts and runs on a simulated card; give a recipe or leave "
                 f"--device {self.device} out"
             )
-        for name in ("trials", "plateau", "measured_steps", "parallel", "world_size", "prompt_tokens"):
+        for name in ("trials", "plateau", "measured_steps", "parallel", "prompt_tokens"):
             at_least_one("--" + name.replace("_", "-"), getattr(self, name))
         for name, known in (("device", _DEVICES), ("allow", TIERS), ("goal", GOALS), ("sampler", SAMPLERS)):
             one_of(f"--{name}", getattr(self, name), known)
         if self.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", self.study):
             raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {self.study!r}")
-        if self.world_size > 1:
-            raise ConfigError(f"probes run on one GPU so far, so --world-size must be 1; got {self.world_size}")
+        self.launch.check()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +103,12 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     recipe = read_recipe(
         source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
-        prompt_tokens=asked.prompt_tokens, launch=Launch(ranks=asked.world_size),
+        prompt_tokens=asked.prompt_tokens, launch=asked.launch,
     )  # fmt: skip
+    check_cards(recipe, device)
     choice = about_choice(device, asked.gpu, asked_bytes, needs)
     card = [("card", choice)] if choice else []
-    for label, text in (*recipe.describe(), *card, ("device", describe_device(device, target))):
+    for label, text in (*recipe.describe(), *card, ("device", describe_device(device, target, recipe.launch.cards))):
         on_event(Event(label=label, text=text))
     knobs = space_knobs(recipe, asked.space)
     space = Space.of(recipe, knobs, allow=asked.allow, device=device)
@@ -120,7 +120,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         recipe=recipe, space=space, folder=asked.folder, device=device, target_bytes=target, headroom_bytes=headroom,
         study_name=asked.study, max_trials=asked.trials or (None if open_ended else _TRIALS), budget_s=budget_s,
         plateau_trials=asked.plateau, sampler=asked.sampler, goal=asked.goal,
-        min_gain_frac=share("--min-gain", asked.min_gain) or None, parallel=asked.parallel or _probes_at_once(device),
+        min_gain_frac=share("--min-gain", asked.min_gain) or None,
+        parallel=asked.parallel or _probes_at_once(device, recipe.launch.cards),
         measured_steps=asked.measured_steps, deadline_s=deadline_s, seed=asked.seed,
     )  # fmt: skip
     return Planned(plan=plan, knobs=knobs, scratch=scratch)
@@ -137,11 +138,14 @@ def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:
     return headroom
 
 
-def _probes_at_once(device: str) -> int:
-    """One probe a card; simulated ones share nothing but the processor; on the CPU a second would slow the first."""
+def _probes_at_once(device: str, cards: int) -> int:
+    """As many as the machine has `cards` for, those of one probe; simulated ones share nothing but the processor.
+
+    On the CPU a second would slow the first.
+    """
     if device.startswith("sim:"):
         return min(4, os.cpu_count() or 1)
-    return len(gpus()) if device == "cuda" else 1
+    return max(1, len(gpus()) // cards) if device == "cuda" else 1
 
 
 def _check_target(space: Space, limit_bytes: int) -> None:

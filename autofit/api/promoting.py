@@ -1,6 +1,6 @@
 """`autofit.verify` and `autofit.promote`: the gradient proof of a trial, its YAML and its full run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,6 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
-from autofit.files import write_atomically
 from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
     Promotion,
@@ -88,6 +87,7 @@ class PromotionResult(Shown):
     trial: int
     status: Literal["written", "done", "interrupted"]  # written: the YAML only, as no launch was asked for
     yaml_path: Path
+    accelerate_path: Path | None = None  # the accelerate config beside it, of a recipe of several ranks
     proof: Proof
     final: Mapping[str, object] | None = None  # of a run that is done: steps, losses, rewards, output_dir
     steps: tuple[Step, ...] = ()  # as they were logged
@@ -175,8 +175,9 @@ def promote(
     card, auto asks for it on a machine without that card. `guards` changes what the run is watched for: a file laid
     over autofit's own guards.yaml, its content as a mapping, or "off". A run that is out of memory goes on from its
     last checkpoint with the next neutral change that needs less; `allow` is the lowest tier of change that it may make
-    then. `launch=False` writes the YAML only. `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step
-    at work and returns, with the status "interrupted".
+    then. A recipe of several ranks trains on as many processes, and has an accelerate config beside its YAML
+    (`out` and `.accelerate.yaml`), as TRL takes them together. `launch=False` writes these files only. `on_step` gets
+    each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status "interrupted".
 
     Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
     the run fails.
@@ -189,16 +190,18 @@ def promote(
         promotion = plan_promotion(
             Path(folder), study_name=study, trial=str(trial), device=device, launch=launch, allow=allow, say=say
         )
-        path = promotion.yaml_path if out is None else Path(out)
-        if out is not None:
-            write_atomically(path, promotion.yaml_path.read_text(encoding="utf-8"))
-        say(f"wrote {path}")
+        written = promotion.written if out is None else promotion.tuned.write(Path(out))
+        for file in written:
+            say(f"wrote {file}")
+        line = promotion.tuned.command_line(written)
+        if len(written) > 1 and line is not None:
+            say(f"without autofit: {line}")
         if not launch:
-            return _result(promotion, "written", path)
+            return _result(promotion, "written", written)
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
-                f"to {path} (dataset_name, reward_funcs) and run: {promotion.command or 'your own program'} {path}"
+                f"to {written[0]} (dataset_name, reward_funcs) and run: {line or f'your own program {written[0]}'}"
             )
         missing = missing_packages(promotion.trial.needs)
         if missing:
@@ -214,15 +217,19 @@ def promote(
             except KeyboardInterrupt:
                 say("saving a checkpoint after the step at work; run the same command again to resume")
                 stop(promotion)
-                return _result(promotion, "interrupted", path)
-        return _result(promotion, "done", path, final)
+                return _result(promotion, "interrupted", written)
+        return _result(promotion, "done", written, final)
 
 
 def _result(
-    promotion: Promotion, status: Literal["written", "done", "interrupted"], path: Path, final: Step | None = None
+    promotion: Promotion,
+    status: Literal["written", "done", "interrupted"],
+    written: Sequence[Path],
+    final: Step | None = None,
 ) -> PromotionResult:
     return PromotionResult(
-        study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=path, proof=promotion.proof,
+        study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=written[0],
+        accelerate_path=written[1] if len(written) > 1 else None, proof=promotion.proof,
         final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
         run=None if status == "written" else promoted_run(promotion.folder),
     )  # fmt: skip

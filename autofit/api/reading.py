@@ -1,6 +1,8 @@
 """From the arguments of a command to its recipe, device and fork server. Imports nothing that only a search needs."""
 
 import contextlib
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,10 +10,11 @@ from typing import cast
 
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.hardware.hardware import gpus
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
-from autofit.recipe.launch import ONE_RANK, Launch
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated, read_source
 from autofit.units import format_bytes
@@ -35,7 +38,8 @@ def source_of(given: Given | None, name: str | None = None) -> Source:
 
 def read_recipe(
     source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
-    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, launch: Launch = ONE_RANK,
+    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
+    trains: bool = True,
 ) -> Recipe:  # fmt: skip
     """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
 
@@ -47,6 +51,7 @@ def read_recipe(
         return prepare(
             source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
             changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            trains=trains,
         )  # fmt: skip
     except AutofitError:
         drop(scratch)
@@ -60,13 +65,41 @@ def drop(scratch: Path) -> None:
         scratch.parent.rmdir()
 
 
-def describe_device(device: str, target_bytes: int) -> str:
-    """Where probes run and how much of it they may use, in words."""
+def launch_options(
+    *, gpu: str | None, accelerate_config: str | os.PathLike[str] | None, num_processes: int | None, gpus: int | None
+) -> tuple[str | None, LaunchOptions]:
+    """(the card that `gpu` names, what is said of the launch); `8xa100-80gb` is 8 cards. Raises ConfigError."""
+    named = None if gpu is None else re.fullmatch(r"(\d{1,5})x(\w.*)", gpu)
+    if named is not None:
+        gpu, cards = named[2], int(named[1])
+        if gpus is not None and gpus != cards:
+            raise ConfigError(f"--gpu {cards}x{gpu} says {cards} cards, and --gpus {gpus}; give one of them")
+        gpus = cards
+    options = LaunchOptions(accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus)
+    options.check()
+    return gpu, options
+
+
+def check_cards(recipe: Recipe, device: str) -> None:
+    """Refuse a recipe that trains on more cards than the machine has."""
+    cards = recipe.launch.cards
+    if device == "cuda" and cards > len(gpus()):
+        raise ConfigError(
+            f"the recipe trains on {cards} cards, and this machine has {len(gpus())}; give --gpus {len(gpus())}, which "
+            f"keeps its effective batch, or --gpu {cards}xNAME for simulated cards"
+        )
+
+
+def describe_device(device: str, target_bytes: int, cards: int = 1) -> str:
+    """Where probes run and how much of each card they may use, in words."""
     target = format_bytes(target_bytes)
     if not device.startswith("sim:"):
-        return f"{device}, {target}: measured"
+        many = f"{cards} cards, " if cards > 1 and device == "cuda" else ""
+        return f"{device}, {many}{target}: measured"
     spec = gpu_spec(device.removeprefix("sim:"))
-    return f"{spec.name} ({spec.full_name}, {format_bytes(spec.capacity_bytes)}) simulated, {target} of it: predicted"
+    many, them = (f"{cards} x ", "each") if cards > 1 else ("", "it")
+    whole = format_bytes(spec.capacity_bytes)
+    return f"{many}{spec.name} ({spec.full_name}, {whole}) simulated, {target} of {them}: predicted"
 
 
 def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from autofit.api.advising import is_known, outside
 from autofit.api.arguments import FOLDER, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
-from autofit.api.reading import Given, drop, fork_server
+from autofit.api.reading import Given, drop, fork_server, launch_options
 from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
@@ -25,6 +26,7 @@ from autofit.files import cache_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
+from autofit.forecast.host_steps import OFFLOAD, WHY, has_room, without_offload
 from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
@@ -59,7 +61,9 @@ def search(
     headroom: str | float | None = None,
     changes: Mapping[str, object] | None = None,
     prompt_tokens: int | None = None,
-    world_size: int = 1,
+    accelerate_config: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    gpus: int | None = None,
     trials: int | None = None,
     time_budget: str | float | None = None,
     plateau: int | None = None,
@@ -95,6 +99,9 @@ def search(
       "speed-at-any-tier". `space`: a YAML file, a name in search_spaces/, {knob: its entry in
       such a file}, or `Knob`s. `changes`: {key of the recipe: value}, laid over it; None removes a key.
     - `prompt_tokens`: on a simulated card, a synthetic prompt of that many tokens replaces the dataset.
+    - `accelerate_config` (a file, or one that TRL ships: "fsdp2", "zero3") and `num_processes`: how the recipe is
+      launched, as `trl` takes it; the recipe is for that many ranks. `gpus`: train on that many cards, at the effective
+      batch that the recipe has as written. `gpu` may say both: "8xa100-80gb".
 
     When it ends: after `trials` (12 unless a time or plateau is given), `time_budget` (seconds, or "10m"), `plateau`
     trials without a better winner, or when no candidate is expected to be at least `min_gain` (a share) faster.
@@ -112,9 +119,13 @@ def search(
 
     Raises ConfigError for what cannot be searched, and EnvironmentFault where the machine is at fault.
     """
+    with named_as_arguments():
+        gpu, launch = launch_options(
+            gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
+        )
     asked = Request(
         recipe=recipe, name=name, target_vram=target_vram, headroom=headroom, device=device, gpu=gpu, trainer=trainer,
-        space=space, allow=allow, changes=changes, prompt_tokens=prompt_tokens, world_size=world_size, trials=trials,
+        space=space, allow=allow, changes=changes, prompt_tokens=prompt_tokens, launch=launch, trials=trials,
         time_budget=time_budget, plateau=plateau, min_gain=min_gain, goal=goal, sampler=sampler,
         measured_steps=measured_steps, deadline=deadline, parallel=parallel, seed=seed, study=study,
         folder=Path(folder),
@@ -161,7 +172,7 @@ class _Run:
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
-        forecast = self._forecast(planned)
+        planned, forecast = self._forecast_without_offload(planned)
         plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
         if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
             plan = replace(plan, space=without(plan.space, forecast.crashed))
@@ -214,6 +225,19 @@ class _Run:
     def _showing(self, plan: Plan) -> Callable[[_Progress], None] | None:
         show = self._on_progress
         return None if show is None else lambda found: show(_progress(found, plan))
+
+    def _forecast_without_offload(self, planned: Planned) -> tuple[Planned, Forecast | None]:
+        """The plan and its forecast; on a simulated card without offloads to the host, unless nothing else fits."""
+        plan = planned.plan
+        space = without_offload(plan.space) if plan.device.startswith("sim:") else plan.space
+        lean = replace(planned, plan=replace(plan, space=space))
+        forecast = self._forecast(lean)
+        if space is plan.space or forecast is None:
+            return planned, forecast
+        if has_room(forecast.predictions, plan.limit_bytes):
+            self._note(f"{OFFLOAD} is not tried on a simulated card: {WHY}", label="predicted")
+            return lean, forecast
+        return planned, self._forecast(planned)
 
     def _forecast(self, planned: Planned) -> Forecast | None:
         """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""

@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto",
                         help="where probes run (default: cuda on a machine with a GPU, else sim)")  # fmt: skip
     search.add_argument(
-        "--gpu", metavar="NAME", help="simulate this card, for example a100-40gb; results are predictions"
+        "--gpu",
+        metavar="NAME",
+        help="simulate this card, for example a100-40gb or 8xa100-80gb; results are predictions",
     )
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="what may change: neutral (same gradient; default), approximate, recipe; a lower tier is "
@@ -52,9 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--space", help="the search space: a YAML file, or a name in search_spaces/ (default: the trainer's own)"
     )
     _add_trainer(search)
-    search.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on (default: 1)"
-    )
+    _launch(search)
     search.add_argument("--trials", type=int, metavar="N", help="stop after N trials (default: 12, for --demo 6)")
     search.add_argument("--time-budget", metavar="TIME", help="stop after this long, for example 10m")
     search.add_argument("--plateau", type=int, metavar="N", help="stop after N trials without a better winner")
@@ -94,6 +94,8 @@ def parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", "say in one line whether a config runs on a card; exit code 1 if not")
     _card(check)
     check.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    _advise(commands)
 
     verify = _command(commands, "verify", "compare a trial's gradient with the baseline's on a small model")
     verify.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
@@ -144,9 +146,26 @@ def parser() -> argparse.ArgumentParser:
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument("--prompt-tokens", type=int, metavar="N",
+                        help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
-    doctor.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks the recipe trains on")
+    _launch(doctor)
     return top
+
+
+def _advise(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    advise = _command(commands, "advise", "which card, and how many of them, for a recipe: memory, time and cost")
+    _recipe(advise)
+    advise.add_argument("--cards", metavar="NAMES", help="cards to look at, for example a100-80gb,h100, or all "
+                        "(default: those that are rented most)")  # fmt: skip
+    advise.add_argument("--counts", default="1,2,4,8", metavar="N,N", help="numbers of cards (default: 1,2,4,8)")
+    advise.add_argument("--prices", type=Path, metavar="FILE",
+                        help="a YAML of your prices, `card: dollars an hour` (default: public lists)")  # fmt: skip
+    _add_trainer(advise)
+    _launch(advise, other=False)
+    advise.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
+    advise.add_argument("--parallel", type=int, metavar="N", help="simulations at once (default: one a core)")
+    advise.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
 
 def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -183,7 +202,22 @@ def _card(parser: _Parser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb (default: by --target-vram)")
     parser.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
     _add_trainer(parser)
+    _launch(parser)
     parser.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
+
+
+def _launch(parser: _Parser, *, other: bool = True) -> None:
+    """The options that say on how many ranks a recipe trains, and what they share: the spelling is `trl`'s."""
+    parser.add_argument("--accelerate_config", "--accelerate-config", metavar="NAME|FILE",
+                        help="how it is launched, as `trl` takes it: fsdp2, zero3, ... or a file")  # fmt: skip
+    parser.add_argument("--num_processes", "--num-processes", "--world-size", type=int, metavar="N",
+                        help="ranks that the recipe is written for: its effective batch is theirs (default: as the "
+                             "accelerate config, the recipe or WORLD_SIZE says, else 1)")  # fmt: skip
+    if not other:
+        return
+    parser.add_argument("--gpus", type=int, metavar="N",
+                        help="train on N cards at the effective batch that the recipe has as written; --gpu NxNAME "
+                             "says it too")  # fmt: skip
 
 
 def _add_trainer(parser: _Parser) -> None:

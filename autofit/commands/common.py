@@ -1,15 +1,25 @@
 """What several commands need: talking to the user, and options."""
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from autofit.errors import ConfigError, printable, quoted
 
 if TYPE_CHECKING:
     from autofit.api.tables import Shown
+
+
+class LaunchArguments(TypedDict):
+    """Arguments of the API that say the launch."""
+
+    accelerate_config: str | None
+    num_processes: int | None
+    gpus: int | None
+
 
 DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -67,3 +77,10 @@ def ignore_interrupts() -> None:
     """Let what was interrupted stop its work in peace."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def launch_arguments(options: argparse.Namespace) -> LaunchArguments:
+    """What the options say of the launch, as arguments of the API."""
+    return {
+        "accelerate_config": options.accelerate_config, "num_processes": options.num_processes, "gpus": options.gpus
+    }  # fmt: skip

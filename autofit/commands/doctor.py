@@ -1,10 +1,15 @@
 """`autofit doctor`: check a recipe and show what follows from it."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments
 from autofit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autofit.recipe.launch_findings import Finding
+    from autofit.recipe.recipe import Recipe
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -14,30 +19,52 @@ def doctor(options: argparse.Namespace) -> int:
         if not options.calibrate:
             raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
         return DONE
-    from autofit.api.arguments import at_least_one
-    from autofit.api.reading import read_recipe
+    from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe
     from autofit.hardware.hardware import choose_device
     from autofit.probing.fork_server import ForkServer
-    from autofit.recipe.launch import Launch
     from autofit.recipe.source import read_source
+    from autofit.scratch import Scratch
 
-    at_least_one("--world-size", options.world_size)
-    import tempfile
+    source = read_source(options.recipe)
+    gpu, launch = launch_options(gpu=options.gpu, **launch_arguments(options))
 
-    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as temporary:
-        server = ForkServer(Path(temporary))
+    with Scratch("doctor-") as folder:
+        server = ForkServer(folder)
         try:
-            device = choose_device(options.device, options.gpu)
+            device = choose_device(options.device, gpu)
+            check_prompt_tokens(options.prompt_tokens, device)
             recipe = read_recipe(
-                read_source(options.recipe), trainer=options.trainer, device=device, server=server,
-                scratch=Path(temporary) / "inspection", launch=Launch(ranks=options.world_size),
+                source, trainer=options.trainer, device=device, server=server,
+                scratch=folder / "inspection", launch=launch,
+                prompt_tokens=options.prompt_tokens, trains=False,
             )  # fmt: skip
         finally:
             server.close()
+    found = _findings(options, source.values, recipe, device)
+    for finding in found:
+        print(f"{finding.severity:>16}: {finding}")
     recipe.check()
     for name, text in recipe.describe():
         print(f"{name:>16}: {text}")
-    return DONE
+    return NOTHING_FITS if any(finding.stops for finding in found) else DONE
+
+
+def _findings(
+    options: argparse.Namespace, values: Mapping[str, object], recipe: "Recipe", device: str
+) -> "list[Finding]":
+    """What is wrong with the launch, the worst first."""
+    from autofit.hardware.hardware import gpus
+    from autofit.recipe.launch import read_accelerate_config
+    from autofit.recipe.launch_findings import Asked, findings
+
+    given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
+    config = read_accelerate_config(str(given))[0] if given is not None else {}
+    asked = Asked(
+        recipe=recipe, file=str(options.recipe), config=config, num_processes=options.num_processes,
+        config_name=f"the accelerate config {given}" if given is not None else f"{options.recipe} (launch)",
+        card=device.removeprefix("sim:") if device.startswith("sim:") else "", cards_here=len(gpus()),
+    )  # fmt: skip
+    return findings(asked)
 
 
 def _calibrate() -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from autofit.commands.common import DONE, NOTHING_FITS, say, settings, show
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say, settings, show
 
 
 def estimate(options: argparse.Namespace) -> int:
@@ -11,6 +11,7 @@ def estimate(options: argparse.Namespace) -> int:
 
     found = api.estimate(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
+        **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
         deadline=options.deadline, on_event=lambda event: say(str(event)),
     )  # fmt: skip

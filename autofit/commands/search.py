@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ignore_interrupts, say, settings, terminate_like_interrupt
+from autofit.commands.common import ignore_interrupts, launch_arguments, say, settings, terminate_like_interrupt
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
@@ -33,7 +33,8 @@ def search(options: argparse.Namespace) -> int:
             _demo_recipe if options.demo else options.recipe,
             target_vram=options.target_vram, device=options.device, gpu=options.gpu,
             trainer=options.trainer, space=options.space, allow=options.allow, headroom=options.headroom,
-            changes=settings(options.set), prompt_tokens=options.prompt_tokens, world_size=options.world_size,
+            changes=settings(options.set), prompt_tokens=options.prompt_tokens,
+            **launch_arguments(options),
             trials=_DEMO_TRIALS if options.demo and options.trials is None and not open_ended else options.trials,
             time_budget=options.time_budget, plateau=options.plateau, min_gain=options.min_gain, goal=options.goal,
             sampler=options.sampler, measured_steps=options.measured_steps, deadline=options.deadline,

@@ -1,0 +1,227 @@
+"""`autofit.advise`: which card, and how many of them, for a recipe; what it costs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rich.markup import escape
+from rich.table import Table
+
+from autofit.api.arguments import at_least_one
+from autofit.api.estimating import Asked, estimator
+from autofit.api.events import Event, OnEvent, silent
+from autofit.api.reading import Given, launch_options
+from autofit.api.tables import Shown
+from autofit.errors import ConfigError
+from autofit.fakegpu.errors import UnknownGpuError
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.forecast.offers import STEPS, Choice, Offer, Shop, Verdict, choice
+from autofit.hardware.needs import card_needs
+from autofit.hardware.prices import Price, StatedPrices
+from autofit.hardware.prices import prices as price_list
+from autofit.probing.result import ProbeResult
+from autofit.recipe.launch import MOST_RANKS
+from autofit.recipe.recipe import Recipe
+from autofit.space.describe import describe_changes, samples_word
+from autofit.units import format_bytes, format_seconds
+
+USUAL = ("rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")  # that are rented most, one of each kind
+COUNTS = (1, 2, 4, 8)
+ALL = "all"
+_MOST_COUNTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CardAdvice(Shown):
+    """The offers for one recipe. `str` of it is a table, and a sentence for each that stands out."""
+
+    recipe: Recipe
+    offers: tuple[Offer, ...]
+    prices: Mapping[str, Price]  # of the cards in the table, by name
+
+    @property
+    def choice(self) -> Choice:
+        """The cheapest, the fastest and the smallest offer."""
+        return choice(self.offers)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any offer fits."""
+        return any(offer.fits for offer in self.offers)
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit advise --json` prints: plain values only."""
+        chosen = self.choice
+        named = {name: getattr(chosen, name) for name in ("cheapest", "fastest", "smallest")}
+        return {
+            "model": self.recipe.model,
+            "effective_batch": self.recipe.effective_batch_size,
+            "offers": [offer.to_json() for offer in self.offers],
+            **{name: None if offer is None else _name(offer) for name, offer in named.items()},
+            "prices": {card: asdict(price) for card, price in self.prices.items()},
+        }
+
+    def parts(self) -> list[Table | str]:
+        """The table, and what stands out."""
+        return [self._table(), *self._sentences(), self._about()]
+
+    def _table(self) -> Table:
+        word = samples_word(self.recipe.resolved)
+        title = f"{self.recipe.model}, effective batch {self.recipe.effective_batch_size}, predicted"
+        table = Table(title=title, title_justify="left")
+        for name in ("cards", "", "with"):
+            table.add_column(name, overflow="fold", min_width=24 if name == "with" else None)
+        for name in ("device-used", "step", f"{word}/s", "$/1,000 steps"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", overflow="fold", min_width=8)
+        marks = self._marks()
+        last = self.offers[0].card if self.offers else ""
+        for offer in self.offers:
+            if offer.card != last:
+                table.add_section()
+                last = offer.card
+            table.add_row(*self._row(offer), ", ".join(marks.get(id(offer), ())))
+        return table
+
+    def _row(self, offer: Offer) -> list[str]:
+        done = offer.verdict in (Verdict.FITS, Verdict.TIGHT)
+        what = self._changes(offer) if done else offer.reason
+        used = "-" if offer.device_used_bytes is None else f"{offer.device_used_bytes / 1e9:.1f}"
+        return [
+            offer.words,
+            f"{offer.verdict} ({offer.tier})" if offer.changes and done else str(offer.verdict),
+            escape(what),
+            f"{used} of {format_bytes(offer.capacity_bytes)}",
+            offer.step_words,
+            "-" if offer.samples_per_s is None or offer.is_lower_bound else f"{offer.samples_per_s:.2f}",
+            f"{'over ' if offer.is_lower_bound else ''}{_usd(offer.usd_per_1000_steps)}",
+        ]
+
+    def _marks(self) -> dict[int, list[str]]:
+        chosen, found = self.choice, dict[int, list[str]]()
+        for name in ("cheapest", "fastest", "smallest"):
+            if (offer := getattr(chosen, name)) is not None:
+                found.setdefault(id(offer), []).append(name)
+        return found
+
+    def _sentences(self) -> list[str]:
+        chosen = self.choice
+        if chosen.smallest is None:
+            return ["Nothing here fits; the rows say what the smallest change tried needs."]
+        found = []
+        if (offer := chosen.cheapest) is not None:
+            steps = f"{STEPS:,} steps of {format_seconds(offer.step_s or 0)}"
+            found.append(f"Cheapest: {offer.words}, ${_usd(offer.usd_per_1000_steps)} for {steps}{self._how(offer)}.")
+        if (offer := chosen.fastest) is not None:
+            found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{self._how(offer)}.")
+        offer = chosen.smallest
+        found.append(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{self._how(offer)}.")
+        return found
+
+    def _how(self, offer: Offer) -> str:
+        return f", with {self._changes(offer)} ({offer.tier})" if offer.changes else ""
+
+    def _changes(self, offer: Offer) -> str:
+        launch = self.recipe.launch
+        return describe_changes(
+            offer.changes, {**self.recipe.resolved, "sharding": launch.sharding, "offload": launch.offload}
+        )
+
+    def _about(self) -> str:
+        cards = dict.fromkeys(offer.card for offer in self.offers)
+        dates = sorted({p.date for name in cards if (p := self.prices.get(name)) is not None and p.date})
+        span = "" if not dates else f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}"
+        untimed = any(offer.is_lower_bound for offer in self.offers)
+        host = "Over: with offload, the optimizer's step on the host comes on top and is not timed. " if untimed else ""
+        return host + (
+            "Every row is the recipe as it is, or with the mildest change that fits; "
+            f"`autofit search` finds the fastest config of one card. Prices: on-demand lists{span}; "
+            "--prices FILE has your own."
+        )
+
+
+def advise(
+    recipe: Given | None = None, *,
+    cards: Sequence[str] | str | None = None,
+    counts: Sequence[int] = COUNTS,
+    prices: StatedPrices | None = None,
+    trainer: str | None = None,
+    changes: Mapping[str, object] | None = None,
+    prompt_tokens: int | None = None,
+    accelerate_config: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    deadline: str | float = "15m",
+    parallel: int | None = None,
+    on_event: OnEvent | None = None,
+) -> CardAdvice:  # fmt: skip
+    """Which card, and how many of them, run a recipe at exactly its effective batch: all are simulated.
+
+    `cards` are names of cards, or "all" (default: those that are rented most); `counts` are numbers of cards.
+    `prices` is a YAML file or a mapping {card: dollars an hour} over autofit's dated list. `recipe`, `trainer`,
+    `changes`, `prompt_tokens`, `accelerate_config`, `num_processes` (which the recipe is written for) and `deadline`
+    are as `autofit.estimate` takes them. `parallel` bounds the simulations
+    at once. Simulated answers are kept, so that asking again takes seconds.
+
+    Raises ConfigError for a recipe, a card, a count or a price that cannot be.
+    """
+    tell = on_event or silent
+    chosen, numbers = _cards(cards), _counts(counts)
+    at_least_one("--parallel", parallel)
+    listed = price_list(prices)
+    _, launch = launch_options(gpu=None, accelerate_config=accelerate_config, num_processes=num_processes, gpus=None)
+    able = [spec for spec in chosen if card_needs(changes or {}).met_by(spec)] or chosen
+    first = max(able, key=lambda spec: (spec.compute_capability, spec.capacity_bytes))
+    asked = Asked(
+        recipe=recipe, gpu=first.name, target_vram=None, trainer=trainer, changes=changes,
+        prompt_tokens=prompt_tokens, deadline=deadline, launch=launch,
+    )  # fmt: skip
+    with estimator(asked, silent) as made:
+        batch = made.recipe.effective_batch_size
+        tell(Event(text=f"{made.recipe.model} on {len(chosen)} cards x {', '.join(map(str, numbers))}, "
+                        f"effective batch {batch}"))  # fmt: skip
+        for note in made.recipe.notes:
+            tell(Event(label="note", text=note))
+
+        def probe(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+            return replace(made, device=device, capacity_bytes=capacity_bytes, least_of_fits=False).probe(values)
+
+        shop = Shop(
+            made.recipe, probe, listed, tell=lambda text: tell(Event(text=text)),
+            workers=parallel or min(len(numbers), os.cpu_count() or 1),
+        )  # fmt: skip
+        found = shop.offers(chosen, numbers)
+    return CardAdvice(
+        recipe=made.recipe, offers=found, prices={s.name: listed[s.name] for s in chosen if s.name in listed}
+    )
+
+
+def _cards(given: Sequence[str] | str | None) -> list[GpuSpec]:
+    if given == ALL:
+        return sorted(GPU_SPECS.values(), key=lambda spec: (spec.capacity_bytes, spec.half_flops_per_s))
+    names = USUAL if given is None else [given] if isinstance(given, str) else given
+    try:
+        found = {spec.name: spec for spec in map(gpu_spec, names)}
+    except UnknownGpuError as error:
+        raise ConfigError(f"--cards: {error}") from error
+    if not found:
+        raise ConfigError("--cards must name at least one card, for example --cards a100-80gb,h100")
+    return list(found.values())
+
+
+def _counts(given: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(dict.fromkeys(given))
+    wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_RANKS]
+    if wrong or not found or len(found) > _MOST_COUNTS:
+        raise ConfigError(
+            f"--counts must be 1 to {_MOST_COUNTS} numbers of cards from 1 to {MOST_RANKS}, for example "
+            f"--counts 1,2,4,8; got {wrong[0] if wrong else len(found)}"
+        )
+    return found
+
+
+def _name(offer: Offer) -> dict[str, object]:
+    return {"card": offer.card, "count": offer.count}
+
+
+def _usd(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"

@@ -1,0 +1,36 @@
+"""`autofit advise`: which card, and how many of them, for a recipe."""
+
+import argparse
+import json
+
+from autofit.commands.common import DONE, NOTHING_FITS, say, settings, show
+from autofit.errors import ConfigError, quoted
+
+
+def advise(options: argparse.Namespace) -> int:
+    from autofit import api
+
+    found = api.advise(
+        options.recipe, cards=_names(options.cards), counts=_numbers(options.counts), prices=options.prices,
+        trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
+        accelerate_config=options.accelerate_config, num_processes=options.num_processes,
+        deadline=options.deadline, parallel=options.parallel, on_event=lambda event: say(str(event)),
+    )  # fmt: skip
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found)
+    return DONE if found.fits else NOTHING_FITS
+
+
+def _names(given: str | None) -> list[str] | str | None:
+    if given is None or given == "all":
+        return given
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _numbers(given: str) -> list[int]:
+    try:
+        return [int(number) for number in given.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--counts takes numbers of cards, for example 1,2,4,8; got {quoted(given)}") from error
