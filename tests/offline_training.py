@@ -2,14 +2,27 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
-from autofit.promotion import training
-from autofit.promotion.interruption import listen
+import torch
+
+from autofit.promotion import rank_training, training
+from autofit.promotion.interruption import ask_to_end, listen
+from autofit.promotion.rank_reports import Following
 
 
 def run(request_path: str) -> int:
-    training._start_mirror = lambda *_: None
+    training.start_mirror = lambda *_: None
     return training.main(request_path)
+
+
+def run_rank(request_path: str) -> int:
+    """One rank of a run of several; its pid is in the file `pid-RANK` of its folder."""
+    folder = Path(request_path).parent
+    listen(lambda: ask_to_end(folder))
+    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    with mock.patch("autofit.promotion.rank_training.start_mirror", return_value=None):
+        return rank_training.main(request_path)
 
 
 def run_listening(request_path: str) -> int:
@@ -17,3 +30,37 @@ def run_listening(request_path: str) -> int:
     listen()
     Path(request_path).with_name("pid").write_text(str(os.getpid()))
     return run(request_path)
+
+
+def ready(_: str) -> int:
+    """Returns once the server answers."""
+    return 0
+
+
+def fail_on_rank_1(request_path: str) -> int:
+    """Rank 1 fails in the third step."""
+    return _raising(request_path, ValueError("told to fail"))
+
+
+def out_of_memory_on_rank_1(request_path: str) -> int:
+    """Rank 1 is out of memory in the third step, once."""
+    once = Path(request_path).with_name("was-out-of-memory")
+    if once.exists():
+        return run_rank(request_path)
+    return _raising(request_path, torch.OutOfMemoryError("told to be out of memory"), once)
+
+
+def _raising(request_path: str, error: Exception, note: Path | None = None) -> int:
+    if os.environ["RANK"] != "1":
+        return run_rank(request_path)
+    begins = Following.step_begins
+
+    def step_begins(report: Following, step: int) -> None:
+        begins(report, step)
+        if step == 2:
+            if note is not None:
+                note.touch()
+            raise error
+
+    with mock.patch.object(Following, "step_begins", step_begins):
+        return run_rank(request_path)

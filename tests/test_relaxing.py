@@ -18,7 +18,7 @@ from autofit.tuning.frontier import Trial
 
 ASKED = Request(
     recipe="my run.yaml", name=None, target_vram="150MB", headroom=None, device="auto", gpu="t4", trainer=None,
-    space=None, allow="neutral", changes={"beta": 0.1}, prompt_tokens=None, world_size=1, trials=None, time_budget=None,
+    space=None, allow="neutral", changes={"beta": 0.1}, prompt_tokens=None, trials=None, time_budget=None,
     plateau=None, min_gain=0.01, goal="speed", sampler="autofit", measured_steps=2, deadline="15m", parallel=None,
     seed=0, study=None, folder=Path(),
 )  # fmt: skip
