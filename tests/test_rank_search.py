@@ -13,7 +13,7 @@ from autofit.files import read_json
 
 
 class Killer(threading.Thread):
-    """Kills rank 1 of the first probe of trial 1 that reaches its optimizer, once."""
+    """Kills rank 1 of the first probe of trial 1 once it trains."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -22,7 +22,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(0.005) and not self.killed:
             for phase in self.folder.glob("probes/*/trial-*1-1/rank-1.phase"):
-                if phase.read_text() == "optimizer":
+                if phase.read_text() not in ("", "load", "end"):
                     os.kill(int(phase.with_suffix(".pid").read_text()), signal.SIGKILL)
                     self.killed = True
 
