@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import Report, Task, WorstCase
@@ -109,9 +110,15 @@ def _recorded(train: Callable[[], None], rank: int) -> RealPeak | None:
         train()
         memory.stop()
     ours = memory.switch("all", "end").peak_allocated_bytes
+    peak, held = allocator_bytes(profiled)
+    return RealPeak(rank=rank, allocator_bytes=peak, tracker_bytes=ours) if held < _LEFT_BYTES else None
+
+
+def allocator_bytes(profiled: Any) -> tuple[int, int]:
+    """(most bytes at once, bytes at the end) of the allocator while `profiled` (a torch.profiler.profile) was on."""
     events = [(e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for _, count in sorted(events, key=lambda event: event[0]):
         held += count
         peak = max(peak, held)
-    return RealPeak(rank=rank, allocator_bytes=peak, tracker_bytes=ours) if held < _LEFT_BYTES else None
+    return peak, held

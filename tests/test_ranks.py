@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from autofit.errors import ConfigError
 from autofit.plugin.ranks import rank_environment, threads_per_rank
+from autofit.probing.rank_processes import free_port
 from autofit.recipe.launch import Launch
 
 _SCRIPT = """
@@ -20,12 +20,6 @@ from pathlib import Path
 Path(sys.argv[1], os.environ["RANK"] + ".json").write_text(json.dumps(dict(os.environ)))
 """
 _OF_A_LAUNCH = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

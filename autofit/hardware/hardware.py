@@ -48,6 +48,11 @@ def gpu_of_slot(slot_name: str) -> Gpu | None:
     return next((gpu for gpu in driver_gpus() if name in (gpu.uuid, str(gpu.index))), None)
 
 
+def threads_of_each(processes: int) -> int:
+    """Threads for each of so many processes: an equal share of the cores that this one may use, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
 def host_memory_bytes() -> int:
     """Physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-import psutil
 import torch
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.hardware.hardware import threads_of_each
 from autofit.plugin.cpu_ranks import fsdp2_on_cpu
 from autofit.recipe.launch import Launch, check_on_cpu
 from autofit.scratch import Scratch
@@ -71,8 +71,8 @@ def as_rank(launch: Launch, *, rank: int, port: int, device: str) -> Iterator[No
 
 
 def threads_per_rank(launch: Launch) -> int:
-    """Threads of each rank on the CPU: an equal share of the cores that this process may use, at least one."""
-    return max(1, len(psutil.Process().cpu_affinity() or ()) // (launch.ranks // launch.machines))
+    """Threads of each rank on the CPU."""
+    return threads_of_each(launch.ranks // launch.machines)
 
 
 def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofit.recipe.launch import Launch
+from autofit.recipe.launch import Launch, is_on
 from autofit.units import format_bytes
 
 
@@ -91,4 +91,4 @@ def _saves_whole(launch: Launch) -> bool:
 def _flag(launch: Launch, section: str, key: str, *, default: bool) -> bool:
     given = launch.config.get(section)
     value = given.get(key, default) if isinstance(given, Mapping) else default
-    return str(value).lower() in ("true", "1", "yes")
+    return is_on(value)

@@ -87,7 +87,7 @@ def joined_answer(requests: Sequence[ProbeRequest], ended: RanksEnded, classify:
         for rank, answer in enumerate(answers)
         if answer is not None or not ended.endings[rank].abandoned
     }
-    peaks = tuple(_peak(rank, answer) for rank, answer in told.items() if answer.device_used_bytes is not None)
+    peaks = tuple(RankPeak.of(rank, answer) for rank, answer in told.items() if answer.device_used_bytes is not None)
     ooms = [rank for rank, answer in told.items() if answer.status is ProbeStatus.OOM]
     fits = len(told) == len(requests) and all(answer.status is ProbeStatus.FIT for answer in told.values())
     if fits or ooms:
@@ -109,12 +109,4 @@ def _of_all(
         completions_per_step=None if samples is None else count * samples,
         tokens_per_step=None if tokens is None else count * tokens,
         reason=f"rank {rank} of {count}: {answer.reason}" if answer.reason else "",
-    )  # fmt: skip
-
-
-def _peak(rank: int, answer: ProbeResult) -> RankPeak:
-    used = answer.device_used_bytes or 0
-    return RankPeak(
-        rank=rank, device_used_bytes=used, peak_reserved_bytes=answer.peak_reserved_bytes or used,
-        peak_allocated_bytes=answer.peak_allocated_bytes or used, step_s=answer.step_s,
     )  # fmt: skip

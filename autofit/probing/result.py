@@ -148,13 +148,12 @@ class RankPeak:
 
     @classmethod
     def of(cls, rank: int, result: "ProbeResult") -> "RankPeak":
-        """The peaks of a rank whose own probe ended with `result`, which has them."""
-        assert result.device_used_bytes is not None
-        assert result.peak_reserved_bytes is not None
-        assert result.peak_allocated_bytes is not None
+        """The peaks of a rank whose own probe ended with `result`, which has device-used bytes at least."""
+        used = result.device_used_bytes
+        assert used is not None
         return cls(
-            rank=rank, device_used_bytes=result.device_used_bytes, peak_reserved_bytes=result.peak_reserved_bytes,
-            peak_allocated_bytes=result.peak_allocated_bytes, step_s=result.step_s,
+            rank=rank, device_used_bytes=used, peak_reserved_bytes=result.peak_reserved_bytes or used,
+            peak_allocated_bytes=result.peak_allocated_bytes or used, step_s=result.step_s,
         )  # fmt: skip
 
 

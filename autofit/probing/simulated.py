@@ -178,7 +178,7 @@ class SimMemory:
     @property
     def _outside_bytes(self) -> int:
         assert self._gpu is not None
-        return self._spec.context_bytes + self._gpu.communicator_bytes + self._gpu.occupied_bytes
+        return self._gpu.outside_bytes
 
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.

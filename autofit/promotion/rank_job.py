@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autofit.files import write_json
+from autofit.hardware.hardware import threads_of_each
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.supervise import Ending
@@ -58,7 +59,7 @@ def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
 
 def _own(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a rank must know before its first import; the rest it asks accelerate's code for."""
-    threads = max(1, len(os.sched_getaffinity(0)) // launch.ranks)
+    threads = threads_of_each(launch.ranks)
     return {"RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
             JOB: str(os.getpid())}  # fmt: skip
 

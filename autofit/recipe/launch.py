@@ -14,7 +14,6 @@ from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.keys import BatchKeys
-from autofit.recipe.secrets import opened
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -222,8 +221,8 @@ ONE_RANK = Launch()
 
 
 def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
-    """(the launch of a recipe, the values for its trainer: without `launch`, and with its secrets)."""
-    return Launch.of(values), opened({key: value for key, value in values.items() if key != LAUNCH})
+    """(the launch of a recipe, the values for its trainer: those without `launch`)."""
+    return Launch.of(values), {key: value for key, value in values.items() if key != LAUNCH}
 
 
 def check_installed(launch: Launch) -> None:
@@ -282,7 +281,7 @@ def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
             f"{what}: fsdp_reshard_after_forward must be true (FULL_SHARD) or false (SHARD_GRAD_OP); got "
             f"{quoted(reshard)}"
         )
-    offload = "parameters" if _flag(inner.get("fsdp_offload_params", False)) else "none"
+    offload = "parameters" if is_on(inner.get("fsdp_offload_params", False)) else "none"
     return {
         "sharding": f"fsdp{version}", "reshard_after_forward": kept[str(reshard).upper()], "offload": offload,
     }  # fmt: skip
@@ -314,5 +313,6 @@ def _mapping(value: object, key: str, what: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value)
 
 
-def _flag(value: object) -> bool:
+def is_on(value: object) -> bool:
+    """Whether a key is on, as YAML or text says it."""
     return str(value).lower() in ("true", "1", "yes")

@@ -13,7 +13,8 @@ from typing import cast
 
 from autofit.files import read_json
 from autofit.recipe.catalogue import architecture
-from autofit.recipe.launch import Launch
+from autofit.recipe.keys import divisors
+from autofit.recipe.launch import Launch, is_on
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes
 
@@ -140,7 +141,7 @@ def _batch(asked: Asked) -> Iterator[Finding]:
     key, group = recipe.keys.group, recipe.num_generations
     for what, samples in (("rollout", recipe.generation_batch_size), ("effective batch", recipe.effective_batch_size)):
         if samples % group:
-            near = [n for n in range(2, samples + 1) if samples % n == 0][:6]
+            near = sorted(divisors(samples))[1:7]
             yield Finding(
                 severity=Severity.ERROR, where=asked.in_recipe(str(key)),
                 what=f"the {what} of {samples} completions over {recipe.world_size} rank(s) is no multiple of "
@@ -162,13 +163,13 @@ def _loading(asked: Asked) -> Iterator[Finding]:
     cost = f"each of {each} ranks loads all weights into host memory: {each} x {format_bytes(weights)} = " \
            f"{format_bytes(each * weights)}"  # fmt: skip
     fsdp, zero = asked.section("fsdp_config"), asked.section("deepspeed_config")
-    if launch.sharding.startswith("fsdp") and not _on(fsdp.get("fsdp_cpu_ram_efficient_loading", True)):
+    if launch.sharding.startswith("fsdp") and not is_on(fsdp.get("fsdp_cpu_ram_efficient_loading", True)):
         # transformers/distributed/fsdp.py, is_fsdp_enabled: rank 0 alone reads weights only with this variable
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_cpu_ram_efficient_loading"),
             what=f"false: {cost}", fix=f"set it to true: {format_bytes(weights)} on rank 0 alone",
         )  # fmt: skip
-    if launch.sharding == "zero3" and not _on(zero.get("zero3_init_flag", True)):
+    if launch.sharding == "zero3" and not is_on(zero.get("zero3_init_flag", True)):
         # accelerate/utils/dataclasses.py, DeepSpeedPlugin: without it transformers does not enter deepspeed.zero.Init
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero3_init_flag"),
@@ -219,7 +220,7 @@ def _whole_base(asked: Asked) -> Iterator[Finding]:
 def _quantised(asked: Asked) -> Iterator[Finding]:
     """4-bit weights whose storage cannot be sharded."""
     launch = asked.launch
-    if launch.ranks == 1 or not _on(asked.value("load_in_4bit")):
+    if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
         return
     where, storage = asked.in_recipe("bnb_4bit_quant_storage"), str(asked.value("bnb_4bit_quant_storage") or "uint8")
     dtype = str(asked.value("dtype") or "bfloat16")
@@ -248,8 +249,8 @@ def _quantised(asked: Asked) -> Iterator[Finding]:
 def _checkpointing(asked: Asked) -> Iterator[Finding]:
     launch = asked.launch
     key = next((key for key in _CHECKPOINTING if asked.recipe.values.get(key) is not None), _CHECKPOINTING[1])
-    checkpoints = next((_on(v) for k in _CHECKPOINTING if (v := asked.value(k)) is not None), False)
-    own = _on(asked.section("fsdp_config").get("fsdp_activation_checkpointing", False))
+    checkpoints = next((is_on(v) for k in _CHECKPOINTING if (v := asked.value(k)) is not None), False)
+    own = is_on(asked.section("fsdp_config").get("fsdp_activation_checkpointing", False))
     if not checkpoints or launch.ranks == 1:
         return
     if launch.sharding.startswith("fsdp") and own:  # transformers/trainer.py, line 879
@@ -266,7 +267,11 @@ def _checkpointing(asked: Asked) -> Iterator[Finding]:
             fix=f"set {key}: false, and fsdp_config.fsdp_activation_checkpointing: true in {asked.config_name}",
         )  # fmt: skip
     kwargs = next((v for k in _CHECKPOINTING_KWARGS if isinstance(v := asked.value(k), Mapping)), {})
-    if launch.sharding == "ddp" and _on(asked.value("ddp_find_unused_parameters")) and _on(kwargs.get("use_reentrant")):
+    if (
+        launch.sharding == "ddp"
+        and is_on(asked.value("ddp_find_unused_parameters"))
+        and is_on(kwargs.get("use_reentrant"))
+    ):
         yield Finding(  # torch's DDP: "Expected to mark a variable ready only once", run on two gloo ranks
             severity=Severity.ERROR, where=asked.in_recipe("ddp_find_unused_parameters"),
             what="true with reentrant checkpointing ends in the first backward pass: a parameter is ready twice",
@@ -277,8 +282,8 @@ def _checkpointing(asked: Asked) -> Iterator[Finding]:
 def _saving(asked: Asked) -> Iterator[Finding]:
     launch = asked.launch
     sharded = launch.sharding != "ddp"
-    only_model = _on(asked.value("save_only_model"))
-    if sharded and only_model and _on(asked.value("load_best_model_at_end")):  # transformers/trainer.py, line 892
+    only_model = is_on(asked.value("save_only_model"))
+    if sharded and only_model and is_on(asked.value("load_best_model_at_end")):  # transformers/trainer.py, line 892
         yield Finding(
             severity=Severity.ERROR, where=asked.in_recipe("save_only_model"),
             what=f"with load_best_model_at_end it is refused under {launch.sharding}: the best model is loaded from a "
@@ -286,13 +291,13 @@ def _saving(asked: Asked) -> Iterator[Finding]:
             fix="set save_only_model: false",
         )  # fmt: skip
     if launch.sharding == "zero3":
-        if _on(asked.value("auto_find_batch_size")):  # transformers/trainer.py, line 901
+        if is_on(asked.value("auto_find_batch_size")):  # transformers/trainer.py, line 901
             yield Finding(
                 severity=Severity.ERROR, where=asked.in_recipe("auto_find_batch_size"),
                 what="transformers refuses it with ZeRO-3, and it would change the effective batch",
                 fix="remove it; `autofit search` finds the micro-batch",
             )  # fmt: skip
-        if not _on(asked.section("deepspeed_config").get("zero3_save_16bit_model", True)):
+        if not is_on(asked.section("deepspeed_config").get("zero3_save_16bit_model", True)):
             yield Finding(  # transformers/trainer.py, save_model
                 severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero3_save_16bit_model"),
                 what="false: the model is saved as ZeRO shards, which from_pretrained cannot read",
@@ -318,7 +323,7 @@ def _saving(asked: Asked) -> Iterator[Finding]:
 def _engine(asked: Asked) -> Iterator[Finding]:
     """Tensor parallel of a colocated vLLM engine."""
     size, ranks = asked.value("vllm_tensor_parallel_size"), asked.launch.ranks
-    if not _on(asked.value("use_vllm")) or not isinstance(size, int) or isinstance(size, bool) or size <= 1:
+    if not is_on(asked.value("use_vllm")) or not isinstance(size, int) or isinstance(size, bool) or size <= 1:
         return
     where = asked.in_recipe("vllm_tensor_parallel_size")
     if asked.value("vllm_mode") == "server":
@@ -362,8 +367,3 @@ def _cards(asked: Asked) -> Iterator[Finding]:
                  "550.40.07 accelerate refuses to start several ranks",
             fix="start with accelerate launch or trl, which set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 themselves",
         )  # fmt: skip
-
-
-def _on(value: object) -> bool:
-    """Whether a key is on, as YAML or text says it."""
-    return str(value).lower() in ("true", "1", "yes")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import ConfigError, EnvironmentFault
+from autofit.probing.rank_processes import free_port
 from autofit.tracking.database import tracking_uri
 from autofit.tracking.runs import client, experiment_id, runs_of
 from autofit.tracking.views import COMPARED, TABLE, run_path, runs_path
@@ -48,7 +49,7 @@ def server(folder: Path, *, port: int | None) -> Iterator[str]:
 
     Raises ConfigError if the port is in use.
     """
-    port = _free_port() if port is None else port
+    port = free_port() if port is None else port
     if _in_use(port):
         raise ConfigError(f"--port {port} is in use on this machine; choose another port or omit --port")
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -82,12 +83,6 @@ def _wait_until_up(address: str, process: "subprocess.Popen[bytes]", log: Path) 
         except OSError:
             time.sleep(0.1)
     raise EnvironmentFault(f"MLflow's server did not answer within {_START_S:.0f} s; see {log}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _in_use(port: int) -> bool:

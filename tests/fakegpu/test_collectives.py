@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.fakegpu import FakeGpu, fake_gpu
@@ -19,19 +18,11 @@ from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.formula.polynomials import COPIES
+from autofit.fakegpu.ranks import fake_ranks
 from autofit.fakegpu.rates.collectives import MEASURED, TABLES, Collective, CollectiveSeconds
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
 
 GIB = 1 << 30
-
-
-@contextlib.contextmanager
-def ranks(count: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------- tables and formulas
@@ -93,7 +84,7 @@ def test_segments_of_all_lanes_join_as_their_times_do() -> None:
 # ---------------------------------------------------------------------- overlap
 def _seconds(work: Callable[[FakeGpu], object], *, card: str = "a100-80gb", cards: int = 2) -> tuple[float, float]:
     """(seconds of `work` on a rank, seconds in which its kernels waited for collectives)."""
-    with ranks(cards), fake_gpu(card, enforce_capacity=False) as gpu:
+    with fake_ranks(cards), fake_gpu(card, enforce_capacity=False) as gpu:
         torch.zeros(1, device="cuda")
         start_s = gpu.elapsed_s
         work(gpu)
@@ -174,7 +165,7 @@ def _train(shape: AutoConfig, *, sharded: bool) -> Callable[[Callable[[str], Non
 
 def _followed(train: Callable[[Callable[[str], None]], object]) -> Run:
     marks: list[Mark] = []
-    with ranks(4), fake_gpu("rtx4090", enforce_capacity=False, follow_layers=True, record_places=False) as gpu:
+    with fake_ranks(4), fake_gpu("rtx4090", enforce_capacity=False, follow_layers=True, record_places=False) as gpu:
         clock = gpu.clock
         assert isinstance(clock, LayerClock)
         kept = train(lambda name: marks.append(Mark(name=name, event=len(gpu.memory.log), stretch=clock.cut())))
@@ -201,7 +192,7 @@ def test_a_shallow_run_waits_for_collectives_as_the_deep_one_does(sharded: bool)
 
 def test_a_forecast_has_the_seconds_of_collectives_beside_the_kernels_of_their_phase() -> None:
     log = KernelLog()
-    with ranks(4), fake_gpu("a100-80gb") as gpu:
+    with fake_ranks(4), fake_gpu("a100-80gb") as gpu:
         gpu.clock.log, log.on, log.phase = log, True, "update"
         dist.all_reduce(torch.zeros(64 * MIB, device="cuda"), async_op=True).wait()
         dist.all_reduce(torch.zeros(MIB, device="cuda"))
@@ -221,7 +212,7 @@ def test_a_forecast_has_the_seconds_of_collectives_beside_the_kernels_of_their_p
 
 def test_the_ranks_of_a_machine_are_those_that_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with ranks(8), fake_gpu("a100-80gb") as gpu:
+    with fake_ranks(8), fake_gpu("a100-80gb") as gpu:
         dist.all_reduce(torch.zeros(MIB, device="cuda"))
     assert any("machines of 4" in note for note in gpu.notes)
 
@@ -230,7 +221,7 @@ def test_the_ranks_of_a_machine_are_those_that_the_launcher_says(monkeypatch: py
 def test_nccl_buffers_count_outside_the_allocator() -> None:
     with fake_gpu("a100-80gb") as alone:
         torch.zeros(MIB, device="cuda")
-    with ranks(8), fake_gpu("a100-80gb") as gpu:
+    with fake_ranks(8), fake_gpu("a100-80gb") as gpu:
         torch.zeros(MIB, device="cuda")
         dist.all_reduce(torch.zeros(MIB, device="cuda"))
         dist.all_reduce(torch.zeros(MIB, device="cuda"), group=dist.new_group([0, 1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import nn
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
+from autofit.probing.rank_processes import free_port
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -140,12 +140,6 @@ def test_simulated_ranks_hold_the_bytes_of_real_ones(stage: int) -> None:
             workspaces = 0 if number == 0 else CUBLAS // 2 if number == 1 else CUBLAS
             for on_cpu, on_card in zip(here, there, strict=True):
                 assert abs(on_card - workspaces - on_cpu) <= TOLERANCE, (number, here, there)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _start(stage: int, rank: int, *port: str) -> subprocess.Popen[str]:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.ranks import fake_ranks
 
 MIB = 1 << 20
 WORKSPACES_MIB = 2 * 8320 / 1024
 
 
-@contextmanager
-def ranks(count: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def eight_ranks() -> Iterator[None]:
-    with ranks(8):
+    with fake_ranks(8):
         yield
 
 
@@ -73,7 +63,7 @@ def _train_sharded(world_size: int, *, offload: bool) -> tuple[float, float, lis
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    with ranks(world_size), fake_gpu("a100-80gb") as gpu:
+    with fake_ranks(world_size), fake_gpu("a100-80gb") as gpu:
         mesh = init_device_mesh("cuda", (world_size,))
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)])
@@ -113,7 +103,7 @@ def test_fsdp2_with_offload_holds_only_the_gathered_layers_on_the_card(world_siz
 
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_ddp_holds_the_same_at_any_world_size(world_size: int) -> None:
-    with ranks(world_size), fake_gpu("a100-80gb"):
+    with fake_ranks(world_size), fake_gpu("a100-80gb"):
         model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 8192, bias=False).cuda(), device_ids=[0])
         with model.no_sync():
             model(torch.randn(4, 2048, device="cuda")).sum().backward()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
+
+from autofit.probing.rank_processes import free_port
 
 from .rank_training import Ranks, real_peaks_bytes, simulated_peak_bytes
 
@@ -16,12 +16,6 @@ CASES = [
     Ranks(count=4, sharding="fsdp2", mixed=True),
     Ranks(count=4, sharding="fsdp2", lora_rank=8, reshard=False, checkpointing=True),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def host_random_state_bytes(case: Ranks) -> int:
