@@ -24,7 +24,7 @@ RANKS, LAYERS, WIDTH = 4, 8, 1024
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 BUCKET = WIDTH * WIDTH
 SLACK = 1.01  # biases, alignment, counters
-TOLERANCE = 2048  # bytes: counters, and what gloo holds of short messages for a while
+TOLERANCE = 64  # bytes: counters
 CUBLAS = 2 * 8_519_680  # the workspaces of forward and backward
 
 
@@ -121,10 +121,7 @@ def test_overlapped_communication_has_a_second_bucket() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_simulated_ranks_hold_the_bytes_of_real_ones(stage: int) -> None:
-    """DeepSpeed on two gloo ranks of the CPU, against the same on the card less cuBLAS' workspaces.
-
-    The first forward of stage 3 is left out: how many parameters it holds gathered differs between the real ranks.
-    """
+    """DeepSpeed on two gloo ranks of the CPU, against the same on the card less cuBLAS' workspaces."""
     port = str(free_port())
     started = [_start(stage, rank, port) for rank in range(2)] + [_start(stage, rank) for rank in range(2)]
     try:
@@ -135,8 +132,6 @@ def test_simulated_ranks_hold_the_bytes_of_real_ones(stage: int) -> None:
             process.wait()
     for real, fake in ((real0, fake0), (real1, fake1)):
         for number, (here, there) in enumerate(zip(real, fake, strict=True)):
-            if (stage, number) == (3, 1):
-                continue
             workspaces = 0 if number == 0 else CUBLAS // 2 if number == 1 else CUBLAS
             for on_cpu, on_card in zip(here, there, strict=True):
                 assert abs(on_card - workspaces - on_cpu) <= TOLERANCE, (number, here, there)

@@ -10,13 +10,44 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 RANKS, WIDTH, LAYERS = 2, 512, 5
 Read = Callable[[], tuple[int, int]]
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+class Done:
+    """The handle of a collective that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+def on_copies(collective: Callable[..., Any]) -> Callable[..., Done]:
+    """The collective on untracked copies: gloo's thread lets go of its tensors some time after the collective's end."""
+
+    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Done:
+        with _disable_current_modes(), torch.no_grad():
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def copied(tensor: torch.Tensor) -> torch.Tensor:
+                pairs.append((tensor, tensor.clone()))
+                return pairs[-1][1]
+
+            args, kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
+            collective(*args, **kwargs)
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
+        return Done()
+
+    return call
 
 
 @contextmanager
@@ -24,6 +55,8 @@ def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]
     from autofit.probing.memory import _StorageTracker
 
     torch.set_num_threads(1)
+    for name in COLLECTIVES:
+        setattr(dist, name, on_copies(getattr(dist, name)))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     with _StorageTracker("cpu", None) as tracker:
 
