@@ -6,6 +6,7 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.hardware.card_kind import board_of
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.needs import CardNeeds
 from autofit.hardware.nvml import Gpu, driver_gpus
@@ -156,32 +157,40 @@ def _spec(name: str) -> GpuSpec:
         raise ConfigError(str(error)) from error
 
 
-def simulated_twin(device: Device) -> Device | None:
-    """The simulated card that predicts `device`: itself, or the visible card's model; None for an unknown model."""
+def simulated_twin(device: Device, card: str | None = None) -> Device | None:
+    """The simulated card that predicts `device`: itself, or the card's model; None for an unknown model.
+
+    `card` is the kind of the card where it is in another machine; None: the visible one.
+    """
     if device.startswith("sim:"):
         return device
-    spec, _ = _twin(device)
+    spec, _ = _twin(device, card)
     return None if spec is None else f"sim:{spec.name}"
 
 
-def about_twin(device: Device) -> str:
-    """How the visible card differs from the one that predicts it, or why none does; "" where nothing is to be said."""
-    return _twin(device)[1] if device == "cuda" else ""
+def about_twin(device: Device, card: str | None = None) -> str:
+    """How the card differs from the one that predicts it, or why none does; "" where nothing is to be said."""
+    return _twin(device, card)[1] if device == "cuda" else ""
 
 
-def _twin(device: Device) -> tuple[GpuSpec | None, str]:
+def _twin(device: Device, card: str | None) -> tuple[GpuSpec | None, str]:
+    if device == "cuda" and card is not None:
+        return card_of(board_of(card))
     names = sorted({gpu.name for gpu in gpus()}) if device == "cuda" else []
     if len(names) > 1:
         return None, f"the visible cards are of several kinds: {', '.join(names)}"
     return card_of(names[0]) if names else (None, "")
 
 
-def choose_target(asked_bytes: int | None, device: Device) -> int:
-    """The target in bytes: `asked_bytes`, or the whole card. Raises ConfigError if it exceeds the capacity."""
+def choose_target(asked_bytes: int | None, device: Device, cards: tuple[Gpu, ...] | None = None) -> int:
+    """The target in bytes: `asked_bytes`, or the whole card. Raises ConfigError if it exceeds the capacity.
+
+    `cards` are those of another machine; None: the visible ones.
+    """
     if device.startswith("sim:"):
         capacity = _spec(device.removeprefix("sim:")).capacity_bytes
     else:
-        capacity = min(g.capacity_bytes for g in gpus()) if device == "cuda" else host_memory_bytes()
+        capacity = min(g.capacity_bytes for g in cards or gpus()) if device == "cuda" else host_memory_bytes()
     what = "machine" if device == "cpu" else "card"
     if asked_bytes is None:
         if device == "cpu":

@@ -5,10 +5,10 @@ A card in MIG mode is listed as its slices: CUDA programs see these, and not the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,12 @@ class Gpu:
     capacity_bytes: int
     index: int = 0  # of the card in NVML's order, which is that of the PCI bus
     compute_capability: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> Gpu:
+        capability = cast("list[int] | None", content.get("compute_capability"))
+        both = None if capability is None else (capability[0], capability[1])
+        return cls(**{**content, "compute_capability": both})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

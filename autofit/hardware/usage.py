@@ -47,7 +47,7 @@ def card_uses() -> tuple[CardUse, ...]:
 def _use(nvml: Any, handle: Any, index: int) -> CardUse:
     return CardUse(
         gpu=described(nvml, handle, index), device_used_bytes=used_bytes(nvml, handle),
-        utilisation_frac=_utilisation(nvml, handle), processes=_processes(nvml, handle),
+        utilisation_frac=_utilisation(nvml, handle), processes=card_processes(nvml, handle),
     )  # fmt: skip
 
 
@@ -58,7 +58,8 @@ def _utilisation(nvml: Any, handle: Any) -> float | None:
         return None
 
 
-def _processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...] | None:
+def card_processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...] | None:
+    """(pid, bytes) of each process that computes on the card; None where the driver does not tell."""
     try:
         found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:

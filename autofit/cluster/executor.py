@@ -1,0 +1,210 @@
+"""Where jobs run: this machine, Slurm, or this process for a debugger; and what is asked of Slurm, in its own words."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from autofit.errors import ConfigError, nearest, printable, quoted
+from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.units import parse_seconds
+
+Kind = Literal["local", "slurm", "debug"]
+FILE = "executor.yaml"  # beside the project: what the options leave out
+_TEXTS = ("partition", "account", "qos", "constraint", "mem", "gpus_per_node")
+_COUNTS = ("nodes", "cpus_per_task", "probes_per_job")
+# Options of sbatch that autofit sets itself: a job with others is not found again, or not restarted.
+_OURS = frozenset(
+    ["array", "error", "input", "job-name", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "signal",
+     "test-only", "wait", "wrap"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """Where jobs run. All but `kind` and `probes_per_job` are sbatch's options of the same name; None: its default."""
+
+    kind: Kind = "local"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None  # of a node: "64G"
+    gpus_per_node: str | None = None  # a count, or "a100:2"
+    cpus_per_task: int | None = None
+    nodes: int | None = None  # of a full run
+    time: str | None = None  # longest time of a job: Slurm's "2-00:00:00", or "4h"
+    setup: tuple[str, ...] = ()  # lines of shell in front of every job: modules, the environment, a container
+    slurm: Mapping[str, object] = field(default_factory=dict)  # any other option of sbatch; True: one without a value
+    probes_per_job: int = 1  # one after the other in one allocation
+
+    @property
+    def is_slurm(self) -> bool:
+        return self.kind == "slurm"
+
+    @property
+    def time_s(self) -> float | None:
+        """The longest time of a job in seconds."""
+        return None if self.time is None else time_s(self.time)
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "slurm": dict(self.slurm), "setup": list(self.setup)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "Executor":
+        return cls(**{**content, "setup": tuple(cast(list[str], content["setup"]))})  # type: ignore[arg-type]
+
+
+LOCAL = Executor()
+
+
+def time_s(text: str) -> float:
+    """Seconds of a time limit: "4h", or as Slurm writes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds.
+
+    Raises ConfigError.
+    """
+    days, dash, rest = text.strip().rpartition("-")
+    try:
+        parts = [int(part) for part in rest.split(":")]
+        if min(parts) < 0 or len(parts) > 3 or (dash and int(days) < 0):
+            raise ValueError(text)
+    except ValueError:
+        return parse_seconds(text)
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: (0, parts[0], 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    found = 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+    if not found:
+        raise ConfigError(f"a time limit must be longer than 0; got {text!r}")
+    return found
+
+
+def read_executor(kind: str | None, options: Mapping[str, object], folder: Path) -> Executor:
+    """The executor that is asked for: `options` that are not None, over executor.yaml in `folder` where there is one.
+
+    Options of Slurm ask for Slurm, where neither `kind` nor the file names another executor. Raises ConfigError for an
+    unknown key, a value of the wrong kind, or an option of Slurm beside another executor.
+    """
+    path = folder / FILE
+    of_file, found = {}, LOCAL
+    if os.path.lexists(path):
+        of_file = _as_fields(read_yaml_mapping(path, what="executor file"))
+        try:
+            if not isinstance(time := of_file.get("time", ""), str):  # YAML reads 4:00:00 as a number of base 60
+                raise ConfigError(f'time must be text, such as 4h or, in quotes, "4:00:00"; got {quoted(time)}')
+            found = executor_of(of_file)
+        except ConfigError as error:
+            raise ConfigError(f"the executor file {printable(str(path), 120)}: {error}") from error
+    given = {key: value for key, value in _as_fields(options).items() if value is not None}
+    named = kind or given.pop("kind", None) or of_file.get("kind") or ("slurm" if {**of_file, **given} else "local")
+    asked = executor_of({**given, "kind": named})
+    if given and not asked.is_slurm:
+        option = "--" + next(iter(given)).replace("_", "-")
+        said = f"--executor is {asked.kind}" if kind else f"{printable(str(path), 120)} has executor: {asked.kind}"
+        raise ConfigError(f"{option} is an option of Slurm, and {said}; leave {option} out, or give --executor slurm")
+    if not asked.is_slurm:
+        return asked
+    both = {key: getattr(asked if key in given else found, key) for key in {**of_file, **given}}
+    return executor_of({**both, "kind": named, "slurm": {**found.slurm, **asked.slurm}})
+
+
+def executor_given(given: str | Mapping[str, object] | Executor | None, folder: Path) -> Executor:
+    """The executor of an argument: a name, a mapping as executor.yaml has it, or an `Executor`, which is complete.
+
+    A name or a mapping is laid over executor.yaml in `folder`. Raises ConfigError.
+    """
+    if isinstance(given, Executor):
+        return executor_of({f.name: value for f in fields(given) if (value := getattr(given, f.name)) is not None})
+    if given is None or isinstance(given, str):
+        return read_executor(given, {}, folder)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"executor must be a name, a mapping or an Executor; got {quoted(given)}")
+    options = _as_fields(given)
+    kind = options.pop("kind", None)
+    return read_executor(None if kind is None else _kind(kind), options, folder)
+
+
+def executor_of(given: Mapping[str, object]) -> Executor:
+    """The executor with these values, checked. Raises ConfigError."""
+    known = [f.name for f in fields(Executor)]
+    for key in given:
+        if key not in known:
+            names = ["executor" if name == "kind" else name for name in known]
+            raise ConfigError(f"{quoted(key)} is no key of an executor{nearest(key, names)}; one of {', '.join(names)}")
+    return Executor(**cast(dict[str, Any], {key: _checked(key, value) for key, value in given.items()}))
+
+
+def _as_fields(given: Mapping[str, object]) -> dict[str, object]:
+    """`given` with the names of our fields: sbatch writes a dash where they have a line, and `kind` is its executor."""
+    found: dict[str, object] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        name = "kind" if name == "executor" else name
+        if name in found:
+            raise ConfigError(f"{quoted(key)} is given twice, with a dash and with a line; leave one out")
+        found[name] = value
+    return found
+
+
+def _checked(key: str, value: object) -> object:
+    """The value of `key` in its own type. Raises ConfigError."""
+    if key == "kind":
+        return _kind(value)
+    if key in (*_TEXTS, "time"):
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or not _is_one_line(str(value)):
+            raise ConfigError(f"{key} must be one line of text; got {quoted(value)}")
+        if key == "time":
+            time_s(str(value))
+        return str(value)
+    if key in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
+            raise ConfigError(f"{key} must be a whole number from 1 to 1,000,000; got {quoted(value)}")
+    elif key == "setup":
+        return _checked_setup(value)
+    elif key == "slurm":
+        return _checked_rest(value)
+    return value
+
+
+def _kind(value: object) -> Kind:
+    for known in get_args(Kind):
+        if value == known:
+            return cast(Kind, known)
+    hint = nearest(value, get_args(Kind)) if isinstance(value, str) else ""
+    raise ConfigError(f"executor must be one of {', '.join(get_args(Kind))}; got {quoted(value)}{hint}")
+
+
+def _checked_setup(value: object) -> tuple[str, ...]:
+    lines = value.splitlines() if isinstance(value, str) else value
+    if not isinstance(lines, (list, tuple)):
+        raise ConfigError(f"setup must be lines of shell; got {quoted(value)}")
+    for line in lines:
+        if not isinstance(line, str) or not line.replace("\t", " ").isprintable():
+            raise ConfigError(f"setup must be lines of shell; got {quoted(line)}")
+    return tuple(lines)
+
+
+def _checked_rest(value: object) -> dict[str, object]:
+    """Other options of sbatch, in its spelling; one that is false is left out."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"slurm must be a mapping of sbatch's options; got {quoted(value)}")
+    found = {}
+    for given, one in value.items():
+        option = str(given).replace("_", "-")
+        right = isinstance(one, (str, int, float)) and _is_one_line(str(one))
+        if not right or not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+            raise ConfigError(f"slurm: an option of sbatch has a long name and one value; got {quoted({given: one})}")
+        if option.replace("-", "_") in (*_TEXTS, *_COUNTS, "time"):
+            raise ConfigError(f"slurm: {option} is an option of its own; give --{option}, or {option} beside slurm")
+        if option in _OURS:
+            raise ConfigError(f"slurm: autofit sets {option} itself, to find and restart its jobs; leave it out")
+        if one is not False:
+            found[option] = one
+    return found
+
+
+def _is_one_line(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()

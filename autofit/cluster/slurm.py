@@ -1,0 +1,235 @@
+"""Jobs of Slurm: submitted by submitit, followed with one `squeue` for all, cancelled. Nothing else calls Slurm."""
+
+import functools
+import getpass
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autofit.cluster.executor import Executor, time_s
+from autofit.errors import EnvironmentFault, one_line
+
+SQUEUE_EVERY_S = 5.0  # least time between two calls, however many jobs there are
+_CALL_S = 60.0  # longest wait for an answer of slurmctld
+_UNSEEN = 3  # answers without a job that was seen, or submitted, before: then it has ended
+_ALIVE = frozenset((
+    "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
+    "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT",
+))  # fmt: skip
+_DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
+
+
+_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+_NOT_HERE = (
+    f"the executor slurm needs Slurm's commands ({', '.join(_COMMANDS)}) on the PATH; log in to the cluster, or use "
+    "--executor local"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What Slurm says of a job: its state in Slurm's words, its nodes, the reason why it waits, its name."""
+
+    state: str
+    nodes: str = ""
+    reason: str = ""
+    name: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in _ALIVE
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED")
+
+
+def check_commands(executor: Executor) -> None:
+    """Raise EnvironmentFault where jobs go to Slurm and this machine has not its commands."""
+    if executor.is_slurm and any(shutil.which(command) is None for command in _COMMANDS):
+        raise EnvironmentFault(_NOT_HERE)
+
+
+def submit(
+    executor: Executor, folder: Path, function: Callable[[str], None], arguments: Sequence[str], *, name: str,
+    nodes: int = 1, exclude: Sequence[str] = (), signal_s: int = 60, more: Mapping[str, object] | None = None,
+) -> list[str]:  # fmt: skip
+    """Submit a job that calls `function` with each of `arguments` (several are one array); returns their ids.
+
+    With `nodes` > 1 the function is called once on each node. Files of submitit are in `folder`, which every node must
+    see. USR2 comes `signal_s` seconds before the time limit. Raises EnvironmentFault where sbatch refuses.
+    """
+    import submitit
+
+    python = f"{shlex.quote(sys.executable)} -P"
+    try:
+        made = submitit.SlurmExecutor(folder=folder, python=python, max_num_timeout=10**6)
+    except RuntimeError as error:
+        raise EnvironmentFault(_NOT_HERE) from error
+    minutes = max(1, math.ceil((executor.time_s or min(_DAY_S, _partition_s(executor.partition))) / 60))
+    asked: dict[str, Any] = {
+        "job_name": name, "partition": executor.partition, "account": executor.account, "qos": executor.qos,
+        "constraint": executor.constraint, "mem": executor.mem, "gpus_per_node": executor.gpus_per_node,
+        "cpus_per_task": executor.cpus_per_task, "nodes": nodes, "ntasks_per_node": 1, "time": minutes,
+        "setup": list(executor.setup) or None, "exclude": ",".join(exclude) or None, "signal_delay_s": signal_s,
+        "stderr_to_stdout": True, "wckey": "", "srun_args": ["--kill-on-bad-exit=1"] if nodes > 1 else None,
+        "array_parallelism": max(1, len(arguments)),
+        "additional_parameters": {"requeue": True, **executor.slurm, **(more or {})},
+    }  # fmt: skip
+    made.update_parameters(**{key: value for key, value in asked.items() if value is not None})
+    try:
+        jobs = made.map_array(function, arguments)
+    except submitit.core.utils.FailedJobError as error:
+        raise EnvironmentFault(f"sbatch refused the job: {one_line(str(error))}") from error
+    except OSError as error:
+        raise EnvironmentFault(f"the job cannot be submitted from {folder}: {error.strerror or error}") from error
+    return [job.job_id for job in jobs]
+
+
+@functools.cache
+def _partition_s(name: str | None) -> float:
+    """The longest time in seconds that the partition allows a job, of the default one without a `name`."""
+    said = _call(["sinfo", "--noheader", "--format=%P|%l", *([f"--partition={name}"] if name else [])], needed=False)
+    lines = [line.split("|") for line in (said or "").splitlines() if name or "*|" in line]
+    return math.inf if not lines or lines[0][1] == "infinite" else time_s(lines[0][1])
+
+
+def nodes_of(partition: str | None) -> frozenset[str]:
+    """The names of the nodes of the partition, of the default one without a name; empty where Slurm does not say."""
+    said = _call(["sinfo", "--noheader", "--Node", "--format=%P|%N",
+                  *([f"--partition={partition}"] if partition else [])], needed=False)  # fmt: skip
+    lines = [line.split("|") for line in (said or "").splitlines() if partition or "*|" in line]
+    return frozenset(line[1].strip() for line in lines)
+
+
+def partition_limits_s() -> dict[str, float] | None:
+    """{partition: the longest time of its jobs in seconds}; None where Slurm does not answer."""
+    if shutil.which("sinfo") is None:
+        return None
+    said = _call(["sinfo", "--noheader", "--format=%R|%l"], needed=False)
+    if said is None:
+        return None
+    lines = [line.strip().split("|") for line in said.splitlines()]
+    return {name: math.inf if limit == "infinite" else time_s(limit) for name, limit in lines}
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Cancel the jobs; those that have ended are left as they are."""
+    if ids:
+        _call(["scancel", "--quiet", *ids])
+
+
+def exclude(ids: Sequence[str], nodes: Sequence[str]) -> None:
+    """Keep the jobs, which wait, off the nodes; one that has started meanwhile is left as it is."""
+    for job_id in ids:
+        _call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"], needed=False)
+
+
+def requeue(job_id: str) -> None:
+    """Put a running job back into the queue; Slurm starts it again from its beginning."""
+    _call(["scontrol", "requeue", job_id])
+
+
+def is_running(job_id: str) -> bool:
+    """Whether Slurm has the job as running: one that was cancelled or requeued is not, though it may end later."""
+    return (_call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], needed=False) or "").strip() == "RUNNING"
+
+
+def addresses_of(nodes: str) -> list[str]:
+    """The addresses of the nodes that Slurm writes as `nodes` ("n[1-3]"), in their order. Raises EnvironmentFault."""
+    names = (_call(["scontrol", "show", "hostnames", nodes]) or "").split()
+    words = (_call(["scontrol", "--oneliner", "show", "node", nodes]) or "").split()
+    found = [word.partition("=")[2] for word in words if word.startswith(("NodeName=", "NodeAddr="))]
+    address = dict(zip(found[::2], found[1::2], strict=True))
+    return [address.get(name, name) for name in names]
+
+
+@dataclass(slots=True)
+class Queue:
+    """The states of all jobs of this user, asked for at most once in SQUEUE_EVERY_S, whatever is asked of it."""
+
+    every_s: float = SQUEUE_EVERY_S
+    calls: int = 0
+    _states: dict[str, JobState] = field(default_factory=dict)
+    _unseen: dict[str, int] = field(default_factory=dict)  # answers without the job, since it was last seen
+    asked_at: float = -math.inf  # time.monotonic() before the call that told the states
+    _last: float = -math.inf
+    _last_seen: dict[str, JobState] = field(default_factory=dict)
+
+    def state(self, job_id: str) -> JobState | None:
+        """The state of a job; one that Slurm no longer knows is ENDED. None: not known yet, ask again later."""
+        self._refresh()
+        found = self._states.get(job_id)
+        if found is not None:
+            self._unseen.pop(job_id, None)
+            self._last_seen[job_id] = found
+            return found
+        if self._unseen.setdefault(job_id, self.calls - 1) + _UNSEEN <= self.calls:
+            return JobState(state="ENDED", nodes=getattr(self._last_seen.get(job_id), "nodes", ""))
+        return self._last_seen.get(job_id)
+
+    def waits(self, job_id: str) -> bool:
+        """Whether the job waits, as far as Slurm has said."""
+        state = self.state(job_id)
+        return state is not None and state.waits
+
+    def states(self) -> Mapping[str, JobState]:
+        """All jobs of this user that Slurm knows, by id."""
+        self._refresh()
+        return self._states
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._last < self.every_s:
+            return
+        self._last = time.monotonic()
+        # --me, not -j: one id that Slurm has forgotten would fail the whole call. No accounting is needed.
+        asked = [
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            f"--user={getpass.getuser()}",
+            "--format=%i|%T|%N|%r|%j",
+        ]
+        said = _call(asked, needed=False)
+        if said is None:  # slurmctld does not answer: nothing is known to have changed
+            return
+        self.calls += 1
+        self.asked_at = self._last
+        self._states = {}
+        for line in said.splitlines():
+            job_id, state, nodes, reason, name = line.split("|", 4)
+            told = JobState(state=state, nodes=nodes, reason="" if reason == "None" else reason, name=name)
+            self._states[job_id] = told
+
+
+_queue = Queue()
+
+
+def queue() -> Queue:
+    """The one queue of this process."""
+    return _queue
+
+
+def _call(command: Sequence[str], *, needed: bool = True) -> str | None:
+    """What the command prints. Where it fails: None, or EnvironmentFault if it is `needed`."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
+        if done.returncode == 0:
+            return done.stdout
+        problem = done.stderr or f"exit code {done.returncode}"
+    except FileNotFoundError:
+        problem = f"{command[0]} is not on the PATH"
+        needed = True
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {_CALL_S:.0f} s"
+    if needed:
+        raise EnvironmentFault(f"`{' '.join(command[:3])}` failed: {one_line(problem)}")
+    return None
