@@ -12,6 +12,13 @@ from typing import cast
 from autofit.errors import EnvironmentFault
 
 
+class TornFile(EnvironmentFault, ValueError):
+    """A file of autofit's own is not as autofit writes it: torn by the disk, or changed by somebody."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} must hold a JSON object and does not: delete it and run the same command again")
+
+
 def cache_folder() -> Path:
     """The folder for files that autofit can rebuild: AUTOFIT_CACHE, or ~/.cache/autofit."""
     return Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
@@ -53,8 +60,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`, or None if the file does not exist."""
+    """The JSON object in `path`, or None if the file does not exist. Raises TornFile for anything else in it."""
     try:
-        return cast(dict[str, object], json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise TornFile(path) from error
+    if not isinstance(content, dict):
+        raise TornFile(path)
+    return cast(dict[str, object], content)

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import IO
 
-_OWNER = ".owner"
+OWNER = ".owner"
 _PREFIX = "autofit-"
 _YOUNG_S = 60.0  # a folder without a lock may be one that is being made
+_claimed: dict[Path, IO[str]] = {}  # folders that are this process' own, with their locks
 _swept: set[str] = set()  # folders for temporary files in which this process has looked
 
 
@@ -24,7 +25,7 @@ class Scratch:
     def __init__(self, name: str = "") -> None:
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}"))
-        self._lock = (self.path / _OWNER).open("w")
+        self._lock = (self.path / OWNER).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
@@ -37,6 +38,25 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def claim(folder: Path) -> None:
+    """Make `folder`, which is this process' own until `release`; those beside it whose owners are gone are deleted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / OWNER).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _claimed[folder] = lock
+    for other in folder.parent.iterdir():
+        if other.is_dir() and not other.is_symlink():
+            _delete_ownerless(other)
+
+
+def release(folder: Path) -> None:
+    """Delete `folder`, claimed or not, and what is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock = _claimed.pop(folder, None)
+    if lock is not None:
+        lock.close()
 
 
 def _sweep(home: Path) -> None:
@@ -52,9 +72,9 @@ def _sweep(home: Path) -> None:
 
 def _delete_ownerless(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        if time.time() - folder.stat().st_mtime < _YOUNG_S:
+        if abs(time.time() - folder.stat().st_mtime) < _YOUNG_S:  # the clock may have been set back
             return
-        with _opened(folder / _OWNER) as lock:
+        with _opened(folder / OWNER) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -156,6 +156,8 @@ class Launch:
     def to_accelerate(self) -> dict[str, object]:
         """The accelerate config that `accelerate launch --config_file` and `trl NAME --accelerate_config` take."""
         config = {**_LOCAL, **self.config, "num_processes": self.ranks, "num_machines": self.machines}
+        if self.machines > 1:
+            config.setdefault("main_process_port", 29500)  # the default of torch's launcher
         config.setdefault("mixed_precision", "no")  # transformers decides by the recipe's bf16 and fp16
         for key in ("fsdp_config", "deepspeed_config"):
             config.pop(key, None)

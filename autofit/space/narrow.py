@@ -18,6 +18,7 @@ from autofit.recipe.launch import Launch
 from autofit.recipe.launch_findings import attention_heads
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import ENV, QUANTIZATION, SHARED, Condition, Knob, Value, choices_of, own_value
+from autofit.space.limits import check_values
 
 _TO_SIMULATE = ("deepspeed",)  # packages whose own code runs on the simulated card too
 _OF_RANKS = ("ranks", "server", "divides-heads")  # needs without which there is nothing to choose
@@ -45,6 +46,7 @@ def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
             f"only {' and '.join(batch)} can be solved; list the values of the knob {', '.join(unsolved)}"
         )
     _check_conditions(knobs, recipe)
+    check_values([k for k in knobs if _known(k.name, recipe)], recipe)
     return knobs
 
 
@@ -62,7 +64,7 @@ def _check_conditions(knobs: Sequence[Knob], recipe: Recipe) -> None:
 
 
 def narrowed(
-    knobs: Sequence[Knob], recipe: Recipe, *, allow: Tier, device: str
+    knobs: Sequence[Knob], recipe: Recipe, *, allow: Tier, device: str, card: str | None
 ) -> tuple[tuple[Knob, ...], dict[str, str], dict[str, str]]:
     """(the knobs that may vary, {knob left out: why}, {knob without effect: the condition that nothing here meets}).
 
@@ -72,11 +74,11 @@ def narrowed(
     left_out: dict[str, str] = {}
     idle: dict[str, str] = {}
     for knob in (k for k in knobs if _tier(k, recipe) <= TIERS.index(allow) and _concerns(k, recipe)):
-        reason = why_left_out(knob, recipe, device)
+        reason = why_left_out(knob, recipe, device, card)
         if reason:
             left_out[knob.name] = reason
             continue
-        knob, reason = _with_possible_values(knob, recipe, device)
+        knob, reason = _with_possible_values(knob, recipe, device, card)
         if reason:
             left_out[knob.name] = reason
         if device == "cpu":
@@ -95,9 +97,9 @@ def _concerns(knob: Knob, recipe: Recipe) -> bool:
     return (several or "ranks" not in knob.needs) and (server or "server" not in knob.needs)
 
 
-def _with_possible_values(knob: Knob, recipe: Recipe, device: str) -> tuple[Knob, str]:
+def _with_possible_values(knob: Knob, recipe: Recipe, device: str, card: str | None) -> tuple[Knob, str]:
     """(`knob` with the values that this device and machine have, why others are left out); the CPU's own go unsaid."""
-    reasons = [(_missing(need, recipe, device), values) for need, values in knob.values_need]
+    reasons = [(_missing(need, recipe, device, card), values) for need, values in knob.values_need]
     gone = {value for reason, values in reasons if reason for value in values}
     if "divides-heads" in knob.needs:
         heads, ranks = attention_heads(recipe.model) or 1, recipe.world_size
@@ -129,16 +131,16 @@ def _open(knob: Knob, free: Sequence[Knob]) -> tuple[Condition, ...]:
     return tuple((key, wanted) for key, wanted in knob.when if key in names)
 
 
-def why_left_out(knob: Knob, recipe: Recipe, device: str) -> str:
+def why_left_out(knob: Knob, recipe: Recipe, device: str, card: str | None = None) -> str:
     """Why `knob` keeps the recipe's value on this device; "" if it may vary."""
     said = recipe.left_out.get(knob.name)
     if said or not _known(knob.name, recipe):
         return said or f"{recipe.version or 'the installed version'} has no such key"
-    found = (_missing(need, recipe, device) for need in knob.needs)
+    found = (_missing(need, recipe, device, card) for need in knob.needs)
     return next((reason for reason in found if reason), "")
 
 
-def _missing(need: str, recipe: Recipe, device: str) -> str:
+def _missing(need: str, recipe: Recipe, device: str, card: str | None) -> str:
     simulated = device.startswith("sim:")
     if need == "lora":
         return "" if recipe.uses_lora else "the recipe trains without LoRA (use_peft)"
@@ -152,12 +154,12 @@ def _missing(need: str, recipe: Recipe, device: str) -> str:
         synced = bool(recipe.resolved.get("sync_ref_model"))
         return "the reference changes during the training (sync_ref_model)" if synced else ""
     if need == "bf16":
-        return _without_bfloat16(device)
+        return _without_bfloat16(device, card)
     return "" if simulated and need not in _TO_SIMULATE else missing_packages([need])
 
 
-def _without_bfloat16(device: str) -> str:
-    twin = simulated_twin(device)
+def _without_bfloat16(device: str, card: str | None) -> str:
+    twin = simulated_twin(device, card)
     if twin is None:  # a card that the table lacks
         return ""
     spec = gpu_spec(twin.removeprefix("sim:"))

@@ -28,6 +28,7 @@ from autofit.space.knob import (
     scaled_value,
 )
 from autofit.space.launches import Launches
+from autofit.space.limits import MOST_CANDIDATES, check_size
 from autofit.space.narrow import checked, narrowed, packages_of, packages_of_value
 
 __all__ = ["QUANTIZATION", "Candidate", "Knob", "Space", "Value"]
@@ -57,13 +58,23 @@ class Space:
     idle: Mapping[str, str] = field(default_factory=dict)  # {knob without effect in any candidate: why}
 
     @classmethod
-    def of(cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu") -> "Space":
+    def of(
+        cls,
+        recipe: Recipe,
+        knobs: tuple[Knob, ...],
+        *,
+        allow: Tier = "neutral",
+        device: str = "cpu",
+        card: str | None = None,
+    ) -> "Space":
         """The space of `recipe`, with the knobs permitted by `allow` (the lowest tier to change) and `device`."""
         recipe.check()
         declared = checked(knobs, recipe)
-        free, left_out, idle = narrowed(declared, recipe, allow=allow, device=device)
+        free, left_out, idle = narrowed(declared, recipe, allow=allow, device=device, card=card)
         choices = tuple(choices_of(k, recipe) for k in free)
         space = cls(recipe, free, choices, allow, declared, left_out, idle)
+        bound = space._solved_places
+        check_size(math.prod(len(choices[i]) for i in bound))
         if not space._solved:
             raise ConfigError(space.why_empty())
         return space
@@ -224,13 +235,15 @@ class Space:
             pairs = [(v, tier if v != own[place] else 0) for v in self._opened[place]]
             closed = [(own[place], 0)]
             gates = [(where[at], wanted) for at, wanted in self._gates[place]]
-            rows = [
+            longer = (
                 ((*row, value), max(least, rank))
                 for row, least in rows
                 for value, rank in self._launching(
                     place, places, row, pairs if all(row[at] in wanted for at, wanted in gates) else closed
                 )
-            ]
+            )
+            rows = list(itertools.islice(longer, MOST_CANDIDATES + 1))
+            check_size(len(rows) * len(self._solved))
         return rows
 
     def _launching(
