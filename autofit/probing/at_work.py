@@ -10,6 +10,7 @@ import psutil
 from autofit.errors import AutofitError
 from autofit.files import read_json
 from autofit.hardware.usage import ProcessUse, tree_use
+from autofit.probing.births import lives
 from autofit.probing.launch import is_alive
 from autofit.probing.result import ProbeRequest
 
@@ -34,8 +35,8 @@ class AtWork:
 
     def use(self) -> ProcessUse | None:
         """What its processes use: those of its job, and the worker, which a fork server may have started."""
-        job = read_json(self.folder / "started.json")
-        found = None if job is None else tree_use(int(str(job["pid"])))
+        job = pid_of_job(self.folder)
+        found = None if job is None else tree_use(job)
         for path in [self.request.pid_path, *sorted(self.folder.glob("rank-*.pid"))]:
             worker = _worker(path)
             used = None if worker is None or (found is not None and worker in found.pids) else tree_use(worker)
@@ -74,6 +75,15 @@ def _at_work(study: Path, folder: Path) -> AtWork | None:
         study=study.name, trial=int(number), name=f"{_NAMES[kind]} {int(number)}", folder=folder, request=request,
         phase=phase or None,
     )  # fmt: skip
+
+
+def pid_of_job(folder: Path) -> int | None:
+    """The pid of the living job in `folder`, a probe's or a full run's; None before it has started."""
+    try:
+        note = read_json(folder / "started.json")
+        return int(str(note["pid"])) if note is not None and lives(note) else None
+    except (ValueError, KeyError):
+        return None
 
 
 def _worker(path: Path) -> int | None:

@@ -63,6 +63,14 @@ class ForkServer:
         """Run the function named by `message` in a forked child; returns its Ending."""
         return call(self.socket_path, message, alive=lambda: self._process.poll() is None)
 
+    def is_ready(self) -> bool:
+        """Whether the server has started; waits until it has, or has failed to."""
+        while self._process.poll() is None:
+            if Path(self.socket_path).exists():
+                return True
+            threading.Event().wait(0.05)
+        return False
+
     def close(self) -> None:
         """Stop the server; running children continue."""
         if self._process.stdin is not None:

@@ -1,5 +1,6 @@
 """The job that submitit runs: one probe in a child process. Always writes an answer and never raises."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
-from autofit.probing.answers import TOKEN, new_token, refuse_other_answers
+from autofit.probing.answers import TOKEN, Seal, new_token, refuse_other_answers
+from autofit.probing.births import note_of
 from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.kept import keep_answer, kept_answer
 from autofit.probing.log_size import keep_small
@@ -34,13 +34,13 @@ def run_probe(request_path: str) -> None:
     """Run the requested probe on a free slot; afterwards an answer file lies beside the request."""
     began = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
-    if answered(request):
+    if not request.terminal and answered(request):
         return
-    process = psutil.Process()
-    write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    seal = Seal()
+    write_json(request.folder / "started.json", note_of(os.getpid()) | seal.shown)
     cards = Launch.of(request.values).ranks if request.device == "cuda" else 1
     if cards > len(request.slots):
-        write_json(request.answer_path, _too_few(request, cards).to_json() | {"wall_s": 0.0})
+        write_json(request.answer_path, seal.put_on(_too_few(request, cards).to_json() | {"wall_s": 0.0}))
         return
     with _slots(request, cards) as held:
         name = None if held is None else ",".join(held)
@@ -51,7 +51,7 @@ def run_probe(request_path: str) -> None:
             _grade(request, name)
     content = read_json(request.answer_path)
     if content is not None:
-        write_json(request.answer_path, content | {"wall_s": time.perf_counter() - began})
+        write_json(request.answer_path, seal.put_on(content | {"wall_s": time.perf_counter() - began}))
         keep_answer(request, content)
 
 
@@ -162,13 +162,19 @@ def _kept(request: ProbeRequest, env: dict[str, str], slot_name: str, asked: Pro
 
 
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
+    command = [sys.executable, "-P", "-m", "autofit.probing.worker", str(request.request_path)]
     with request.log_path.open("ab") as log:
+        into, out = (None, None) if _has_terminal(request) else (subprocess.DEVNULL, log)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.probing.worker", str(request.request_path)],
-            cwd=request.cwd, env=computing_env(**env), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            command, cwd=request.cwd, env=computing_env(**env), stdin=into, stdout=out, stderr=out
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid
+
+
+def _has_terminal(request: ProbeRequest) -> bool:
+    """Whether the user's terminal is the probe's: one process reads it, so of several ranks the first."""
+    return request.terminal and request.rank in (None, 0)
 
 
 def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:

@@ -11,7 +11,7 @@ from autofit.errors import EnvironmentFault
 from autofit.files import cache_folder, read_json, write_json
 from autofit.hardware import calibration
 from autofit.probing.code import code_hash
-from autofit.probing.result import ProbeRequest, ProbeStatus
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 _UNREAD = ("output_dir", "run_name", "logging_dir")  # keys of a recipe that no simulated probe depends on
 _KEPT = (ProbeStatus.FIT, ProbeStatus.OOM)
@@ -19,8 +19,14 @@ _ENV = "PYTORCH_"  # variables of the environment that the simulated allocator r
 
 
 def kept_answer(request: ProbeRequest) -> dict[str, object] | None:
-    """The answer of an earlier probe with the same inputs; None without one, and on a real device."""
-    return read_json(_path(request)) if _is_kept(request) else None
+    """The answer of an earlier probe with the same inputs; None without a whole one, and on a real device."""
+    if not _is_kept(request):
+        return None
+    try:
+        answer = read_json(_path(request)) or {}
+        return answer if ProbeResult.from_json(answer).status in _KEPT else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def keep_answer(request: ProbeRequest, answer: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Starts the jobs of probes through submitit, and finds them again. The only module that assumes one machine."""
+"""Starts the jobs of probes through submitit, and finds them again: processes of this machine, or jobs of Slurm."""
 
 import itertools
 import shlex
@@ -12,15 +12,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import psutil
 import submitit
 
+from autofit.cluster import slurm
+from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full, read_json, write_json
-from autofit.probing.job import answered, cancel, run_probe
+from autofit.probing.answers import is_final
+from autofit.probing.births import lives, note_of
+from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 
+_ENDED = {  # by the state that Slurm gives it
+    "CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit before it had saved a checkpoint",
+    "OUT_OF_MEMORY": "was killed by the kernel, as it used more memory than --mem", "PREEMPTED": "was preempted",
+    "NODE_FAIL": "lost a node", "BOOT_FAIL": "got a node that did not start", "FAILED": "failed",
+    "DEADLINE": "was not over by its deadline",
+}  # fmt: skip
 _ATTEMPTS = 2  # a killed probe is repeated once
+_JOBS = 20  # attempts, where the cluster ended the job each time: no fault of the probe's
 
 
 class Next(StrEnum):
@@ -31,10 +41,15 @@ class Next(StrEnum):
     FREE_SPACE = "free space"  # the disk is full: the user must free some space first
 
 
-def what_next(result: ProbeResult, folder: Path, *, attempts: int) -> Next:
-    """The next action after `result` of the probe in `folder`, attempt number `attempts` (from 1)."""
+def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1) -> Next:
+    """The next action after `result` of the probe in `folder`, attempt number `attempts` (from 1).
+
+    The cluster has ended the job of `jobs` attempts, which are not among `attempts`.
+    """
     if result.cause is Cause.NO_SPACE or (result.status is ProbeStatus.LOST and is_full(folder)):
         return Next.FREE_SPACE
+    if result.cause is Cause.JOB:
+        return Next.REPEAT if jobs < _JOBS else Next.KEEP
     return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
 
 
@@ -53,6 +68,12 @@ class Attempts:
         """The existing folders, oldest first."""
         return list(itertools.takewhile(Path.exists, map(self._folder, itertools.count(1))))
 
+    def counted(self) -> dict[str, int]:
+        """How many attempts there are, and how many whose job the cluster ended: arguments of `what_next`."""
+        folders = self.folders()
+        jobs = sum(lost_path(folder).exists() for folder in folders)
+        return {"attempts": len(folders) - jobs, "jobs": jobs}
+
     def new_folder(self) -> Path:
         """The folder of the next attempt."""
         folder = self._folder(len(self.folders()) + 1)
@@ -63,11 +84,19 @@ class Attempts:
         return self.home / f"{self.name}-{attempt}"
 
 
+def lost_path(folder: Path) -> Path:
+    """The file that says that the cluster ended the job of the probe in `folder`."""
+    return folder / "lost.json"
+
+
 class Launcher:
     """submitit's LocalExecutor: one job per probe, which calls `function` with the path of its request."""
 
+    poll_s = 0.03  # between two looks at the probes that run
+
     def __init__(self, function: Callable[[str], None] = run_probe) -> None:
         self._function = function
+        self.say: Callable[[str], None] = lambda _: None  # called with what a user should know of the jobs
 
     def submit(self, request: ProbeRequest) -> None:
         """Write the request and start its job, unless an earlier simulated probe answers it."""
@@ -77,21 +106,28 @@ class Launcher:
 
     def result(self, folder: Path) -> ProbeResult | None:
         """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""
-        answer = _answer(folder)
-        if answer is not None and (answer.wall_s is not None or not is_alive(folder)):
+        answer = answer_in(folder)
+        if answer is not None and (_is_final(folder) or not is_alive(folder)):
             return answer
         if is_alive(folder):
             return None
-        answer = _answer(folder)  # may have been written between the two checks
+        answer = answer_in(folder)  # may have been written between the two checks
         if answer is not None:
             return answer
-        return _lost(folder, "the job ended without an answer")
+        return lost(folder, "the job ended without an answer")
 
-    def run(self, request: ProbeRequest, *, poll_s: float = 0.02) -> ProbeResult:
+    def waits_for(self, folder: Path) -> str | None:
+        """What the probe in `folder` waits for on its machine; None where it does not."""
+        try:
+            return waiting_path(folder).read_text()
+        except OSError:
+            return None
+
+    def run(self, request: ProbeRequest) -> ProbeResult:
         """The answer of one probe: submits it and waits."""
         self.submit(request)
         while (result := self.result(request.folder)) is None:
-            time.sleep(poll_s)
+            time.sleep(self.poll_s)
         return result
 
     def cancel(self, folder: Path) -> None:
@@ -101,18 +137,27 @@ class Launcher:
         while is_alive(folder) and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    def close(self) -> None:
+        """End what serves several probes; nothing here."""
 
-def _answer(folder: Path) -> ProbeResult | None:
+
+def answer_in(folder: Path) -> ProbeResult | None:
     """The answer in `folder`; a LOST one where the file is no answer, and None where there is no file."""
     try:
         return ProbeResult.read(folder / "answer.json")
     except (ValueError, TypeError, KeyError, AttributeError):
-        return _lost(folder, "the answer of the probe cannot be read")
+        return lost(folder, "the answer of the probe cannot be read")
 
 
-def _lost(folder: Path, reason: str) -> ProbeResult:
+def _is_final(folder: Path) -> bool:
+    """Whether the answer in `folder` is its job's last word, so that the end of the job need not be waited for."""
+    return is_final(_note(folder / "answer.json") or {}, _note(folder / "started.json"))
+
+
+def lost(folder: Path, reason: str, cause: Cause = Cause.KILLED) -> ProbeResult:
+    """The result of the probe in `folder` that was killed before it could answer."""
     device = str((_note(folder / "request.json") or {}).get("device", ""))
-    return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=Cause.KILLED)
+    return ProbeResult(status=ProbeStatus.LOST, device=device, reason=reason, cause=cause)
 
 
 def _note(path: Path) -> dict[str, object] | None:
@@ -124,45 +169,76 @@ def _note(path: Path) -> dict[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
-def start_job(folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float) -> None:
-    """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; records it in `folder`."""
+def start_job(
+    folder: Path, function: Callable[[str], None], argument: str, *, timeout_s: float, executor: Executor = LOCAL,
+    signal_s: int = 60,
+) -> None:  # fmt: skip
+    """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; records it in `folder`.
+
+    On Slurm it runs once on each of the executor's nodes, and USR2 comes `signal_s` seconds before its time limit.
+    """
+    if executor.is_slurm:
+        name = f"autofit-{folder.name}"
+        nodes = executor.nodes or 1
+        ids = slurm.submit(executor, folder / "job", function, [argument], name=name, nodes=nodes, signal_s=signal_s)
+        write_json(folder / "job.json", {"slurm": ids[0], "submitted": time.time()})
+        return
     python = f"{shlex.quote(sys.executable)} -P"  # a folder `autofit` where the user works is not ours
-    executor = submitit.LocalExecutor(folder=folder / "job", python=python)
+    local = submitit.LocalExecutor(folder=folder / "job", python=python)
     # submitit counts a preemption within 10 minutes of the limit as a timeout, so the limit is well above the deadline.
-    executor.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
+    local.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
     with _ignoring_interrupts():
-        job = executor.submit(function, argument)
-    create_time = _create_time(int(job.job_id))
-    write_json(folder / "job.json", {"job_id": job.job_id, "create_time": create_time, "submitted": time.time()})
+        job = local.submit(function, argument)
+    write_json(folder / "job.json", {"job_id": job.job_id, **note_of(int(job.job_id)), "submitted": time.time()})
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the job recorded in `folder` is running, even if another process submitted it."""
-    for name in ("started.json", "job.json"):
-        note = _note(folder / name)
-        if note is None or "create_time" not in note:
-            continue
-        pid = int(str(note.get("pid", note.get("job_id"))))
-        created = _create_time(pid)
-        if created is not None and note["create_time"] is not None:
-            return abs(created - float(str(note["create_time"]))) < 1
-        if name == "started.json":
-            return False
+    """Whether the job recorded in `folder` is running, or waits in Slurm's queue, whoever submitted it."""
+    job_id = _slurm_id(folder)
+    if job_id is not None:
+        state = slurm.queue().state(job_id)
+        return state is None or state.is_alive
+    notes = [note for name in ("started.json", "job.json") if (note := _note(folder / name)) is not None]
+    if notes:
+        return lives(notes[0])
     request = folder / "request.json"  # a process submitted it a moment ago and died before it could record the job
-    return (
-        request.exists()
-        and not (folder / "job.json").exists()
-        and not (folder / "started.json").exists()
-        and time.time() - request.stat().st_mtime < 3
-    )
-
-
-def _create_time(pid: int) -> float | None:
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
+        return abs(time.time() - request.stat().st_mtime) < 3  # a clock that was set back makes no file young for long
+    except FileNotFoundError:
+        return False
+
+
+def _slurm_id(folder: Path) -> str | None:
+    """The number of the job of Slurm recorded in `folder`; None where it is none of Slurm's."""
+    submitted = _note(folder / "job.json") or {}
+    return str(submitted["slurm"]) if "slurm" in submitted else None
+
+
+def place_in_slurm(folder: Path) -> str | None:
+    """Where the job of Slurm recorded in `folder` is: in the queue and why, or on which nodes; None: not known."""
+    job_id = _slurm_id(folder)
+    state = None if job_id is None else slurm.queue().state(job_id)
+    if state is None:
         return None
+    if state.waits:
+        return f"job {job_id} waits in Slurm's queue{f' ({state.reason})' if state.reason else ''}"
+    return f"job {job_id} runs on {state.nodes}" if state.state == "RUNNING" and state.nodes else None
+
+
+def end_in_slurm(folder: Path) -> str | None:
+    """How the job of Slurm recorded in `folder` ended, where Slurm ended it; None where it did not, or forgot it."""
+    job_id = _slurm_id(folder)
+    state = None if job_id is None else slurm.queue().state(job_id)
+    if state is None or state.state not in _ENDED:
+        return None
+    return f"job {job_id} {_ENDED[state.state]}{f', on {state.nodes}' if state.nodes else ''}"
+
+
+def cancel_waiting(folder: Path) -> None:
+    """Cancel the job of Slurm recorded in `folder` if it waits in the queue: it has nothing to save."""
+    job_id = _slurm_id(folder)
+    if job_id is not None and slurm.queue().waits(job_id):
+        slurm.cancel([job_id])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import is_full, read_json, write_json
+from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
@@ -22,6 +23,7 @@ from autofit.recipe.secrets import sealed
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.trainer_keys import TRAINERS
+from autofit.scratch import OWNER
 
 _OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
@@ -89,7 +91,7 @@ def prepare(
     how = read.launch.batching(facts.resolved, facts.keys)
     shared: dict[str, object] = {} if how.is_plain else {LAUNCH: how.to_values()}
     short: tuple[str, ...] = ()
-    if device == "cuda":
+    if device == "cuda" and gpus():  # else the card is in another machine, whose memory is not known
         short = shortage(how, facts.weights_bytes or 0, psutil.virtual_memory().total)
     recipe = Recipe(
         trainer=trainer, trainer_name=facts.name, values={**facts.values, **shared},
@@ -142,7 +144,7 @@ def keep_worst_case(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if worst_case_path(target).exists():  # the same study has the same worst case
         return
-    own = {"inspect.json", "inspection.json", "inspection.log", "forecasts", worst_case_path(source).name}
+    own = {"inspect.json", "inspection.json", "inspection.log", "forecasts", OWNER, worst_case_path(source).name}
     for path in [p for p in source.iterdir() if p.name not in own]:
         if (target / path.name).is_dir():
             shutil.rmtree(target / path.name)

@@ -28,6 +28,7 @@ class Cause(StrEnum):
 
     DEADLINE = "deadline"  # it exceeded its deadline
     KILLED = "killed"  # by another process, or with its job
+    JOB = "job"  # the cluster ended its job: preempted, cancelled, timed out, or the node went away
     HOST_OOM = "host oom"  # the kernel's out-of-memory killer ended it: the host's memory, not the card's
     NO_SPACE = "no space"  # the disk is full
     CRASHED = "crashed"  # a signal that it raised itself, such as SIGSEGV
@@ -60,6 +61,7 @@ class ProbeRequest:
     capped: bool = True  # False: no cap during the run; the bytes are compared with the limit afterwards
     rank: int | None = None  # of several: this request is one rank's, with files of its own
     port: int | None = None  # of 127.0.0.1, where the ranks meet
+    terminal: bool = False  # stdin, stdout and stderr are the user's, for a debugger
 
     @property
     def request_path(self) -> Path:
@@ -91,7 +93,8 @@ class ProbeRequest:
     def from_json(cls, content: Mapping[str, object]) -> "ProbeRequest":
         paths = {key: Path(str(content[key])) for key in ("folder", "worst_case", "cwd")}
         slots = tuple(cast(list[str], content["slots"]))
-        return cls(**{**content, **paths, "slots": slots})  # type: ignore[arg-type]
+        known = {key: value for key, value in content.items() if key in cls.__slots__}
+        return cls(**{**known, **paths, "slots": slots})  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, path: Path) -> "ProbeRequest":

@@ -28,6 +28,7 @@ class Ending:
     abandoned: bool = False
     kernel_oom: bool = False
     rank: int | None = None  # of several ranks, the one that ended so
+    node: str = ""  # of several machines, the one that it ran on
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -1,0 +1,256 @@
+"""Probes as a pool of Slurm jobs: keeps as many jobs as there are probes, and tells what became of each probe."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autofit.cluster import slurm
+from autofit.cluster.executor import Executor
+from autofit.cluster.slurm import JobState
+from autofit.errors import EnvironmentFault, one_line, printable
+from autofit.files import write_json
+from autofit.probing.allocation import Allocation
+from autofit.probing.debug import DebugLauncher
+from autofit.probing.job import answered, cancel, run_probe
+from autofit.probing.launch import Launcher, answer_in, lost, lost_path
+from autofit.probing.pool import Pool
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult
+
+_LOOK_S = 0.25  # between two listings of the shared folder
+_SUBMIT_S = 1.0  # least time between two calls of sbatch: jobs that are missing meanwhile are one array
+_MISSING_S = 5.0  # a probe that is nowhere for this long was lost between two files
+_BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
+_IDLE_S = 20.0
+_HELD = "launch_failed_requeued_held"  # Slurm's reason
+_CALM = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # no sign that the next job ends so too
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the last look at the shared folder found; `since`: when a probe was first seen with its job."""
+
+    at: float = -math.inf
+    waiting: set[str] = field(default_factory=set)
+    running: dict[str, str] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    since: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+class ClusterLauncher(Launcher):
+    """Probes in jobs of Slurm. Nothing but the shared folder `home` tells the driver of them, and one squeue."""
+
+    poll_s = _LOOK_S
+
+    def __init__(
+        self, executor: Executor, home: Path, *, device: str = "cpu", card: str | None = None, cards: int = 1,
+        function: Callable[[str], None] = run_probe, idle_s: float = _IDLE_S,
+    ) -> None:  # fmt: skip
+        super().__init__(function)
+        self._executor, self._pool = executor, Pool(home)
+        self._signal_s = 30 if executor.time_s is None else int(min(30, executor.time_s / 4))
+        self._allocation = Allocation(
+            home=home.resolve(), device=device, card=card, cards=cards, probes=executor.probes_per_job, idle_s=idle_s,
+            signal_s=self._signal_s, time_s=executor.time_s or math.inf, function=function,
+        )  # fmt: skip
+        self._name = job_name(home)
+        self._seen = _Seen()
+        self._fresh: set[str] = set()  # submitted by this process, and not yet told of by squeue
+        self._jobs: set[str] = set()  # every job known to live
+        self._failed: list[str] = []  # jobs that ended before they began
+        self._one_began = False
+        self._excluded: set[str] = set()
+        self._missing: dict[str, float] = {}
+        self._submitted_at = -math.inf
+        self._said: set[str] = set()
+        self._pool.make()
+
+    # -- as any launcher --------------------------------------------------------------------------------------------
+
+    def submit(self, request: ProbeRequest) -> None:
+        """Write the request, and let a job take it."""
+        write_json(request.request_path, request.to_json())
+        if self._function is not run_probe or not answered(request):
+            self._pool.put(request.folder.name)
+            self._seen.waiting.add(request.folder.name)
+
+    def result(self, folder: Path) -> ProbeResult | None:
+        """The answer in `folder`; a LOST one if its job has ended without; None while it waits or runs."""
+        self._look()
+        name = folder.name
+        if name in self._seen.waiting:
+            return None
+        job = self._seen.running.get(name)
+        if job is not None:
+            ended = self._ended(name, job)
+            return None if ended is None else self._concluded(folder, job, ended)
+        found = answer_in(folder) or self._lost_in(folder)
+        if found is None and time.monotonic() - self._missing.setdefault(name, time.monotonic()) < _MISSING_S:
+            return None
+        self._missing.pop(name, None)
+        return found or self._given_up(folder, lost(folder, "no job has it", Cause.JOB))
+
+    def waits_for(self, folder: Path) -> str | None:
+        return None  # a job has its own cards; what jobs wait for is said once for all
+
+    def cancel(self, folder: Path) -> None:
+        """Stop the probe in `folder`, without waiting: another attempt has a folder of its own."""
+        cancel(folder)
+        self._pool.withdraw(folder.name)
+
+    def close(self) -> None:
+        """Cancel the jobs."""
+        self._look()
+        slurm.cancel(sorted(self._jobs | self._fresh))
+
+    # -- probes -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._seen.at < _LOOK_S:
+            return
+        waiting = self._pool.waiting()  # first: a probe that a job takes meanwhile is seen at least once
+        running = self._pool.running()
+        since = {pair: self._seen.since.get(pair, now) for pair in running.items()}
+        self._seen = _Seen(at=now, waiting=waiting, running=running, closed=self._pool.closed(), since=since)
+        self._follow_jobs()
+        self._read_faults()
+        self._submit_missing()
+
+    def _ended(self, name: str, job: str) -> JobState | None:
+        """The last state of the job, if it has ended, or lost its node, since it took the probe; else None."""
+        queue = slurm.queue()
+        state = queue.state(job)
+        if state is None or queue.asked_at <= self._seen.since[name, job]:
+            return None  # Slurm's answer is older than what the folder says
+        if state.name not in ("", self._name):
+            return JobState(state="ENDED")  # Slurm has begun to count anew
+        return state if state.waits or not state.is_alive else None
+
+    def _concluded(self, folder: Path, job: str, state: JobState) -> ProbeResult:
+        """The result of a probe whose job ended while it had the probe."""
+        self._pool.end(job, folder.name)
+        del self._seen.running[folder.name]
+        if (found := answer_in(folder) or self._lost_in(folder)) is not None:
+            return found
+        node = self._pool.node_of(job) or state.nodes
+        where = f"job {job} on {node or 'a node'}"
+        if state.state == "OUT_OF_MEMORY":
+            words = f"{where} ran out of host memory, and Slurm ended it; give --mem more"
+            found = lost(folder, words, Cause.HOST_OOM)
+            write_json(folder / "answer.json", found.to_json())
+            return found
+        words = "was put back into the queue" if state.waits else f"ended as {state.state}"
+        return self._given_up(folder, lost(folder, f"{where} {words} while it had the probe", Cause.JOB))
+
+    def _given_up(self, folder: Path, result: ProbeResult) -> ProbeResult:
+        """Keep `result`, and stop what may still run of the probe on a node that Slurm no longer reaches."""
+        write_json(lost_path(folder), result.to_json())
+        cancel(folder)
+        return self._lost_in(folder) or result
+
+    def _lost_in(self, folder: Path) -> ProbeResult | None:
+        """The result of a probe that the cluster ended, if that is known."""
+        found = ProbeResult.read(lost_path(folder))
+        if found is not None:
+            self._tell(f"{folder.name} is repeated: {found.reason}")
+        return found
+
+    # -- jobs -------------------------------------------------------------------------------------------------------
+
+    def _follow_jobs(self) -> None:
+        queue = slurm.queue()
+        told = {job: state for job, state in queue.states().items() if state.name == self._name}
+        alive = {job for job, state in told.items() if state.is_alive}
+        known = self._jobs | self._fresh
+        self._fresh = {job for job in self._fresh - set(told) if _may_live(queue.state(job))}
+        self._jobs = alive
+        for job in sorted(known - alive - self._fresh):
+            self._note_end(job, told.get(job) or queue.state(job) or JobState(state="ENDED"))
+        for job in alive:
+            if told[job].waits and told[job].reason.lower() == _HELD:
+                self._failed.append(job)
+                slurm.cancel([job])
+        if self._seen.waiting and alive and all(told[job].waits for job in alive) and not self._fresh:
+            reasons = sorted({told[job].reason for job in alive} - {"", "None"})
+            if reasons:
+                self._tell(f"jobs wait in Slurm's queue: {', '.join(reasons)}")
+
+    def _note_end(self, job: str, state: JobState) -> None:
+        """A job has ended. Where it never began, its node is set aside; where none ever began, none will."""
+        if self._pool.node_of(job):
+            self._one_began = True
+        elif state.state not in _CALM:
+            self._failed.append(job)
+            if not self._one_began and len(self._failed) >= _BROKEN_JOBS:
+                raise EnvironmentFault(self._cannot_begin(job, state))
+            if state.nodes:
+                self._pool.set_aside(f"job {job} ended there as {state.state} before it began", node=state.nodes)
+        if job not in self._seen.running.values():
+            self._pool.forget(job)
+        if state.state in _CALM:
+            self._tell(f"job {job} ended as {state.state}: another one takes its place")
+
+    def _cannot_begin(self, job: str, state: JobState) -> str:
+        path = self._pool.log_of(job)
+        lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+        said = next((line for line in reversed(lines) if line.strip()), "nothing")
+        return (
+            f"Slurm's jobs end before they begin ({', '.join(self._failed)}; the last one: {state.state}"
+            f"{' on ' + state.nodes if state.nodes else ''}; it printed: {printable(one_line(said), 200)}); make the "
+            f"environment there on every node (setup in executor.yaml), and see {path}"
+        )
+
+    def _read_faults(self) -> None:
+        found = self._pool.faulty() - self._excluded
+        for node in sorted(found):
+            self._tell(f"node {node} is set aside: {self._pool.fault_of(node)}")
+        self._excluded |= found
+        if found:
+            slurm.exclude([job for job in self._jobs if slurm.queue().waits(job)], sorted(self._excluded))
+        if found and (nodes := slurm.nodes_of(self._executor.partition)) and nodes <= self._excluded:
+            reasons = "; ".join(f"{node}: {self._pool.fault_of(node)}" for node in sorted(nodes))
+            raise EnvironmentFault(f"no node is left that can run probes: {reasons}")
+
+    def _submit_missing(self) -> None:
+        """Ask Slurm for as many jobs as probes lack: those that wait or run, less the jobs that take some."""
+        seen, jobs = self._seen, self._jobs | self._fresh
+        of_open = sum(job in jobs and job not in seen.closed for job in seen.running.values())
+        missing = len(seen.waiting) + of_open - len(jobs - seen.closed)
+        if missing <= 0 or time.monotonic() - self._submitted_at < _SUBMIT_S:
+            return
+        self._submitted_at = time.monotonic()
+        self._fresh |= set(
+            slurm.submit(
+                self._executor, self._pool.home / "logs", self._allocation, ["probes"] * missing, name=self._name,
+                exclude=sorted(self._excluded), signal_s=self._signal_s,
+            )
+        )  # fmt: skip
+
+    def _tell(self, text: str) -> None:
+        """Say it once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
+
+def job_name(home: Path) -> str:
+    """The name of the jobs of the pool in `home`: no other study's, in no other folder."""
+    return f"autofit-{home.parent.name}-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:6]}"
+
+
+def launcher_for(
+    executor: Executor, probes_folder: Path, *, device: str, card: str | None = None, cards: int = 1
+) -> Launcher:
+    """The launcher of the probes in `probes_folder`: on this machine, or in jobs of Slurm on nodes with such cards."""
+    if executor.kind == "debug":
+        return DebugLauncher()
+    if not executor.is_slurm:
+        return Launcher()
+    return ClusterLauncher(executor, probes_folder / "jobs", device=device, card=card, cards=cards)
+
+
+def _may_live(state: JobState | None) -> bool:
+    return state is None or state.is_alive
