@@ -17,7 +17,7 @@ from autofit.tuning.prober import Prober
 from autofit.tuning.record import keep_comparison, keep_confirmation
 from autofit.tuning.search import Plan
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import database_errors, database_path, trials_of
+from autofit.tuning.study import database_errors, trials_of
 from autofit.units import format_seconds
 
 MEASURED_STEPS = 5
@@ -34,7 +34,7 @@ def confirm(
     """
     if plan.device.startswith("sim:"):
         return
-    with database_errors(database_path(plan.folder)):
+    with database_errors(plan.folder):
         _Confirmation(plan, study, server_socket, launcher or Launcher(), say).run()
 
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
-from autofit.probing.result import ProbeResult, ProbeSetup
+from autofit.probing.result import Cause, ProbeResult, ProbeSetup
 from autofit.recipe.recipe import merge
 from autofit.tuning.frontier import Trial
-
-_POLL_S = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +30,17 @@ class Prober:
         started = 0 if earlier else 1  # by this run of the command
         while True:
             result = self._wait(folder)
-            follows = what_next(result, folder, attempts=started)
+            follows = what_next(result, folder, attempts=started, jobs=attempts.counted()["jobs"])
             if follows is Next.FREE_SPACE and started:
                 raise no_space_left(folder)
             if follows is Next.KEEP:
                 return None if result.was_killed else result
-            folder, started = self._start(attempts, values), started + 1
+            folder, started = self._start(attempts, values), started + (result.cause is not Cause.JOB)
 
     def _wait(self, folder: Path) -> ProbeResult:
         try:
             while (result := self.launcher.result(folder)) is None:
-                time.sleep(_POLL_S)
+                time.sleep(self.launcher.poll_s)
         except KeyboardInterrupt:
             self.launcher.cancel(folder)
             raise

@@ -33,8 +33,10 @@ class StudyRecord:
     """
 
     fingerprint: str = ""  # hash of every input that a probe's result depends on
+    owner: str = ""  # user@host of the first search
     used: str = ""  # time of the last search, in ISO 8601
     device: str = ""
+    card: str | None = None  # the kind of card of a study on a cluster: figures of another are another study's
     target_bytes: int | None = None
     headroom_bytes: int = 0
     trainer: str = ""

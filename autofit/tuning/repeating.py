@@ -27,6 +27,7 @@ from autofit.units import format_seconds
 _DOUBT = 2.0
 _SLOWER = 1.25  # times the expectation: less is not worth a probe
 _LEAST_S = 0.3  # seconds: a smaller difference is not worth the start of a probe
+_JUDGED = 12  # the newest probes are judged, by four times as many others: all by all would take cubic time
 _MOST = 4  # repeats of a study: on a machine that is always busy each probe would need one
 
 
@@ -76,11 +77,11 @@ class Repeats:
     def _slower_than_expected(self, ledger: Ledger, done: Collection[int]) -> Doubt | None:
         timed = [o for o in ledger.observations if o.step_s is not None]
         found: list[tuple[float, Doubt]] = []
-        for told in timed:
+        for told in timed[-_JUDGED:]:
             number = ledger.number_of(told)
             if number in done or not told.fits:
                 continue
-            others = [o for o in ledger.observations if o is not told]
+            others = [o for o in ledger.observations[-4 * _JUDGED :] if o is not told]
             if not self._model.predicted and len(timed) < 2:
                 continue
             sure, doubt = self._judged(told, others)

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +16,11 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
 from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.hardware.hardware import Device
-from autofit.probing.job import waiting_path
 from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import ProbeSetup, ProbeStatus
@@ -33,10 +33,10 @@ from autofit.tuning.record import StudyRecord, keep_record, record_of, repeats
 from autofit.tuning.repeating import Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.stop import Stop, StopKind
-from autofit.tuning.study import database_errors, database_path, note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.storage import me
+from autofit.tuning.study import database_errors, note_candidate, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
-_POLL_S = 0.03
 _SHOW_S = 0.5
 _BROKEN_TRIALS = 2  # failures that end a search in which no probe ran to its end
 DEFAULT_MIN_GAIN_FRAC = 0.01  # smallest expected gain (share of step time) for which a tier is searched further
@@ -65,6 +65,8 @@ class Plan:
     measured_steps: int = 2
     deadline_s: float = 900.0
     seed: int = 0
+    executor: Executor = LOCAL
+    card: str | None = None  # the kind of a card in another machine; None: of this one, or no card
 
     @property
     def limit_bytes(self) -> int | None:
@@ -78,6 +80,7 @@ class Plan:
         parts = [
             recipe.trainer, recipe.values, recipe.world_size, knobs, space.allow, self.device, self.limit_bytes,
             self.measured_steps, recipe.longest_prompt_tokens, recipe.content_hash, recipe.model_parameters,
+            *([] if self.card is None else [self.card]),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -114,8 +117,9 @@ class Progress:
 
 def open_study(plan: Plan) -> optuna.Study:
     """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
+    _check_name(plan.probes_folder)
     storage = open_storage(plan.folder, create=True)
-    with database_errors(database_path(plan.folder)):
+    with database_errors(plan.folder):
         study = _stored(plan, storage)
         if _all_broken(study.get_trials(deepcopy=False)):  # the user may have repaired the cause since
             optuna.delete_study(study_name=plan.name, storage=storage)
@@ -127,12 +131,24 @@ def open_study(plan: Plan) -> optuna.Study:
         )  # fmt: skip
         known = record_of(study)
         if known.fingerprint not in ("", plan.fingerprint):
+            by = f" by {known.owner}" if known.owner else ""
             raise ConfigError(
-                f"the study {plan.name!r} was made for another recipe, target, device or space; "
+                f"the study {plan.name!r} was made{by} for another recipe, target, device or space; "
                 f"omit --study or give another name"
             )
         keep_record(study, _asked(plan, known))
     return study
+
+
+def _check_name(folder: Path) -> None:
+    """Raise ConfigError where the file system takes another study's folder for this one's: it ignores case."""
+    there = os.listdir(folder.parent) if folder.exists() else []
+    other = next((name for name in there if name.casefold() == folder.name.casefold()), folder.name)
+    if there and folder.name not in there and other != folder.name:
+        raise ConfigError(
+            f"the study {folder.name!r} needs a folder of its own, and the file system, which ignores case, has "
+            f"that of {other!r} there; choose a name with --study that differs in more than case"
+        )
 
 
 def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
@@ -145,8 +161,9 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
     """`known`, the record that the study already has, updated with the plan's request."""
     recipe = plan.recipe
     return replace(
-        known, fingerprint=plan.fingerprint, used=datetime.now(UTC).isoformat(), device=plan.device,
-        target_bytes=plan.target_bytes, headroom_bytes=plan.headroom_bytes, trainer=recipe.trainer,
+        known, fingerprint=plan.fingerprint, owner=known.owner or me(), used=datetime.now(UTC).isoformat(),
+        device=plan.device, card=plan.card, target_bytes=plan.target_bytes, headroom_bytes=plan.headroom_bytes,
+        trainer=recipe.trainer,
         values=dict(recipe.values), resolved=dict(recipe.resolved), recipe_name=recipe.name,
         effective_batch_size=recipe.effective_batch_size, cwd=Path.cwd(), allow=plan.space.allow, goal=plan.goal,
         keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
@@ -200,7 +217,8 @@ class Search:
 
     def run(self) -> Stop:
         """Probe until a stop rule holds (trials, time, plateau, gain, empty space); returns that rule."""
-        with database_errors(database_path(self.plan.folder)):
+        self._launcher.say = self.on_note
+        with database_errors(self.plan.folder):
             self._reconcile()
             while True:
                 stop = None
@@ -217,7 +235,7 @@ class Search:
 
     def interrupt(self) -> None:
         """Stop the running probes; their trials wait in the queue for the next run."""
-        with database_errors(database_path(self.plan.folder)):
+        with database_errors(self.plan.folder):
             running = {frozen.number for frozen in self._frozen() if frozen.state is TrialState.RUNNING}
             for number in running & set(self._live):
                 self._launcher.cancel(self._live[number])
@@ -249,7 +267,10 @@ class Search:
     def _enough(self) -> Stop | None:
         """The reason to ask for no further trial, or None."""
         plan, frozen = self.plan, self._frozen()
-        waiting = sum(t.state is TrialState.WAITING for t in frozen)
+        for lost in frozen:  # made twice: the database was away between its commit and its answer
+            if lost.state is TrialState.RUNNING and lost.number not in self._live:
+                requeue(self.study, lost)
+        waiting = sum(not t.state.is_finished() and t.number not in self._live for t in frozen)
         if self._out_of_time():
             return Stop(StopKind.BUDGET, f"the time budget of {plan.budget_s:.0f} s is spent")
         if waiting:
@@ -296,22 +317,20 @@ class Search:
             if self.on_progress is not None and time.monotonic() - shown > _SHOW_S:
                 self.on_progress(self._progress())
                 shown = time.monotonic()
-            time.sleep(_POLL_S)
+            time.sleep(self._launcher.poll_s)
 
     def _say_if_waiting(self, number: int, folder: Path) -> None:
         """Say once of a probe that it waits for its turn on the device."""
-        path = waiting_path(folder)
-        if folder not in self._said_waiting and path.exists():
+        if folder not in self._said_waiting and (what := self._launcher.waits_for(folder)) is not None:
             self._said_waiting.add(folder)
-            with suppress(OSError):  # its turn came a moment ago
-                self.on_note(f"trial {number} waits for {path.read_text()}")
+            self.on_note(f"trial {number} waits for {what}")
 
     def _conclude(self, number: int, folder: Path) -> bool:
         """Tell the result of trial `number` if there is one; True if the trial no longer occupies a probe slot."""
         result = self._launcher.result(folder)
         if result is None:
             return False
-        follows = what_next(result, folder, attempts=len(self._attempts(number).folders()))
+        follows = what_next(result, folder, **self._attempts(number).counted())
         if follows is not Next.KEEP:
             requeue(self.study, self._frozen()[number])
             del self._live[number]

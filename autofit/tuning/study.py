@@ -1,14 +1,12 @@
 """The study in Optuna: the only record of a search. Everything else is rebuilt from it."""
 
 import contextlib
-import fcntl
 import logging
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 import optuna
 import sqlalchemy.exc
@@ -20,9 +18,11 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.born_whole import is_there, put_in_place
+from autofit.tuning.file_lock import exclusive, warn_of_a_network
 from autofit.tuning.frontier import Trial
 from autofit.tuning.lock_holder import holder_of, wait_until_free
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
+from autofit.tuning.storage import Database, cause_of, check_is_of, database_of, keep_storage
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -31,24 +31,44 @@ _BUSY_S = 60.0  # longest wait for another process that writes
 _LOCK_S = 120.0  # longest wait for another process that makes the database, which takes a second
 
 
-def database_path(folder: Path) -> Path:
-    return folder / "studies.db"
-
-
 def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
-    """The SQLite database of the studies in `folder`. Raises EnvironmentFault if it cannot be used."""
-    path = database_path(folder)
+    """The database of the studies in `folder`. Raises EnvironmentFault if it cannot be used."""
+    database = database_of(folder)
+    with database_errors(folder):
+        if create:
+            check_is_of(database)
+        if database.url is not None:
+            storage: RDBStorage = _shared(database, create=create)
+        else:
+            storage = _own(database, create=create)
+        _check_version(database, storage)
+        if create:
+            keep_storage(database)
+        return storage
+
+
+def _shared(database: Database, *, create: bool) -> RDBStorage:
+    from autofit.tuning.postgres import open_postgres
+    from autofit.tuning.study_lock import keep_locks
+
+    storage = open_postgres(database, create=create)
+    sqlalchemy.event.listen(storage.engine, "connect", keep_locks)
+    return storage
+
+
+def _own(database: Database, *, create: bool) -> RDBStorage:
+    """The SQLite file of `database`."""
+    folder, path = database.folder, database.path
     if not create and not path.exists():
         raise ConfigError(f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder")
-    with database_errors(path):
-        if create and not is_there(path):
-            with exclusive(folder / "locks", "studies-database", wait_s=_LOCK_S):
-                if not is_there(path):
-                    put_in_place(path, _make)
-        wait_until_free(path, most_s=_BUSY_S)
-        storage = _storage(path)
-        _check_version(path, storage)
-        return storage
+    if create:
+        warn_of_a_network(path)
+    if create and not is_there(path):
+        with exclusive(folder / "locks", "studies-database", wait_s=_LOCK_S):
+            if not is_there(path):
+                put_in_place(path, _make)
+    wait_until_free(path, most_s=_BUSY_S)
+    return _storage(path)
 
 
 def _storage(path: Path) -> RDBStorage:
@@ -63,30 +83,37 @@ def _make(path: Path) -> None:
     _storage(path).engine.dispose()
 
 
-def _check_version(path: Path, storage: RDBStorage) -> None:
+def _check_version(database: Database, storage: RDBStorage) -> None:
     """Raise EnvironmentFault if this Optuna cannot read the tables."""
     version = storage.get_current_version()
     if version == storage.get_head_version():
         return
     older = version in storage.get_all_versions()
-    fix = f"run `optuna storage upgrade --storage {storage.url}`" if older else "update it: pip install -U optuna"
+    url = f"sqlite:///{database.path.resolve()}" if database.url is None else str(database)
+    fix = f"run `optuna storage upgrade --storage {url}`" if older else "update it: pip install -U optuna"
     raise EnvironmentFault(
-        f"{path} was written by another version of Optuna: its tables have version {version}, but Optuna "
+        f"{database} was written by another version of Optuna: its tables have version {version}, but Optuna "
         f"{optuna.__version__} needs {storage.get_head_version()}; {fix}, or choose another folder with --dir"
     )
 
 
 @contextlib.contextmanager
-def database_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the database into one clear EnvironmentFault."""
+def database_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the database of the studies in `folder` into one clear EnvironmentFault."""
     try:
         yield
     except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
-        cause = error if isinstance(error, sqlalchemy.exc.DBAPIError) else error.__cause__ or error
-        at_fault = cause.orig if isinstance(cause, sqlalchemy.exc.DBAPIError) else cause
-        raise EnvironmentFault(f"{path} cannot be used as a database: {at_fault}; {_advice(at_fault, path)}") from error
+        database, at_fault = database_of(folder), cause_of(error)
+        if database.url is None:
+            advice = _advice(at_fault, database.path)
+        else:
+            from autofit.tuning.postgres import postgres_advice
+
+            advice = postgres_advice(at_fault, database)
+        reason = str(at_fault).strip().partition("\n")[0]
+        raise EnvironmentFault(f"{database} cannot be used as a database: {reason}; {advice}") from error
     except OSError as error:
-        raise EnvironmentFault(cannot_write(path, error)) from error
+        raise EnvironmentFault(cannot_write(database_of(folder).path, error)) from error
 
 
 def _advice(error: BaseException | None, path: Path) -> str:
@@ -101,40 +128,25 @@ def _advice(error: BaseException | None, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock `name`, waiting up to `wait_s`: one process drives a study. The lock ends with the process.
+def driving(folder: Path, name: str) -> Iterator[None]:
+    """Be the only process that works on the study `name`: of this folder, and of a shared database on all machines.
 
-    Raises ConfigError if another process holds it for all of that time.
+    Raises ConfigError if another one does, with its user, machine and process id where the database is shared.
     """
-    path = folder / f"{name}.lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise EnvironmentFault(cannot_write(path, error)) from error
-    with file:
-        deadline = time.monotonic() + wait_s
-        while not _locked(file):
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"another autofit process is working on {name}; wait until it ends, or choose another study "
-                    f"with --study"
-                )
-            time.sleep(0.1)
+    with contextlib.ExitStack() as stack:
+        database = database_of(folder)
+        if database.url is not None:
+            from autofit.tuning.study_lock import sole_driver
+
+            with database_errors(folder):
+                stack.enter_context(sole_driver(database, name))
+        stack.enter_context(exclusive(folder / "locks", name))
         yield
 
 
-def _locked(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def study_names(storage: RDBStorage) -> list[str]:
+def study_names(folder: Path, storage: RDBStorage) -> list[str]:
     """Names of all studies, last used at the end. Not from Optuna's summaries: they read every trial of every study."""
-    with database_errors(Path(storage.engine.url.database or "")):
+    with database_errors(folder):
         studies = storage.get_all_studies()
     return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
 
@@ -142,8 +154,8 @@ def study_names(storage: RDBStorage) -> list[str]:
 def own_studies(folder: Path) -> list[optuna.Study]:
     """The studies in `folder` that autofit made, last used at the end. Raises ConfigError without a database."""
     storage = open_storage(folder)
-    names = study_names(storage)
-    with database_errors(database_path(folder)):
+    names = study_names(folder, storage)
+    with database_errors(folder):
         found = [optuna.load_study(study_name=name, storage=storage) for name in names]
         return [study for study in found if is_own(study)]
 
@@ -151,17 +163,17 @@ def own_studies(folder: Path) -> list[optuna.Study]:
 def load_study(folder: Path, name: str | None) -> optuna.Study:
     """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none, or not of autofit."""
     storage = open_storage(folder)
-    names = study_names(storage)
+    names, home = study_names(folder, storage), database_of(folder).home
     if not names:
-        raise ConfigError(f"there are no studies in {folder}; run `autofit search` first")
+        raise ConfigError(f"there are no studies in {home}; run `autofit search` first")
     if name is not None and name not in names:
         known = ", ".join(names)
-        raise ConfigError(f"there is no study {name!r} in {folder}{nearest(name, names)}; there are: {known}")
-    with database_errors(database_path(folder)):
+        raise ConfigError(f"there is no study {name!r} in {home}{nearest(name, names)}; there are: {known}")
+    with database_errors(folder):
         study = optuna.load_study(study_name=name or names[-1], storage=storage)
         if not is_own(study):  # the last used one is another program's only where all are
             raise ConfigError(
-                f"the study {study.study_name!r} in {folder} was not made by autofit; run `autofit search` first, or "
+                f"the study {study.study_name!r} in {home} was not made by autofit; run `autofit search` first, or "
                 f"point --dir at its folder"
             )
         return study

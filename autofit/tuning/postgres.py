@@ -1,0 +1,185 @@
+"""Optuna's storage on a Postgres server: it waits while the server is away, and reads with a role that only reads."""
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import psycopg2
+import sqlalchemy.exc
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+from sqlalchemy import URL, NullPool, event, inspect, text
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.tuning.storage import Database, cause_of, me
+
+AWAY_S = 60.0  # longest wait for a server that is restarted
+_QUIET_S = 2.0  # a wait as short needs no word
+_LOCK_S = 60  # longest wait for rows or tables that another session has locked
+_MAKING = 0x6175746F666974  # the advisory lock under which Optuna's tables are made
+# SQLSTATE: connection lost, shut down, starting, too many connections, serialization failure, deadlock.
+_PASSING = ("08", "57P", "53300", "40001", "40P01")
+_DENIED, _READ_ONLY, _DISK_FULL, _LOCKED = "42501", "25006", "53100", "55P03"
+_log = logging.getLogger("autofit")
+T = TypeVar("T")
+
+
+def _connect_args(url: URL) -> dict[str, Any]:
+    """What each connection says of itself, and how soon a dead network is an error; the URL's own come first."""
+    ours: dict[str, Any] = {
+        "application_name": f"autofit {me()[:40]} pid {os.getpid()}", "connect_timeout": 10, "keepalives_idle": 20,
+        "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000,
+    }  # fmt: skip
+    return {name: value for name, value in ours.items() if name not in url.query}
+
+
+def connection_to(database: Database) -> sqlalchemy.Connection:
+    """A connection of its own, which commits each statement."""
+    assert database.url is not None
+    return sqlalchemy.create_engine(
+        database.url, connect_args=_connect_args(database.url), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    ).connect()
+
+
+def passes(error: BaseException) -> bool:
+    """Whether `error` is of a server that is away, or busy, for a moment: the same statement may succeed later."""
+    found = cause_of(error)
+    if not isinstance(found, psycopg2.Error):
+        return False
+    if found.pgcode is None:  # no answer of the server: there was no connection, or it broke
+        return isinstance(found, psycopg2.OperationalError | psycopg2.InterfaceError)
+    return str(found.pgcode).startswith(_PASSING)
+
+
+def postgres_advice(error: BaseException | None, database: Database) -> str:
+    """What to change, from the server's SQLSTATE."""
+    code = getattr(error, "pgcode", None)
+    user = "this role" if database.url is None or database.url.username is None else f"role {database.url.username}"
+    if code == _DENIED:
+        return f"{user} lacks a right there: have it granted to it, or name another role with --storage"
+    if code == _READ_ONLY:
+        return "the server only reads (a standby?): name the primary with --storage"
+    if code == _DISK_FULL:
+        return "free some space on the server and run the same command again: no finished trial is lost"
+    if code == _LOCKED:
+        return "run the same command again once the other session has ended; no trial is lost"
+    if error is None or passes(error):
+        return (
+            "check the server, and the user and password (PGPASSWORD, ~/.pgpass), and run the same command again: no "
+            "trial is lost"
+        )
+    return "choose another database with --storage"
+
+
+def _patient(method: Callable[..., T]) -> Callable[..., T]:
+    """`method`, repeated for up to a minute while the server is away."""
+
+    @functools.wraps(method)
+    def call(self: "PatientStorage", *args: object, **kwargs: object) -> T:
+        began, said = time.monotonic(), False
+        while True:
+            try:
+                found = method(self, *args, **kwargs)
+                if said:
+                    _log.warning("%s is back", self.database)
+                return found
+            except (StorageInternalError, sqlalchemy.exc.DBAPIError) as error:
+                away_s = time.monotonic() - began
+                if not passes(error) or away_s > AWAY_S:
+                    raise
+                if not said and away_s > _QUIET_S:
+                    reason = str(cause_of(error)).strip().partition("\n")[0]
+                    _log.warning("waiting up to %.0f s for %s: %s", AWAY_S, self.database, reason)
+                    said = True
+                time.sleep(0.5)
+
+    return call
+
+
+class PatientStorage(RDBStorage):
+    """RDBStorage that outlives a restart of its server. Each call is one transaction, so that it can be repeated."""
+
+    def __init__(self, database: Database, *, make_tables: bool) -> None:
+        assert database.url is not None
+        self.database = database
+        super().__init__(
+            database.url.render_as_string(hide_password=False),
+            engine_kwargs={
+                "pool_size": 1, "max_overflow": 2, "pool_pre_ping": True,
+                "connect_args": _connect_args(database.url),
+            },
+            skip_compatibility_check=True, skip_table_creation=not make_tables,
+        )  # fmt: skip
+        self.engine.dispose()  # its first connection has no limit yet
+        event.listen(self.engine, "connect", _limit_waits)
+
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
+        """As Optuna's; a server that was stopped after the commit, and before its answer, is told again in vain."""
+        first = True
+
+        def told() -> bool:
+            nonlocal first
+            again, first = not first, False
+            try:
+                return RDBStorage.set_trial_state_values(self, trial_id, state, values)
+            except UpdateFinishedTrialError:
+                if not again:
+                    raise
+                return True
+
+        return _patient(lambda _: told())(self)
+
+
+def _limit_waits(connection: Any, _: object) -> None:
+    """Let no statement wait for ever for what another session has locked."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET lock_timeout = '{_LOCK_S}s'")
+    connection.commit()
+
+
+for _name in (
+    "create_new_study", "delete_study", "set_study_user_attr", "set_study_system_attr", "get_study_id_from_name",
+    "get_study_name_from_id", "get_study_directions", "get_study_user_attrs", "get_study_system_attrs",
+    "get_all_studies", "_create_new_trial", "_set_trial_param", "set_trial_user_attr", "set_trial_system_attr",
+    "get_trial", "_get_trials", "get_trial_user_attrs", "get_trial_system_attrs",
+):  # fmt: skip
+    setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
+
+
+def open_postgres(database: Database, *, create: bool) -> PatientStorage:
+    """The storage of a shared database; `create` makes Optuna's tables if they are missing, and wants to write.
+
+    Raises ConfigError for a database without them otherwise. A role that can only read is enough without `create`.
+    """
+    with connection_to(database) as connection:
+        there = inspect(connection).has_table("alembic_version")
+        if not there and not create:
+            raise ConfigError(
+                f"there are no studies in {database}; run `autofit search` first, or name another --storage"
+            )
+        if there and create:
+            _check_writes(connection, database)
+        if create and not there:
+            connection.execute(text(f"SET lock_timeout = '{_LOCK_S}s'"))
+            connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _MAKING})  # until this connection ends
+            PatientStorage(database, make_tables=True).engine.dispose()
+    return PatientStorage(database, make_tables=False)
+
+
+def _check_writes(connection: sqlalchemy.Connection, database: Database) -> None:
+    role, writes, standby = connection.execute(
+        text(
+            "SELECT current_user, has_table_privilege('studies', 'INSERT') AND has_table_privilege('trials', 'INSERT'),"
+            " pg_is_in_recovery()"
+        )
+    ).one()
+    if standby or not writes:
+        why = "the server is a standby, which only reads" if standby else f"role {role} can only read"
+        raise EnvironmentFault(
+            f"a search must write to {database}, but {why}; name another role or server with --storage, or look at "
+            f"its studies with `autofit studies` and `autofit report`"
+        )

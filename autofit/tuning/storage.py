@@ -1,0 +1,196 @@
+"""Where the studies of a folder are kept: a SQLite file in it, or a Postgres that several people and machines share.
+
+A password comes from libpq (PGPASSWORD, ~/.pgpass, PGSERVICE), from a URL, or from a file that holds a URL. It is never
+written anywhere, and no text shows it.
+"""
+
+import getpass
+import importlib.util
+import os
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofit.errors import ConfigError, EnvironmentFault
+from autofit.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+VARIABLE = "AUTOFIT_STORAGE"
+_WANTED = "--storage must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
+_OTHERS = 0o077  # the bits of a file's mode that let others than its owner read or write it
+_given: dict[Path, str] = {}  # folder -> the database that this process was told to use for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Database:
+    """The database of the studies of `folder`. As text it is a path or a URL, without a password."""
+
+    folder: Path
+    url: "URL | None" = field(default=None, repr=False)  # of a Postgres; None is the file in the folder
+
+    @property
+    def path(self) -> Path:
+        """The SQLite file."""
+        return self.folder / "studies.db"
+
+    def __str__(self) -> str:
+        return str(self.path) if self.url is None else _bare(self.url, self.url.username)
+
+    @property
+    def home(self) -> str:
+        """Where its studies are, in words."""
+        return str(self.folder if self.url is None else self)
+
+    def is_same_as(self, other: "Database") -> bool:
+        """Whether both are one database, whoever connects to it."""
+        if self.url is None or other.url is None:
+            return self.url is other.url
+        return _bare(self.url, None) == _bare(other.url, None)
+
+
+def use_storage(folder: Path, storage: str | None) -> None:
+    """Use the database `storage` for the studies of `folder` in this process; None changes nothing."""
+    if storage is not None:
+        _given[folder.resolve()] = storage
+
+
+def database_of(folder: Path) -> Database:
+    """What --storage, AUTOFIT_STORAGE or the folder itself names; else the SQLite file in the folder.
+
+    Raises ConfigError for a text that names no Postgres, and EnvironmentFault without a driver for it.
+    """
+    storage = _given.get(folder.resolve()) or os.environ.get(VARIABLE) or _kept(folder)
+    return Database(folder=folder, url=None if storage is None else _url(storage))
+
+
+def keep_storage(database: Database) -> None:
+    """Let later commands find `database` by its folder alone: its address is kept there, without a password."""
+    if database.url is not None and _kept(database.folder) is None:
+        write_json(_kept_path(database.folder), {"storage": _to_keep(database)})
+
+
+def check_is_of(database: Database) -> None:
+    """Raise ConfigError if the folder's studies are in another database: their probes would be taken for these."""
+    folder, kept = database.folder, _kept(database.folder)
+    if kept is None and database.path.exists() and database.url is not None:
+        raise ConfigError(
+            f"the studies of {folder} are in {database.path}, so {database} cannot have more of them; choose "
+            f"another folder with --dir, or omit --storage (and {VARIABLE})"
+        )
+    known = None if kept is None else Database(folder=folder, url=_url(kept))
+    if known is not None and not known.is_same_as(database):
+        raise ConfigError(
+            f"the studies of {folder} are in {known}, and not in {database}; choose another folder with --dir, or "
+            f"omit --storage (and {VARIABLE})"
+        )
+
+
+def shows_password(storage: str) -> bool:
+    """Whether the text of --storage has a password, which every user of the machine sees in its list of processes."""
+    return re.search(r"://[^/@]*:[^/]*@", storage) is not None or "password=" in storage
+
+
+def storage_option(folder: Path) -> str:
+    """What a command that is proposed needs, besides the folder, to find its database."""
+    database = database_of(folder)
+    return "" if database.url is None or _kept(folder) is not None else f" --storage '{database}'"
+
+
+def me() -> str:
+    """user@host of this process."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def child_environment(folder: Path) -> dict[str, str]:
+    """The environment of a process that works on the same database as this one."""
+    given = _given.get(folder.resolve())
+    return {**os.environ, **({} if given is None else {VARIABLE: given})}
+
+
+def _kept_path(folder: Path) -> Path:
+    return folder / "storage.json"
+
+
+def _kept(folder: Path) -> str | None:
+    try:
+        found = read_json(_kept_path(folder))
+        return None if found is None else str(found["storage"])
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot read {_kept_path(folder)}: {error.strerror}; choose another folder with --dir, or ask its owner"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFault(
+            f"{_kept_path(folder)} must name the database of the studies, but cannot be read; delete it and name the "
+            f"database with --storage"
+        ) from error
+
+
+def _to_keep(database: Database) -> str:
+    """The text to keep: the file of a URL, as it has the password, or else the URL without one."""
+    given = _given.get(database.folder.resolve()) or os.environ.get(VARIABLE) or ""
+    return f"file:{Path(given[5:]).resolve()}" if given.startswith("file:") else str(database)
+
+
+def _bare(url: "URL", user: str | None) -> str:
+    """`url` as text, with `user` and without a password."""
+    return type(url).create("postgresql", user, None, url.host, url.port, url.database, url.query).render_as_string()
+
+
+def _url(storage: str) -> "URL":
+    """The URL that `storage` gives. Errors show nothing of it that may be a password."""
+    from sqlalchemy import URL, make_url
+    from sqlalchemy.exc import ArgumentError
+
+    text = _read(Path(storage[5:]).expanduser()) if storage.startswith("file:") else storage.strip()
+    scheme = text.partition(":")[0].partition("+")[0]
+    if scheme not in ("postgresql", "postgres"):
+        got = f"{scheme[:20]}:..." if ":" in text else "no scheme"
+        raise ConfigError(f"{_WANTED}; got {got}; omit it for a SQLite file in the folder")
+    try:
+        found = make_url(text)
+    except (ArgumentError, ValueError):
+        raise ConfigError(
+            f"{_WANTED}; what was given cannot be read as one (write @ / : in a password as %40 %2F %3A)"
+        ) from None
+    secret = found.password or found.query.get("password")
+    rest = {key: value for key, value in found.query.items() if key != "password"}
+    if "sslpassword" in rest:
+        raise ConfigError("--storage must not have an sslpassword; use a key file without one, or a service of libpq")
+    if importlib.util.find_spec("psycopg2") is None:
+        raise EnvironmentFault("--storage with Postgres needs a driver: pip install 'autofit[postgres]'")
+    return URL.create(
+        "postgresql+psycopg2", found.username, str(secret) if secret else None, found.host, found.port,
+        found.database, rest,
+    )  # fmt: skip
+
+
+def _read(path: Path) -> str:
+    """The URL in the file `path`, which its owner alone may read."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--storage file:{path} cannot be read: {why}; it must hold one URL") from error
+    if mode & _OTHERS:
+        raise ConfigError(
+            f"others can read {path}, which may hold a password (mode {mode & 0o777:o}); run chmod 600 {path}"
+        )
+    return text
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The driver's own error under those of SQLAlchemy and Optuna."""
+    from sqlalchemy.exc import DBAPIError
+
+    cause = error if isinstance(error, DBAPIError) else error.__cause__ or error
+    return cause.orig if isinstance(cause, DBAPIError) else cause
