@@ -18,15 +18,17 @@ from autofit.plugin.cpu_ranks import fsdp2_on_cpu
 from autofit.recipe.launch import Launch, check_on_cpu
 from autofit.scratch import Scratch
 
+LOOPBACK = "127.0.0.1"
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")  # what accelerate's imports may need
 _NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # whoever starts the ranks chooses their cards
 _SCRIPT = "script"  # the launcher wants the name of one; nothing runs it
 
 
-def rank_environment(launch: Launch, *, rank: int, port: int, device: str) -> dict[str, str]:
-    """The variables that `accelerate launch` adds to the environment of `rank` (from 0) on one machine.
+def rank_environment(launch: Launch, *, rank: int, port: int, device: str, address: str = LOOPBACK) -> dict[str, str]:
+    """The variables that `accelerate launch` adds to the environment of `rank` (from 0, over all machines).
 
-    Ranks meet at `port` of 127.0.0.1. On `cpu` the ranks share the cores, and accelerate is told not to look for cards.
+    Ranks meet at `port` of `address`, which is the first machine's. On `cpu` the ranks of a machine share its cores,
+    and accelerate is told not to look for cards.
     Raises ConfigError for a launch that accelerate would refuse.
     """
     if not 0 <= rank < launch.ranks:
@@ -34,20 +36,18 @@ def rank_environment(launch: Launch, *, rank: int, port: int, device: str) -> di
     local = rank % (launch.ranks // launch.machines)
     own = {
         "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(launch.ranks),
-        "LOCAL_WORLD_SIZE": str(launch.ranks // launch.machines), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(launch.ranks // launch.machines), "MASTER_ADDR": address, "MASTER_PORT": str(port),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }  # fmt: skip
     on_cpu = device == "cpu"
-    cpu = (
-        {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(threads_per_rank(launch)), "GLOO_SOCKET_IFNAME": "lo"}
-        if on_cpu
-        else {}
-    )
+    cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(threads_per_rank(launch))} if on_cpu else {}
+    if on_cpu and address == LOOPBACK:
+        cpu["GLOO_SOCKET_IFNAME"] = "lo"
     return {**_of_accelerate(launch, port), **own, **cpu}
 
 
 @contextmanager
-def as_rank(launch: Launch, *, rank: int, port: int, device: str) -> Iterator[None]:
+def as_rank(launch: Launch, *, rank: int, port: int, device: str, address: str = LOOPBACK) -> Iterator[None]:
     """Context in which this process trains as `rank` of `launch`; nothing changes for a launch of one plain rank.
 
     `device` is `cpu` (gloo) or `cuda` (NCCL, the card number LOCAL_RANK of the visible ones). The process group ends
@@ -57,7 +57,8 @@ def as_rank(launch: Launch, *, rank: int, port: int, device: str) -> Iterator[No
         yield
         return
     with ExitStack() as kept:
-        kept.enter_context(mock.patch.dict(os.environ, rank_environment(launch, rank=rank, port=port, device=device)))
+        found = rank_environment(launch, rank=rank, port=port, device=device, address=address)
+        kept.enter_context(mock.patch.dict(os.environ, found))
         if device == "cuda":  # as accelerate will, but before anyone asks for the memory of the card
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if device == "cpu":
@@ -81,7 +82,7 @@ def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:
 
     with Scratch() as folder, _clean_environment() as before:
         path = os.path.join(folder, "launch.yaml")
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8") as file:  # what differs between machines is set above
             yaml.safe_dump({**launch.to_accelerate(), "num_machines": 1, "machine_rank": 0}, file)
         try:
             given = launch_command_parser().parse_args(

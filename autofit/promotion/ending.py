@@ -15,9 +15,19 @@ _FILE = "ended.json"
 def write_ending(folder: Path, ending: Ending) -> None:
     """Keep the reason why the run in `folder` ended; nothing for one that is done or has failed with a reason."""
     if not any((folder / name).exists() for name in ("final.json", "failed.json")):
-        with contextlib.suppress(EnvironmentFault):  # a full disk
-            who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}: "
-            write_json(folder / _FILE, {"reason": f"{who}{_reason(folder, ending)}"})
+        who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}{on_node(ending)}: "
+        tell_ending(folder, f"{who}{_reason(folder, ending)}")
+
+
+def tell_ending(folder: Path, reason: str) -> None:
+    """Keep `reason` as that why the run in `folder` ended early."""
+    with contextlib.suppress(EnvironmentFault):  # a full disk
+        write_json(folder / _FILE, {"reason": reason})
+
+
+def on_node(ending: Ending) -> str:
+    """ " on n2" for a rank of a run on several machines."""
+    return f" on {ending.node}" if ending.node else ""
 
 
 def ending_of(folder: Path) -> str | None:

@@ -1,7 +1,8 @@
 """How a full run is asked to end: a signal to one of its processes, or the file `stop` in its folder.
 
 SIGTERM and SIGINT end programs; Slurm sends SIGUSR1 or SIGUSR2 before it takes a machine away (`--signal`). The
-training saves a checkpoint after the step at work, and ends.
+training saves a checkpoint after the step at work, and ends. A job of Slurm then asks to be started again, unless it
+was the file.
 """
 
 import contextlib
@@ -9,7 +10,10 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autofit.cluster.inside import in_job
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_LATER = "stop-for-now"  # file in the folder of a run on Slurm
 
 _received: list[signal.Signals] = []  # by this process
 
@@ -23,6 +27,7 @@ def listen(act: Callable[[], None] = lambda: None) -> None:
 
     for number in SIGNALS:
         signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came while this process could not note it, comes now
 
 
 def received() -> signal.Signals | None:
@@ -36,9 +41,28 @@ def ask_to_end(folder: Path) -> None:
         (folder / "stop").touch()
 
 
+def ask_after_signal(folder: Path) -> None:
+    """As `ask_to_end`, after one of SIGNALS: a job of Slurm is to go on later."""
+    if not in_job():
+        ask_to_end(folder)
+        return
+    with contextlib.suppress(OSError):
+        (folder / _LATER).touch()
+
+
 def asked_to_end(folder: Path) -> bool:
     """Whether the run in `folder` is to save a checkpoint and to end."""
-    return bool(_received) or (folder / "stop").exists()
+    return bool(_received) or (folder / "stop").exists() or (folder / _LATER).exists()
+
+
+def goes_on_later(folder: Path) -> bool:
+    """Whether the run in `folder` was asked to end by a signal only, and nobody wants it to stay so."""
+    return (bool(_received) or (folder / _LATER).exists()) and not (folder / "stop").exists()
+
+
+def forget_signals(folder: Path) -> None:
+    """A job of Slurm starts again."""
+    (folder / _LATER).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

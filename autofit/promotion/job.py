@@ -1,18 +1,18 @@
 """The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-import psutil
-
 from autofit.files import read_json, write_json
+from autofit.probing.births import note_of
 from autofit.probing.slots import slots
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.promotion.ending import write_ending
-from autofit.promotion.interruption import ask_to_end, asked_to_end, listen
+from autofit.promotion.interruption import ask_to_end, asked_to_end, deaf_children, listen
 from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
 from autofit.recipe.launch import Launch
@@ -25,9 +25,8 @@ def run_promoted(request_path: str) -> None:
     request = read_json(Path(request_path))
     assert request is not None
     folder = Path(str(request["folder"]))
-    process = psutil.Process()
     listen(lambda: ask_to_end(folder))
-    write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    write_json(folder / "started.json", note_of(os.getpid()))
     names = tuple(cast(list[str], request["slots"]))
     count = Launch.of(cast("dict[str, object]", request["values"])).ranks if names[0].startswith(_CARD) else 1
     with slots(names, count, abandoned=lambda: asked_to_end(folder)) as held:
@@ -38,13 +37,13 @@ def run_promoted(request_path: str) -> None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix(_CARD) for name in held)
         cwd = str(request["cwd"])
         train_to_the_end(
-            Path(request_path), folder, alone=lambda: keep(lambda: _start(request_path, folder, cwd, env)),
+            Path(request_path), folder, alone=lambda: keep(lambda: start_alone(request_path, folder, cwd, env)),
             ranks=in_processes(Path(request_path), folder, cwd=cwd, env=env),
         )  # fmt: skip
 
 
-def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], Ending], ranks: Keep) -> None:
-    """Train, and after an OOM again with the next setting that needs less memory; keeps the reason of the end.
+def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], Ending], ranks: Keep) -> Ending:
+    """Train, and after an OOM again with the next setting that needs less memory; keeps and returns the end.
 
     `alone` trains one process by itself, `ranks` those of a recipe that has more: a rescue may change which.
     """
@@ -54,10 +53,12 @@ def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], En
         ending = alone() if launch.is_alone else run_ranks(folder, launch, ranks)
         again = goes_on(request_path, ending)
     write_ending(folder, ending)
+    return ending
 
 
-def _start(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
-    with (folder / "run.log").open("ab") as log:
+def start_alone(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
+    """Start the training in one process; its pid. It hears signals once it listens, and none is lost before."""
+    with (folder / "run.log").open("ab") as log, deaf_children():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "autofit.promotion.training", request_path], cwd=cwd, env=env,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -1,19 +1,27 @@
 """Where a promoted run trains: on the device of its study, or where the user says."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus
+from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
 
 
-def training_device(studied: Device, asked: str, *, begun: Mapping[str, object] | None = None) -> Device:
+def training_device(
+    studied: Device, asked: str, *, begun: Mapping[str, object] | None = None, executor: Executor = LOCAL
+) -> Device:
     """`cpu` or `cuda`: what was asked, what the run has `begun` on, or the device of the study, `studied`.
 
-    Raises ConfigError where the study is of a card that this machine lacks and nobody said where to train.
+    Raises ConfigError where the study is of a card that this machine lacks and nobody said where to train. On Slurm
+    the job looks at the cards of its nodes.
     """
+    if executor.is_slurm and "cuda" in (asked, studied) and asked != "cpu":
+        return "cuda"
     if asked != "auto":
         return _given(asked)
     if begun is not None:
@@ -28,15 +36,58 @@ def training_device(studied: Device, asked: str, *, begun: Mapping[str, object] 
 _SAY_WHERE = "say where the run trains with --device cpu or --device cuda, or write its YAML only with --write-only"
 
 
-def check_ranks(launch: Launch, device: Device) -> None:
-    """Raise ConfigError for a launch whose ranks this machine cannot start on `device`."""
-    write = "write its files with --write-only, and start it with the command that they name"
+def machines_of(launch: Launch, executor: Executor) -> int:
+    """The machines on which `launch` trains with `executor`. Raises ConfigError where its ranks cannot be so divided.
+
+    Its ranks stay as many as they are, and so does the effective batch.
+    """
+    if not executor.is_slurm or executor.nodes is None or executor.nodes == launch.machines:
+        return launch.machines
+    asked = executor.nodes
     if launch.machines > 1:
-        raise ConfigError(f"the run trains on {launch.machines} machines, and autofit starts it on one; {write}")
+        raise ConfigError(
+            f"the recipe trains on {launch.machines} machines (num_machines), and --nodes is {asked}; leave --nodes out"
+        )
+    if launch.ranks % asked:
+        works = ", ".join(str(n) for n in sorted(divisors(launch.ranks)))
+        raise ConfigError(
+            f"the {launch.ranks} rank(s) of the run cannot be divided by --nodes {asked}; give --nodes {works}, or "
+            f"search on a multiple of {asked} ranks (--num_processes)"
+        )
+    return asked
+
+
+def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> None:
+    """Raise ConfigError for a launch whose ranks cannot be started on `device` of this machine, or of Slurm's."""
+    write = "write its files with --write-only, and start it with the command that they name"
+    if launch.machines > 1 and not executor.is_slurm:
+        raise ConfigError(
+            f"the run trains on {launch.machines} machines, and autofit starts it on one; give --executor slurm, or "
+            f"{write}"
+        )
     if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
-    if device == "cuda" and launch.cards > len(gpus()):
+    if device == "cuda" and not executor.is_slurm and launch.cards > len(gpus()):
         raise ConfigError(f"the run trains on {launch.cards} cards, and this machine has {len(gpus())}; {write}")
+
+
+def check_server(values: Mapping[str, object], executor: Executor) -> None:
+    """Raise ConfigError for a run on Slurm whose vLLM server would be on the node of its job, where none is started."""
+    serves = values.get("use_vllm") and values.get("vllm_mode", "server") == "server"
+    elsewhere = values.get("vllm_server_base_url") or values.get("vllm_server_host", "localhost") != "localhost"
+    if executor.is_slurm and serves and not elsewhere:
+        raise ConfigError(
+            "the recipe trains beside a vLLM server of its own machine (vllm_mode: server), which autofit does not "
+            "start on Slurm; start `trl vllm-serve` in a job of its own and give its address as vllm_server_base_url"
+        )
+
+
+def for_slurm(executor: Executor, launch: Launch, device: Device) -> Executor:
+    """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank."""
+    options = ("gres", "gpus", "gpus-per-task", "gpus-per-node")
+    given = executor.gpus_per_node or any(option in executor.slurm for option in options)
+    cards = executor.gpus_per_node if given or device != "cuda" else str(launch.ranks // launch.machines)
+    return replace(executor, nodes=launch.machines, gpus_per_node=cards)
 
 
 def _given(asked: str) -> Device:

@@ -1,40 +1,46 @@
 """Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
 
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_json
 from autofit.hardware.hardware import Device, slot_names
-from autofit.probing.launch import is_alive, start_job
+from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
+from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.checkpoints import checkpoints
 from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.place import check_ranks, training_device
+from autofit.promotion.place import check_ranks, check_server, for_slurm, machines_of, training_device
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
+from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Rule, Trial, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import database_errors, database_path, load_study, trials_of
+from autofit.tuning.storage import check_is_of, database_of, keep_storage
+from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard
 
 _YEAR_S = 365 * 24 * 3600.0
+_LONGEST_SIGNAL_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +73,26 @@ class Promotion:
 
 def plan_promotion(
     folder: Path, *, study_name: str | None, trial: str, device: str = "auto", launch: bool = True,
-    allow: Tier = "neutral",
+    allow: Tier = "neutral", executor: Executor = LOCAL,
     say: Callable[[str], None] = lambda _: None,
 ) -> Promotion:  # fmt: skip
     """The promotion of `trial` (a number or "best") of a study in `folder`, after its proof; writes its tuned YAML.
 
-    `device` is where its run trains. Raises ConfigError, and writes nothing, for a trial that claims to be neutral and
-    is not, and, where the run is to be launched, for a study of a card that this machine lacks.
+    `device` is where its run trains, with `executor` on machines of Slurm. Raises ConfigError, and writes nothing, for
+    a trial that claims to be neutral and is not, and, where the run is to be launched, for a study of a card that this
+    machine lacks.
     """
     study = load_study(folder, study_name)
+    check_is_of(database_of(folder))
+    keep_storage(database_of(folder))  # for the run, and those who look at it
     record = record_of(study)
     say(f"study {study.study_name}{' (used last)' if study_name is None else ''}")
     chosen = choose(trials_of(study), trial, record.rule)
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     where = record.device
     if launch and record.trains_on_data:
-        where = training_device(record.device, device, begun=read_json(home / "request.json"))
-    with database_errors(database_path(folder)):  # the proof is kept there
+        where = training_device(record.device, device, begun=read_json(home / "request.json"), executor=executor)
+    with database_errors(folder):  # the proof is kept there
         proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
     sure = confirmation_note([chosen], record.rule)
@@ -95,6 +104,10 @@ def plan_promotion(
     if "output_dir" in record.resolved:
         own = given.get("output_dir")
         extra["output_dir"] = str(Path(str(own)) / home.name if own else home.resolve() / "output")
+    own_launch = Launch.of(merge(given, chosen.yaml_changes))
+    machines = machines_of(own_launch, executor)
+    if machines != own_launch.machines:
+        extra[LAUNCH] = replace(own_launch, machines=machines).to_values()
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
         f"{describe_changes(chosen.changes, record.resolved)}\n"
@@ -105,7 +118,8 @@ def plan_promotion(
         values=merge(given, {**chosen.yaml_changes, **extra}), comment=comment, command=record.command, remark=remark
     )
     if launch and record.trains_on_data:
-        check_ranks(tuned.launch, where)
+        check_ranks(tuned.launch, where, executor)
+        check_server(tuned.values, executor)
     path = home / "tuned.yaml"
     written = tuned.write(path, accelerate=home / "accelerate.yaml")
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
@@ -158,8 +172,9 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
 
 
 def launch(
-    promotion: Promotion, *, study_folder: Path, restart: bool = False, guards: Sequence[Guard] | None = None
-) -> str:
+    promotion: Promotion, *, study_folder: Path, restart: bool = False, guards: Sequence[Guard] | None = None,
+    executor: Executor = LOCAL,
+) -> str:  # fmt: skip
     """Start the run unless it is running or done. Returns "started", "resumed", "running" or "done"."""
     folder = promotion.folder
     if restart and not is_alive(folder):
@@ -171,7 +186,7 @@ def launch(
     if read_json(folder / "final.json") is not None:
         return "done"
     forget_ending(folder)
-    for name in ("stop", "started.json", "job.json", "failed.json", "oom.json"):
+    for name in ("stop", "started.json", "job.json", "failed.json", "oom.json", REQUEUES):
         (folder / name).unlink(missing_ok=True)
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
@@ -187,21 +202,38 @@ def launch(
         request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
     write_json(folder / "request.json", request)
     resumed = bool(checkpoints(promotion.output_dir))
-    start_job(folder, run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S)
+    if executor.is_slurm:
+        executor = for_slurm(executor, promotion.tuned.launch, promotion.device)
+    start_job(
+        folder, run_allocated if executor.is_slurm else run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S,
+        executor=executor, signal_s=_signal_s(executor),
+    )  # fmt: skip
     return "resumed" if resumed else "started"
 
 
+def _signal_s(executor: Executor) -> int:
+    """Seconds before the time limit at which the run is told to save: a step and a checkpoint must fit."""
+    return int(min(_LONGEST_SIGNAL_S, max(60, (executor.time_s or math.inf) / 10)))
+
+
 def follow(
-    promotion: Promotion, show: Callable[[dict[str, object]], None], tell: Callable[[RunEvent], None] = lambda _: None
-) -> dict[str, object]:
+    promotion: Promotion, show: Callable[[dict[str, object]], None], tell: Callable[[RunEvent], None] = lambda _: None,
+    *, place: Callable[[str], None] = lambda _: None,
+) -> dict[str, object]:  # fmt: skip
     """The final summary of the run; calls `show` with each logged step and `tell` with each event until it ends.
+
+    `place` is told where its job of Slurm is: in the queue and why, or on which nodes.
 
     Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
     said: set[tuple[object, ...]] = set()  # a rescue takes steps and events back, so no count would do
     read: list[tuple[int, int] | None] = []
+    where: str | None = None
     while True:
         alive = is_alive(promotion.folder)
+        if alive and (now := place_in_slurm(promotion.folder)) not in (None, where):
+            where = now
+            place(str(now))
         state = [_state(promotion.folder / name) for name in (PROGRESS, EVENTS)]
         if state != read:  # a long run has many lines, and seldom a new one
             read = state
@@ -216,7 +248,8 @@ def follow(
             asked = stop_asked(promotion.folder)
             if asked is not None:
                 raise EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
-            reason = ending_of(promotion.folder) or "perhaps killed"
+            found = (end_in_slurm(promotion.folder), ending_of(promotion.folder))
+            reason = "; ".join(filter(None, found)) or "perhaps killed"
             raise EnvironmentFault(
                 f"the run ended before its last step ({reason}); run the same command to resume it; "
                 f"see {promotion.folder / 'run.log'}"
@@ -249,6 +282,7 @@ def _say_new(
 def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
     """Ask the run to save a checkpoint after its current step and to end; waits. True if it has ended."""
     ask_to_end(promotion.folder)
+    cancel_waiting(promotion.folder)
     deadline = time.monotonic() + wait_s
     while is_alive(promotion.folder) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -12,9 +12,12 @@ from autofit.hardware.hardware import threads_of_each
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.supervise import Ending
-from autofit.promotion.interruption import asked_to_end
+from autofit.promotion.ending import on_node
+from autofit.promotion.interruption import asked_to_end, deaf_children
 from autofit.promotion.rank_files import (
+    ADDRESS,
     JOB,
+    LOOPBACK,
     first_failure,
     forget_ranks,
     forget_unloadable,
@@ -59,22 +62,29 @@ def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
 
 def _own(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a rank must know before its first import; the rest it asks accelerate's code for."""
-    threads = threads_of_each(launch.ranks)
-    return {"RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+    threads = threads_of_each(launch.ranks // launch.machines)
+    return {"RANK": str(rank), ADDRESS: LOOPBACK, "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
             JOB: str(os.getpid())}  # fmt: skip
 
 
-def in_processes(request_path: Path, folder: Path, *, cwd: str, env: Mapping[str, str]) -> Keep:
-    """Keeps each rank in a new process."""
+def in_processes(
+    request_path: Path, folder: Path, *, cwd: str, env: Mapping[str, str],
+    abandoned: Callable[[], bool] = lambda: False,
+) -> Keep:  # fmt: skip
+    """Keeps each rank in a new process of this machine, until `abandoned`."""
 
     def keep(own: Sequence[dict[str, str]]) -> RanksEnded:
-        return keep_ranks(lambda rank: _start(request_path, folder, rank, cwd, {**env, **own[rank]}), len(own))
+        def start(rank: int) -> int:
+            return start_rank(request_path, folder, rank, cwd, {**env, **own[rank]})
+
+        return keep_ranks(start, len(own), abandoned=abandoned)
 
     return keep
 
 
-def _start(request_path: Path, folder: Path, rank: int, cwd: str, env: dict[str, str]) -> int:
-    with log_of(folder, rank).open("ab") as log:
+def start_rank(request_path: Path, folder: Path, rank: int, cwd: str, env: Mapping[str, str]) -> int:
+    """Start one rank in a process of its own; its pid. It hears signals once it listens, and none is lost before."""
+    with log_of(folder, rank).open("ab") as log, deaf_children():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "autofit.promotion.rank_training", str(request_path)], cwd=cwd, env=env,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -94,7 +104,8 @@ def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
     failure = first_failure(folder, launch.ranks)
     if failure is not None and not killed:
         step, phase = place_of(folder, failure.rank)
-        reason = f"rank {failure.rank}: {failure.reason} (in the {phase}, after step {step})"
+        who = f"rank {failure.rank}{on_node(ended.endings[failure.rank])}"
+        reason = f"{who}: {failure.reason} (in the {phase}, after step {step})"
         write_json(folder / "failed.json", {"reason": reason})
 
 
@@ -108,7 +119,7 @@ def _killed(folder: Path, rank: int, ending: Ending, launch: Launch) -> RunEvent
     name = signal.Signals(-ending.exit_code).name
     how = "by the kernel, as the machine had no memory left" if ending.kernel_oom else f"by {name}"
     text = (
-        f"rank {rank} of {launch.ranks} was killed {how} in the {phase}, after step {step}; all ranks were ended; the "
-        f"same command goes on from the last checkpoint"
+        f"rank {rank} of {launch.ranks}{on_node(ending)} was killed {how} in the {phase}, after step {step}; all ranks "
+        f"were ended; the same command goes on from the last checkpoint"
     )
     return RunEvent(step=step, kind=Kind.RANK, text=text, data={"rank": rank, "phase": phase})

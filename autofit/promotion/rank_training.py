@@ -1,7 +1,7 @@
 """One rank of a promoted run: the full training of a recipe with a launch, resumable from every whole checkpoint.
 
-Runs in a process of its own for each rank (`python -m autofit.promotion.rank_training REQUEST`), with RANK and
-MASTER_PORT in its environment. Rank 0 records the run; the others follow it. Loads torch.
+Runs in a process of its own for each rank (`python -m autofit.promotion.rank_training REQUEST`), with RANK,
+MASTER_ADDR and MASTER_PORT in its environment. Rank 0 records the run; the others follow it. Loads torch.
 """
 
 import contextlib
@@ -27,9 +27,10 @@ from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.supervise import die_with_parent
 from autofit.promotion.checkpoints import delete_own
 from autofit.promotion.full_disk import print_leniently, reason_of
-from autofit.promotion.interruption import ask_to_end, listen, received
+from autofit.promotion.interruption import ask_after_signal, listen, received
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rank_files import (
+    ADDRESS,
     JOB,
     Place,
     forget_unloadable,
@@ -63,7 +64,8 @@ def main(request_path: str) -> int:
     folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
     launch, values = split(opened(cast("dict[str, object]", request["values"])))
     try:
-        with _mirrored(request, folder, rank), as_rank(launch, rank=rank, port=port, device=str(request["device"])):
+        device, address = str(request["device"]), os.environ[ADDRESS]
+        with _mirrored(request, folder, rank), as_rank(launch, rank=rank, port=port, device=device, address=address):
             _train({**request, "values": values}, folder, output)
     except dist.DistNetworkError:
         traceback.print_exc()
@@ -159,6 +161,6 @@ if __name__ == "__main__":
     die_with_parent()
     if str(os.getppid()) != os.environ.get(JOB):  # it was killed while this process imported torch
         os._exit(1)
-    listen(lambda: ask_to_end(Path(sys.argv[1]).parent))
+    listen(lambda: ask_after_signal(Path(sys.argv[1]).parent))
     print_leniently()
     _leave(main(sys.argv[1]))

@@ -11,6 +11,7 @@ from autofit.recipe.launch import Launch, split
 from autofit.recipe.recipe import tuned_yaml
 
 _ACCELERATE = ".accelerate.yaml"  # after the stem of the YAML
+_EACH_MACHINE = "# on each machine add: --machine_rank NUMBER_FROM_0 --main_process_ip ADDRESS_OF_THE_FIRST\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class Tuned:
             return (path,)
         beside = path.with_name(f"{path.stem}{_ACCELERATE}") if accelerate is None else accelerate
         config = yaml.safe_dump(launch.to_accelerate(), sort_keys=False, allow_unicode=True)
-        write_atomically(beside, f"# autofit: {launch.words}\n{config}")
+        note = _EACH_MACHINE if launch.machines > 1 else ""
+        write_atomically(beside, f"# autofit: {launch.words}\n{note}{config}")
         comment = self._comment(f"{path.name} --accelerate_config {beside.name}")
         write_atomically(path, tuned_yaml(values, {}, comment=comment))
         return (path, beside)
