@@ -4,25 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autofit.api import advise, check, estimate, monitor, promote, report, run, search, studies, verify
+    from autofit.api import advise, check, estimate, jobs, monitor, promote, report, run, search, studies, verify
     from autofit.api.callback import AutofitCallback
+    from autofit.cluster.executor import Executor
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
 __all__ = [
-    "AutofitCallback", "FitCheck", "advise", "check", "estimate", "fake_gpu", "fit_check", "monitor", "promote",
-    "report", "run", "search", "studies", "verify",
+    "AutofitCallback", "Executor", "FitCheck", "advise", "check", "estimate", "fake_gpu", "fit_check", "jobs",
+    "monitor", "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
     "AutofitCallback": "autofit.api.callback",
+    "Executor": "autofit.cluster.executor",
     "FitCheck": "autofit.fitcheck",
     "advise": "autofit.api",
     "check": "autofit.api",
     "estimate": "autofit.api",
     "fake_gpu": "autofit.fakegpu",
     "fit_check": "autofit.fitcheck",
+    "jobs": "autofit.api",
     "monitor": "autofit.api",
     "promote": "autofit.api",
     "report": "autofit.api",

@@ -14,6 +14,7 @@ from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
+from autofit.commands.jobs import jobs
 from autofit.commands.monitor import monitor
 from autofit.commands.promote import promote
 from autofit.commands.report import report
@@ -23,11 +24,12 @@ from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
 from autofit.errors import AutofitError, one_line
+from autofit.tuning.storage import VARIABLE, shows_password
 
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
-    "studies": studies, "advise": advise,
+    "studies": studies, "advise": advise, "jobs": jobs,
 }  # fmt: skip
 
 
@@ -35,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
     try:
         options = parser().parse_args(argv)
+        if getattr(options, "storage", None) is not None:
+            os.environ[VARIABLE] = options.storage  # for the processes of this command as well
+            if shows_password(options.storage):
+                say("the password in --storage can be seen by others (ps): use PGPASSWORD, ~/.pgpass or file:PATH")
         return _COMMANDS[options.command](options)
     except AutofitError as error:
         say(f"autofit: {one_line(error.as_options or str(error))}")

@@ -157,7 +157,8 @@ def _counts_padding(model: Any) -> bool:
 def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int, int]:
     """(index of its row, tokens) of the longest prompt as TRL tokenizes it, chat template included; the least tokens.
 
-    Tokenizes in order of decreasing text size, and stops when no shorter text can win: a token has at least one byte.
+    Tokenizes in order of decreasing text size, equal texts once, and stops when no shorter text can win: a token has at
+    least one byte.
     """
     from transformers import AutoTokenizer
 
@@ -170,20 +171,23 @@ def longest_prompt(rows: Any, config: TrlConfig) -> tuple[int, int, int]:
         raise ConfigError(f"{name!r} has no tokenizer that transformers can load: {str(error)[:200]}") from error
     if len(rows) == 0:
         raise ConfigError("the train split of the dataset is empty; GRPO needs at least one prompt")
-    texts = [_rendered(prompt, tokenizer, config) for prompt in rows["prompt"]]
-    sizes = [len(text.encode()) for text, _ in texts]
+    first: dict[tuple[str, bool], int] = {}  # {text and whether it gets special tokens: the first row that has it}
+    for index, prompt in enumerate(rows["prompt"][:]):  # at once: row by row is slow
+        first.setdefault(_rendered(prompt, tokenizer, config), index)
+    ordered = sorted(first, key=lambda one: len(one[0].encode()), reverse=True)
 
-    def count(index: int) -> int:
-        text, special = texts[index]
+    def count(one: tuple[str, bool]) -> int:
+        text, special = one
         return len(tokenizer(text, add_special_tokens=special)["input_ids"])
 
     best, best_tokens = 0, -1
-    for index in sorted(range(len(texts)), key=sizes.__getitem__, reverse=True):
-        if sizes[index] + 8 < best_tokens:  # 8: special tokens that a tokenizer adds around a text
+    for one in ordered:
+        if len(one[0].encode()) + 8 < best_tokens:  # 8: special tokens that a tokenizer adds around a text
             break
-        if (tokens := count(index)) > best_tokens:
-            best, best_tokens = index, tokens
-    return best, best_tokens, count(sizes.index(min(sizes)))
+        if (tokens := count(one)) > best_tokens:
+            best, best_tokens = first[one], tokens
+    least = min(len(one[0].encode()) for one in ordered)
+    return best, best_tokens, count(next(one for one in ordered if len(one[0].encode()) == least))
 
 
 def _rendered(prompt: object, tokenizer: Any, config: TrlConfig) -> tuple[str, bool]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 from transformers import AutoConfig
 
 from autofit.plugin.hub import go_offline_without_a_hub
@@ -98,7 +99,7 @@ class TrlTrainer:
         with offline.or_stated(inspection):
             given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
         go_offline_without_a_hub()
-        device = device_overrides(inspection.device)
+        device = device_overrides(inspection.device if torch.cuda.is_available() else "cpu")  # a login node has no card
         given = overridden(self.name, given, inspection.changed)
         given, moved = at_top_level(self.name, given, self.parse(given, overrides=device), inspection.changed)
         config = self.parse(given, overrides=device)

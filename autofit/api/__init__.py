@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
     from autofit.api.events import Event, Progress
+    from autofit.api.job_list import Job, Jobs, jobs
     from autofit.api.listing import Studies, studies
     from autofit.api.monitoring import Snapshot, monitor
     from autofit.api.pipeline import run
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from autofit.api.trials import TrialResult
 
 __all__ = [
-    "CardAdvice", "Check", "Estimate", "Event", "PipelineResult", "Progress", "PromotionResult", "ProofResult",
-    "SearchResult", "Snapshot", "StageResult", "Studies", "TrialResult", "advise", "check", "estimate", "monitor",
-    "promote", "report", "run", "search", "studies", "verify",
+    "CardAdvice", "Check", "Estimate", "Event", "Job", "Jobs", "PipelineResult", "Progress", "PromotionResult",
+    "ProofResult", "SearchResult", "Snapshot", "StageResult", "Studies", "TrialResult", "advise", "check", "estimate",
+    "jobs", "monitor", "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
     "CardAdvice": "card_advice", "advise": "card_advice",
+    "Job": "job_list", "Jobs": "job_list", "jobs": "job_list",
     "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",

@@ -6,9 +6,12 @@ functions say it as they take it, `target_vram`; the first text stays with the e
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
+from autofit.cluster.executor import Executor, executor_given
+from autofit.cluster.slurm import check_commands
 from autofit.errors import AutofitError, ConfigError, nearest
 from autofit.units import parse_bytes, parse_frac, parse_seconds
 
@@ -18,10 +21,13 @@ _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
     "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only", "out", "parallel",
     "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram", "time-budget",
-    "trainer", "trials", "accelerate_config", "num_processes", "gpus",
+    "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus", "executor",
 )  # fmt: skip
-_VALUE = r"auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
-_OPTION = re.compile(rf"--({'|'.join((*_RENAMED, *_SAME))})\b(?!-)(?: (?P<metavar>[A-Z]+)\b| (?P<value>{_VALUE})\b)?")
+_VALUE = r"local|slurm|debug|auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
+# An option with a URL is of the command of another program, as of Optuna's.
+_OPTION = re.compile(
+    rf"--({'|'.join((*_RENAMED, *_SAME))})\b(?!-| \w+://)(?: (?P<metavar>[A-Z]+)\b| (?P<value>{_VALUE})\b)?"
+)
 
 
 @contextlib.contextmanager
@@ -78,6 +84,18 @@ def _parsed(option: str, given: str | None, parse: Callable[[str], T]) -> T | No
         return None if given is None else parse(given)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def executor_asked(given: str | Mapping[str, object] | Executor | None, *, debugging: bool = True) -> Executor:
+    """The executor of an argument, over executor.yaml of the working directory.
+
+    Raises ConfigError, and EnvironmentFault where it is Slurm and this machine has not its commands.
+    """
+    found = executor_given(given, Path.cwd())
+    if found.kind == "debug" and not debugging:
+        raise ConfigError("the executor debug is for the probes of a search; give --executor local or slurm")
+    check_commands(found)
+    return found
 
 
 def at_least_one(option: str, value: int | None) -> None:

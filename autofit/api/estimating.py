@@ -127,6 +127,7 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
             stated = read_recipe(
                 source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
                 changes=asked.changes, prompt_tokens=asked.prompt_tokens, launch=asked.launch,
+                say=lambda text: tell(Event(text=text)),
             )  # fmt: skip
             stated.check()
             tell(Event(text=f"{stated.model} on {describe_device(device, capacity, stated.launch.cards)}"))

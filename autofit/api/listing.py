@@ -16,6 +16,7 @@ from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import baseline, winner
 from autofit.tuning.record import record_of
+from autofit.tuning.storage import database_of, use_storage
 from autofit.tuning.study import own_studies, trials_of
 from autofit.units import format_bytes
 
@@ -57,6 +58,7 @@ class Studies(Shown):
     """The studies of a folder, the one used last at the end."""
 
     folder: Path
+    home: str  # the folder, or the database that several folders share
     studies: tuple[StudySummary, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -66,8 +68,8 @@ class Studies(Shown):
     def parts(self) -> list[Table | str]:
         """A table with a study a row."""
         if not self.studies:
-            return [f"there are no studies in {self.folder}"]
-        title = f"Studies in {escape(str(self.folder))}, the one used last at the end"
+            return [f"there are no studies in {self.home}"]
+        title = f"Studies in {escape(self.home)}, the one used last at the end"
         table = Table(title=title, title_justify="left")
         for name in ("study", "model", "trainer", "device", "target", "trials", "winner", "promoted", "used (UTC)"):
             table.add_column(name, overflow="fold", no_wrap=name == "study")
@@ -77,14 +79,18 @@ class Studies(Shown):
         return [table, *found]
 
 
-def studies(folder: str | Path = FOLDER) -> Studies:
-    """The studies that autofit keeps in `folder`, the one used last at the end; those of other programs are left out.
+def studies(folder: str | Path = FOLDER, *, storage: str | None = None) -> Studies:
+    """The studies that autofit keeps in `folder`, or in the database `storage`, the one used last at the end.
+
+    Those of other programs are left out.
 
     Raises ConfigError for a folder that has no database of studies, and EnvironmentFault for one that cannot be read.
     """
     with named_as_arguments():
+        use_storage(Path(folder), storage)
         found = own_studies(Path(folder))
-        return Studies(folder=Path(folder), studies=tuple(_summary(Path(folder), study) for study in found))
+        home = database_of(Path(folder)).home
+        return Studies(folder=Path(folder), home=home, studies=tuple(_summary(Path(folder), study) for study in found))
 
 
 def _summary(folder: Path, study: optuna.Study) -> StudySummary:

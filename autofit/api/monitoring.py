@@ -10,9 +10,8 @@ from autofit.api.originals import Originals
 from autofit.api.promoted import PromotedRun
 from autofit.api.running import Runs
 from autofit.errors import ConfigError
-from autofit.files import read_json
 from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
-from autofit.probing.at_work import AtWork, probes_at_work
+from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
 from autofit.watching.contract import Row
 from autofit.watching.progress import Progress
 
@@ -114,12 +113,15 @@ class Snapshot:
         return {**asdict(self), "folder": str(self.folder)}
 
 
-def monitor(folder: str | Path = FOLDER) -> Snapshot:
+def monitor(folder: str | Path = FOLDER, *, storage: str | None = None) -> Snapshot:
     """Cards, host, running probes and promoted runs of `folder` now; takes about 0.3 s. Raises ConfigError without it.
 
     Nothing is written, and no CUDA is started.
     """
+    from autofit.tuning.storage import use_storage
+
     with named_as_arguments():
+        use_storage(Path(folder), storage)
         watch = Watch(Path(folder))
         watch.snapshot()
         time.sleep(_SAMPLE_S)
@@ -193,8 +195,8 @@ class Watch:
 
 
 def _run_use(run: PromotedRun) -> ProcessUse | None:
-    job = read_json(run.folder / "started.json") if run.state == "running" else None
-    return None if job is None else tree_use(int(str(job["pid"])))
+    pid = pid_of_job(run.folder) if run.state == "running" else None
+    return None if pid is None else tree_use(pid)
 
 
 def _pids(use: ProcessUse | None) -> frozenset[int]:

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.pipeline_check import check_stages
 from autofit.api.pipeline_known import Knowledge
 from autofit.api.pipeline_results import PipelineResult, StageResult, Status
 from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
+from autofit.cluster.executor import Executor
 from autofit.promotion.merged import is_adapter, whole_model
 from autofit.promotion.stages import Known, State
 from autofit.recipe.pipeline import Stage, read_pipeline
-from autofit.tuning.study import exclusive
+from autofit.tuning.file_lock import exclusive
+from autofit.tuning.storage import use_storage
 
 
 def run(
@@ -30,7 +32,9 @@ def run(
     search: bool = True,
     plan: bool = False,
     folder: str | Path = FOLDER,
+    storage: str | None = None,
     mlflow: bool = True,
+    executor: str | Mapping[str, object] | Executor | None = None,
     on_event: OnEvent | None = None,
     on_step: Callable[[Step], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -48,10 +52,13 @@ def run(
     stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen.
 
     Everything that can be wrong with a stage is looked for before anything trains: each recipe is read with its data,
-    with the base model of an earlier stage in place of what that stage will train. Ctrl-C saves a checkpoint and
+    with the base model of an earlier stage in place of what that stage will train. `executor` says where probes and
+    trainings run, as in `autofit.search`. Ctrl-C saves a checkpoint and
     returns, with the status "interrupted". Raises ConfigError, and EnvironmentFault when a search or a training fails.
     """
     with named_as_arguments():
+        where = executor_asked(executor, debugging=False)
+        use_storage(Path(folder), storage)
         given = dict(pipeline) if isinstance(pipeline, Mapping) else Path(pipeline)
         read = read_pipeline(given, changes=changes)
         if only is not None:
@@ -59,7 +66,10 @@ def run(
         over = {"target_vram": target_vram, "device": device, "trials": trials}
         options = {key: value for key, value in over.items() if value is not None}
         about = Knowledge.of(read, Path(folder), options, search=search)
-        driver = _Driver(about=about, mlflow=mlflow, tell=on_event or silent, on_step=on_step, on_progress=on_progress)
+        driver = _Driver(
+            about=about, mlflow=mlflow, executor=where, tell=on_event or silent, on_step=on_step,
+            on_progress=on_progress,
+        )  # fmt: skip
         chosen = [stage.name for stage in read.stages if only in (None, stage.name)]
         if plan:
             check_stages(about, only=only, tell=driver.tell)
@@ -75,6 +85,7 @@ class _Driver:
 
     about: Knowledge
     mlflow: bool
+    executor: Executor
     tell: OnEvent
     on_step: Callable[[Step], None] | None
     on_progress: Callable[[Progress], None] | None
@@ -133,7 +144,7 @@ class _Driver:
         found = search_for_the_fastest(
             stage.resolved(self._models(stage)), name=self.about.study_name(stage), folder=self.state.folder,
             trainer=self.about.trainers[stage.name], mlflow=self.mlflow, on_event=self.tell,
-            on_progress=self.on_progress, **options,
+            on_progress=self.on_progress, executor=self.executor, **options,
         )  # fmt: skip
         if found.interrupted:
             return self._result(stage, "interrupted", "the same command goes on with its search")
@@ -155,7 +166,7 @@ class _Driver:
 
         done = promote(
             known.trial, study=known.study, folder=self.state.folder, restart=known.restart, on_step=stepped,
-            on_event=self.tell,
+            on_event=self.tell, executor=self.executor,
         )  # fmt: skip
         self.state.keep(stage.name, replace(known, restart=False))
         return done

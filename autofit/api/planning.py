@@ -5,18 +5,22 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
+from autofit.cluster.cards import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
+from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
-from autofit.hardware.hardware import about_choice, choose_device_and_target, gpus
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import NO_NEEDS, about_choice, choose_device_and_target, choose_target, gpus
+from autofit.hardware.needs import CardNeeds, card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
+from autofit.scratch import claim
 from autofit.space.describe import describe_left_out
 from autofit.space.space import QUANTIZATION, Knob, Space
 from autofit.space.space_file import StatedSpace, read_space, space_knobs
@@ -27,6 +31,7 @@ from autofit.units import format_bytes
 
 DeviceKind = Literal["auto", "cpu", "cuda", "sim"]
 _DEVICES: tuple[DeviceKind, ...] = ("auto", "cpu", "cuda", "sim")
+_JOBS_AT_ONCE = 4
 _TRIALS = 12  # of a search that no time or plateau ends
 
 
@@ -58,6 +63,7 @@ class Request:
     study: str | None
     folder: Path
     launch: LaunchOptions = NO_OPTIONS
+    executor: Executor = LOCAL
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the recipe and the machine."""
@@ -88,30 +94,34 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     """The plan of a search. Raises ConfigError for what cannot be: a card, a recipe, a space, a target too small."""
     budget_s = seconds("--time-budget", asked.time_budget)
     deadline_s = seconds("--deadline", asked.deadline) or 0
-    kind = "sim" if asked.device == "auto" and asked.gpu is None and asked.recipe is None else asked.device
-    asked_bytes = size("--target-vram", asked.target_vram)
-    device, target = choose_device_and_target(kind, asked.gpu, asked_bytes)  # a wrong one is said at once
+    node = _node_cards(asked, on_event)
+    device, target = _device_and_target(asked, node)  # a wrong one is said at once
     check_prompt_tokens(asked.prompt_tokens, device)
     _headroom(asked.headroom, device, target)
     source = source_of(asked.recipe, asked.name)
     needs = card_needs({**source.values, **(asked.changes or {})})
-    device, target = choose_device_and_target(kind, asked.gpu, asked_bytes, needs)
+    device, target = _device_and_target(asked, node, needs)
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once
     one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
+    claim(scratch)
     recipe = read_recipe(
         source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
-        prompt_tokens=asked.prompt_tokens, launch=asked.launch,
+        prompt_tokens=asked.prompt_tokens, launch=asked.launch, say=lambda text: on_event(Event(text=text)),
     )  # fmt: skip
-    check_cards(recipe, device)
-    choice = about_choice(device, asked.gpu, asked_bytes, needs)
+    if node is None:
+        check_cards(recipe, device)
+    else:
+        check_count(node.cards, recipe.launch.cards)
+    choice = about_choice(device, asked.gpu, size("--target-vram", asked.target_vram), needs)
+    choice = choice if node is None else f"{node.kind}, on the nodes of the cluster; no other kind takes a probe"
     card = [("card", choice)] if choice else []
     for label, text in (*recipe.describe(), *card, ("device", describe_device(device, target, recipe.launch.cards))):
         on_event(Event(label=label, text=text))
     knobs = space_knobs(recipe, asked.space)
-    space = Space.of(recipe, knobs, allow=asked.allow, device=device)
+    space = Space.of(recipe, knobs, allow=asked.allow, device=device, card=None if node is None else node.kind)
     if space.left_out:
         on_event(Event(label="left out", text=describe_left_out(space.left_out)))
     _check_target(space, target - headroom)
@@ -121,10 +131,39 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         study_name=asked.study, max_trials=asked.trials or (None if open_ended else _TRIALS), budget_s=budget_s,
         plateau_trials=asked.plateau, sampler=asked.sampler, goal=asked.goal,
         min_gain_frac=share("--min-gain", asked.min_gain) or None,
-        parallel=asked.parallel or _probes_at_once(device, recipe.launch.cards),
+        parallel=_at_once(asked, device, recipe.launch.cards),
         measured_steps=asked.measured_steps, deadline_s=deadline_s, seed=asked.seed,
+        executor=asked.executor, card=None if node is None else node.kind,
     )  # fmt: skip
     return Planned(plan=plan, knobs=knobs, scratch=scratch)
+
+
+def _node_cards(asked: Request, on_event: OnEvent) -> NodeCards | None:
+    """The cards of the cluster's nodes that the search is of; None where it is of this machine's, or of none."""
+    executor, device = asked.executor, asked.device
+    if not executor.is_slurm or asked.recipe is None:
+        return None
+    if device == "auto" and asked.gpu is None and asks_for_cards(executor):
+        device = "cuda"
+    if device != "cuda":
+        return None
+    if asked.gpu is not None:
+        return named_cards(asked.gpu, executor)
+    say = partial(_say_of_card, on_event)
+    return cards_of_nodes(executor, asked.folder / "cluster", say=say)
+
+
+def _say_of_card(on_event: OnEvent, text: str) -> None:
+    on_event(Event(label="card", text=text))
+
+
+def _device_and_target(asked: Request, node: NodeCards | None, needs: CardNeeds = NO_NEEDS) -> tuple[str, int]:
+    """(device for probes, target in bytes). Raises ConfigError."""
+    asked_bytes = size("--target-vram", asked.target_vram)
+    if node is not None:
+        return "cuda", choose_target(asked_bytes, "cuda", node.cards)
+    simulated = asked.device == "auto" and asked.gpu is None and (asked.recipe is None or asked.executor.is_slurm)
+    return choose_device_and_target("sim" if simulated else asked.device, asked.gpu, asked_bytes, needs)
 
 
 def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:
@@ -136,6 +175,13 @@ def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:
             f"--headroom must be below the target of {format_bytes(target_bytes)}; got {format_bytes(headroom)}"
         )
     return headroom
+
+
+def _at_once(asked: Request, device: str, cards: int) -> int:
+    """The probes at once that are asked for; a terminal has one, and on a cluster each has a job of its own."""
+    if asked.executor.kind == "debug":
+        return 1
+    return asked.parallel or (_JOBS_AT_ONCE if asked.executor.is_slurm else _probes_at_once(device, cards))
 
 
 def _probes_at_once(device: str, cards: int) -> int:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, named_as_arguments, one_of
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, one_of
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
+from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
 from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
@@ -28,8 +29,10 @@ from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.narrow import missing_packages
 from autofit.tracking.follower import mended
+from autofit.tuning.file_lock import exclusive
 from autofit.tuning.record import record_of
-from autofit.tuning.study import database_errors, database_path, exclusive, load_study, trials_of
+from autofit.tuning.storage import use_storage
+from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:
@@ -137,7 +140,7 @@ class PromotionResult(Shown):
 
 def verify(
     trial: str | int = "best", *, study: str | None = None, folder: str | Path = FOLDER,
-    on_event: OnEvent | None = None,
+    storage: str | None = None, on_event: OnEvent | None = None,
 ) -> ProofResult:  # fmt: skip
     """The gradient proof of `trial` (a number or "best") of a study in `folder`, or of the study used last.
 
@@ -146,9 +149,10 @@ def verify(
     EnvironmentFault when the comparison fails.
     """
     with named_as_arguments():
+        use_storage(Path(folder), storage)
         found = load_study(Path(folder), study)
         chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
-        with database_errors(database_path(Path(folder))):
+        with database_errors(Path(folder)):
             proof = prove(found, chosen, say=_saying(on_event))
     return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
 
@@ -157,12 +161,14 @@ def promote(
     trial: str | int = "best", *,
     study: str | None = None,
     folder: str | Path = FOLDER,
+    storage: str | None = None,
     out: str | Path | None = None,
     device: str = "auto",
     launch: bool = True,
     restart: bool = False,
     guards: StatedGuards | None = None,
     allow: Tier = "neutral",
+    executor: str | Mapping[str, object] | Executor | None = None,
     on_step: Callable[[Step], None] | None = None,
     on_event: OnEvent | None = None,
 ) -> PromotionResult:  # fmt: skip
@@ -176,8 +182,10 @@ def promote(
     over autofit's own guards.yaml, its content as a mapping, or "off". A run that is out of memory goes on from its
     last checkpoint with the next neutral change that needs less; `allow` is the lowest tier of change that it may make
     then. A recipe of several ranks trains on as many processes, and has an accelerate config beside its YAML
-    (`out` and `.accelerate.yaml`), as TRL takes them together. `launch=False` writes these files only. `on_step` gets
-    each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status "interrupted".
+    (`out` and `.accelerate.yaml`), as TRL takes them together. `executor` says where the run trains, as in
+    `autofit.search`: on Slurm it is a job of its own, of `nodes` machines. `launch=False` writes these files only.
+    `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status
+    "interrupted".
 
     Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
     the run fails.
@@ -185,10 +193,19 @@ def promote(
     say = _saying(on_event)
     with named_as_arguments():
         one_of("--device", device, ("auto", "cpu", "cuda"))
+        use_storage(Path(folder), storage)
         watched_for = read_guards(guards)
         one_of("--allow", allow, TIERS)
+        where = executor_asked(executor, debugging=False)
         promotion = plan_promotion(
-            Path(folder), study_name=study, trial=str(trial), device=device, launch=launch, allow=allow, say=say
+            Path(folder),
+            study_name=study,
+            trial=str(trial),
+            device=device,
+            launch=launch,
+            allow=allow,
+            executor=where,
+            say=say,
         )
         written = promotion.written if out is None else promotion.tuned.write(Path(out))
         for file in written:
@@ -210,10 +227,10 @@ def promote(
                 f"another trial"
             )
         with exclusive(Path(folder) / "locks", promotion.folder.name), mended(promotion.folder):
-            how = launch_run(promotion, study_folder=Path(folder), restart=restart, guards=watched_for)
+            how = launch_run(promotion, study_folder=Path(folder), restart=restart, guards=watched_for, executor=where)
             say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
             try:
-                final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text))
+                final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say)
             except KeyboardInterrupt:
                 say("saving a checkpoint after the step at work; run the same command again to resume")
                 stop(promotion)

@@ -3,11 +3,11 @@
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
+from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import gpus
@@ -17,6 +17,7 @@ from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated, read_source
+from autofit.scratch import release
 from autofit.units import format_bytes
 
 Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
@@ -39,20 +40,22 @@ def source_of(given: Given | None, name: str | None = None) -> Source:
 def read_recipe(
     source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
     changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
-    trains: bool = True,
+    trains: bool = True, say: Callable[[str], None] = lambda _: None,
 ) -> Recipe:  # fmt: skip
     """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
 
+    A large dataset or model takes a while, of which `say` is called with a word every 20 s.
     Raises ConfigError for what TRL would not take.
     """
     named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
-        return prepare(
-            source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
-            changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
-            trains=trains,
-        )  # fmt: skip
+        with still_at(f"reading {source.what} with its dataset and model", say):
+            return prepare(
+                source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
+                changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
+                trains=trains,
+            )  # fmt: skip
     except AutofitError:
         drop(scratch)
         raise
@@ -60,7 +63,7 @@ def read_recipe(
 
 def drop(scratch: Path) -> None:
     """Remove `scratch`, and the folder that it is in when that is empty."""
-    shutil.rmtree(scratch, ignore_errors=True)
+    release(scratch)
     with contextlib.suppress(OSError):
         scratch.parent.rmdir()
 

@@ -55,6 +55,7 @@ class SearchResult(Shown):
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
     outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
     trainer: str = ""
+    card: str | None = None  # the kind of card of a search on a cluster
     predicted: Cloud | None = None  # of all candidates, thinned; None where nothing was predicted
     proof: str = ""  # of the winner's gradient, as a sentence; "" before it is made
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
@@ -66,7 +67,7 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "",
-        promoted: tuple[PromotedRun, ...] = (),
+        promoted: tuple[PromotedRun, ...] = (), card: str | None = None,
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -76,7 +77,7 @@ class SearchResult(Shown):
         by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
         return cls(
             study=study, folder=folder, original=original, target_bytes=target_bytes,
-            device=probed[0].device if probed else None, device_name=probed[0].device_name if probed else "",
+            device=probed[0].device if probed else None, device_name=card or (probed[0].device_name if probed else ""),
             fidelity=probed[0].fidelity if probed else "measured",
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
@@ -85,7 +86,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof,
+            proof=proof, card=card,
         )  # fmt: skip
 
     @property
@@ -104,6 +105,7 @@ class SearchResult(Shown):
             "study": self.study,
             "target_bytes": self.target_bytes,
             "device": self.device,
+            "card": self.card,
             "fidelity": self.fidelity,
             "winner": None if self.winner is None else self.winner.to_dict(),
             "confirmation": self.confirmation,
@@ -171,7 +173,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
-        trainer=record.trainer, predicted=Cloud.from_json(record.predicted),
+        trainer=record.trainer, card=record.card, predicted=Cloud.from_json(record.predicted),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 
 from autofit.api.advising import is_known, outside
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server, launch_options
@@ -21,6 +21,7 @@ from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.api.trials import TrialResult
+from autofit.cluster.executor import Executor
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.files import cache_folder, write_atomically
 from autofit.forecast.composed import Source
@@ -30,6 +31,7 @@ from autofit.forecast.host_steps import OFFLOAD, WHY, has_room, without_offload
 from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
+from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
 from autofit.recipe.keys import Tier
@@ -46,7 +48,8 @@ from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.search import Progress as _Progress
 from autofit.tuning.sensitivity import sensitivity
 from autofit.tuning.stop import Stop, StopKind
-from autofit.tuning.study import exclusive, trials_of
+from autofit.tuning.storage import database_of, use_storage
+from autofit.tuning.study import driving, open_storage, trials_of
 from autofit.units import format_seconds
 
 
@@ -73,11 +76,13 @@ def search(
     measured_steps: int = 2,
     deadline: str | float = "15m",
     parallel: int | None = None,
+    executor: str | Mapping[str, object] | Executor | None = None,
     confirm: bool = True,
     seed: int = 0,
     name: str | None = None,
     study: str | None = None,
     folder: str | Path = FOLDER,
+    storage: str | None = None,
     mlflow: bool = True,
     advice: bool = True,
     on_event: OnEvent | None = None,
@@ -109,8 +114,14 @@ def search(
     probes run at once. `confirm` probes the winner again, longer and in turns with the recipe as it is; one that is not
     clearly faster gives way to the next, and the recipe stays as it is if none is.
 
-    The study is kept in `folder` and goes on when the same search is called again, as after a crash. It is called
-    `study`, or after the recipe (`name` in place of the file's), the target and the device. `mlflow` mirrors it.
+    `executor` says where probes run: "local", "slurm", "debug" (in this terminal, for breakpoints in reward functions),
+    a mapping with sbatch's options ({"executor": "slurm", "partition": "gpu", "time": "4h"}), which is laid over
+    executor.yaml of the working directory, or an `Executor`.
+
+    The study is kept in `folder`, or in the Postgres that `storage` names ("postgresql://user@host/database", or
+    "file:PATH" of a file with such a URL), which several people and machines may share; the folder remembers it without
+    a password. It goes on when the same search is called again, as after a crash. It is called `study`, or after the
+    recipe (`name` in place of the file's), the target and the device. `mlflow` mirrors it.
     `advice` simulates, after the search, what lies outside the allowed tier.
 
     Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
@@ -123,15 +134,21 @@ def search(
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )
+        where = executor_asked(executor)
     asked = Request(
         recipe=recipe, name=name, target_vram=target_vram, headroom=headroom, device=device, gpu=gpu, trainer=trainer,
         space=space, allow=allow, changes=changes, prompt_tokens=prompt_tokens, launch=launch, trials=trials,
         time_budget=time_budget, plateau=plateau, min_gain=min_gain, goal=goal, sampler=sampler,
         measured_steps=measured_steps, deadline=deadline, parallel=parallel, seed=seed, study=study,
-        folder=Path(folder),
+        folder=Path(folder), executor=where,
     )  # fmt: skip
     with named_as_arguments():
         asked.check()
+        use_storage(asked.folder, storage)
+        if database_of(asked.folder).url is not None:
+            open_storage(
+                asked.folder, create=True
+            ).engine.dispose()  # a server that is away, or only reads, is told at once
         server = fork_server(asked.folder)
         try:
             run = _Run(asked, server, on_event or silent, on_progress)
@@ -145,13 +162,15 @@ def search(
 
 
 def report(
-    study: str | None = None, *, folder: str | Path = FOLDER, html: str | Path | None = None
+    study: str | None = None, *, folder: str | Path = FOLDER, html: str | Path | None = None,
+    storage: str | None = None,
 ) -> SearchResult:  # fmt: skip
     """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError for none.
 
     `html` is the path of a file to which it is also written, as a web page that needs nothing else.
     """
     with named_as_arguments():
+        use_storage(Path(folder), storage)
         result = read_result(Path(folder), study)
         if html is not None:
             from autofit.api.page import page_of
@@ -177,7 +196,7 @@ class _Run:
         if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
             plan = replace(plan, space=without(plan.space, forecast.crashed))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(exclusive(plan.folder / "locks", plan.name))
+            stack.enter_context(driving(plan.folder, plan.name))
             study = open_study(plan)
             if mirroring:
                 stack.enter_context(following(plan.folder, study.study_name, say=self._note))
@@ -188,13 +207,24 @@ class _Run:
                 f"{plan.space.allow} or above",
                 label="study",
             )
-            driver = Search(plan, study, server_socket=self._server.socket_path)
+            launcher = launcher_for(
+                plan.executor,
+                plan.probes_folder,
+                device=plan.device,
+                card=plan.card,
+                cards=plan.recipe.launch.ranks,
+            )
+            stack.callback(launcher.close)
+            if plan.executor.kind == "debug":
+                self._note("the time at a breakpoint counts as the probe's; --study gives it a study of its own",
+                           label="debug")  # fmt: skip
+            driver = Search(plan, study, server_socket=self._server.socket_path, launcher=launcher)
             driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
             driver.on_note = self._note
             try:
                 stop = driver.run()
                 if confirming:
-                    confirm(plan, study, server_socket=self._server.socket_path, say=self._note)
+                    confirm(plan, study, server_socket=self._server.socket_path, launcher=launcher, say=self._note)
                 if plan.device == "cuda":
                     self._correct_clock(plan, study)
                 if stop.kind is not StopKind.BROKEN:
@@ -242,7 +272,7 @@ class _Run:
     def _forecast(self, planned: Planned) -> Forecast | None:
         """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
         plan, scratch = planned.plan, planned.scratch
-        device, remark = simulated_twin(plan.device), about_twin(plan.device)
+        device, remark = simulated_twin(plan.device, plan.card), about_twin(plan.device, plan.card)
         if remark:
             self._note(remark if device is not None else f"nothing, so no candidate is ruled out: {remark}",
                        label="predicted")  # fmt: skip
@@ -304,7 +334,7 @@ class _Run:
 
     def _estimator(self, plan: Plan, folder: str) -> Estimator | None:
         """Simulations on the twin of the plan's card; None where there is none."""
-        device = simulated_twin(plan.device)
+        device = simulated_twin(plan.device, plan.card)
         if device is None or plan.limit_bytes is None:
             return None
         return Estimator(
@@ -315,7 +345,7 @@ class _Run:
 
     def _correct_clock(self, plan: Plan, study: optuna.Study) -> None:
         """Correct the clock of the card's simulated twin by the winner's measured seconds; it is kept."""
-        device, best = simulated_twin(plan.device), winner(trials_of(study), **record_of(study).rule)
+        device, best = simulated_twin(plan.device, plan.card), winner(trials_of(study), **record_of(study).rule)
         estimator = self._estimator(plan, "calibrations")
         if device is None or best is None or best.result is None or estimator is None:
             return
@@ -342,7 +372,7 @@ def _keep_sensitivity(planned: Planned, study: optuna.Study, forecast: Forecast 
     best = winner(trials, **record.rule)
     if best is None:
         return
-    space = Space.of(plan.recipe, planned.knobs, allow="recipe", device=plan.device)
+    space = Space.of(plan.recipe, planned.knobs, allow="recipe", device=plan.device, card=plan.card)
     kept = sensitivity(
         space, trials, best, limit_bytes=plan.limit_bytes,
         predict=lambda other, tokens: None if forecast is None else forecast.of(space, other, completion_tokens=tokens),

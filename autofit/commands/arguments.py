@@ -7,6 +7,8 @@ from typing import NoReturn
 from autofit import __version__
 from autofit.errors import ConfigError, nearest
 
+_OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run")
+
 
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with the nearest valid option in place of the usage text."""
@@ -81,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
     search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _executor(search, debugging=True).add_argument("--probes-per-job", type=int, metavar="N",
+                                   help="probes of one job, one after the other (default: 1)")  # fmt: skip
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
     _card(estimate)
@@ -116,8 +120,10 @@ def parser() -> argparse.ArgumentParser:
                          help="lowest tier of change that a run which is out of memory may make to go on (default: "
                               "neutral: the effective batch and the gradient stay as they are)")  # fmt: skip
     promote.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _executor(promote).add_argument("--nodes", type=int, metavar="N", help="machines of the full run")
 
     _run(commands)
+    _jobs(commands)
 
     ui = _command(commands, "ui", "serve MLflow on 127.0.0.1 and print the address that compares the Pareto front")
     ui.add_argument("--study", help="name of the study (default: the one used last)")
@@ -183,6 +189,40 @@ def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.add_argument("--plan", action="store_true", help="check every stage and say what would happen; train nothing")
     run.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
     run.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _executor(run).add_argument("--nodes", type=int, metavar="N", help="machines of each full run")
+
+
+def _executor(parser: _Parser, *, debugging: bool = False) -> "argparse._ArgumentGroup":
+    """The options that say where jobs run; those of Slurm have sbatch's names."""
+    group = parser.add_argument_group(
+        "where jobs run", "An executor.yaml in the working directory has the same keys; options win over it."
+    )
+    kinds: tuple[str, ...] = ("local", "slurm")
+    text = "local: this machine (default); slurm: jobs of a cluster"
+    if debugging:
+        kinds, text = (*kinds, "debug"), f"{text}; debug: one after the other in this terminal, for breakpoints"
+    group.add_argument("--executor", choices=kinds, help=text)
+    for option in ("partition", "account", "qos", "constraint", "mem", "gpus-per-node"):
+        group.add_argument(f"--{option}", metavar=option.upper(), help=argparse.SUPPRESS)
+    group.add_argument("--cpus-per-task", type=int, metavar="N", help=argparse.SUPPRESS)
+    group.add_argument("--time", metavar="TIME",
+                       help="longest time of a job: 4h, or 4:00:00. Also, as sbatch has them: --partition --account "
+                       "--qos --constraint --mem --gpus-per-node --cpus-per-task")  # fmt: skip
+    group.add_argument("--slurm", action="append", default=[], metavar="KEY[=VALUE]",
+                       help="any other option of sbatch; may be given several times")  # fmt: skip
+    group.add_argument("--setup", action="append", metavar="LINE",
+                       help="a line of shell in front of every job, such as `module load cuda`; may be given several "
+                       "times")  # fmt: skip
+    return group
+
+
+def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    jobs = _command(commands, "jobs", "list the jobs of a folder of studies, cancel them, or show what one prints")
+    jobs.add_argument("action", nargs="?", choices=("list", "cancel", "tail"), default="list",
+                      help="list (default), cancel ID..., or tail ID")  # fmt: skip
+    jobs.add_argument("ids", nargs="*", metavar="ID", help="of the jobs to cancel, or of the one to show")
+    jobs.add_argument("--follow", action="store_true", help="with tail: go on until the job ends")
+    jobs.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
 
 def _recipe(parser: _Parser) -> None:
@@ -230,5 +270,10 @@ def _add_trainer(parser: _Parser) -> None:
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--dir", type=Path, default=Path("autofit-studies"), help="folder of the studies")
+    if name in _OPEN_STUDIES:
+        parser.add_argument("--storage", metavar="URL",
+                            help="Postgres that several people share: postgresql://USER@HOST/DATABASE, or file:PATH of "
+                                 "a file with such a URL (default: AUTOFIT_STORAGE, else a file in the folder)"
+                            )  # fmt: skip
     parser.set_defaults(command=name)
     return parser

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from autofit.errors import ConfigError, printable, quoted
+from autofit.tuning.storage import storage_option
 
 if TYPE_CHECKING:
     from autofit.api.tables import Shown
+    from autofit.cluster.executor import Executor
 
 
 class LaunchArguments(TypedDict):
@@ -43,8 +45,9 @@ def show(result: "Shown") -> None:
 
 
 def dir_option(folder: Path) -> str:
-    """What a command that is proposed needs to find `folder`."""
-    return "" if folder == Path("autofit-studies") else f" --dir {folder}"
+    """What a command that is proposed needs to find the studies of `folder`."""
+    where = "" if folder == Path("autofit-studies") else f" --dir {folder}"
+    return where + storage_option(folder)
 
 
 def settings(given: Sequence[str]) -> dict[str, object]:
@@ -61,6 +64,22 @@ def settings(given: Sequence[str]) -> dict[str, object]:
         except ConfigError as error:
             raise ConfigError(f"--set {printable(text, 80)}: {error}") from error
     return changes
+
+
+def executor_option(options: argparse.Namespace) -> "Executor":
+    """What the options and executor.yaml of the working directory say of where jobs run."""
+    from autofit.cluster.executor import read_executor
+
+    names = (
+        "partition", "account", "qos", "constraint", "mem", "gpus_per_node", "cpus_per_task", "nodes", "time", "setup",
+        "probes_per_job",
+    )  # fmt: skip
+    more: dict[str, object] = {}
+    for text in options.slurm:
+        key, equals, value = text.removeprefix("--").partition("=")
+        more[key] = value if equals else True
+    given = {name: getattr(options, name, None) for name in names}
+    return read_executor(options.executor, {**given, "slurm": more or None}, Path.cwd())
 
 
 def terminate_like_interrupt() -> None:

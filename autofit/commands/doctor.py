@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say
 from autofit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def doctor(options: argparse.Namespace) -> int:
             raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
         return DONE
     from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe
+    from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.hardware import choose_device
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.source import read_source
@@ -36,11 +37,12 @@ def doctor(options: argparse.Namespace) -> int:
             recipe = read_recipe(
                 source, trainer=options.trainer, device=device, server=server,
                 scratch=folder / "inspection", launch=launch,
-                prompt_tokens=options.prompt_tokens, trains=False,
+                prompt_tokens=options.prompt_tokens, trains=False, say=say,
             )  # fmt: skip
         finally:
             server.close()
-    found = _findings(options, source.values, recipe, device)
+    beside = executor_findings(options.recipe.resolve().parent, cards=recipe.launch.cards)
+    found = [*_findings(options, source.values, recipe, device), *beside]
     for finding in found:
         print(f"{finding.severity:>16}: {finding}")
     recipe.check()

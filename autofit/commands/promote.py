@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from autofit.commands.common import DONE, INTERRUPTED, dir_option, say, show, terminate_like_interrupt
+from autofit.commands.common import DONE, INTERRUPTED, dir_option, executor_option, say, show, terminate_like_interrupt
 
 
 def promote(options: argparse.Namespace) -> int:
@@ -14,7 +14,8 @@ def promote(options: argparse.Namespace) -> int:
     found = api.promote(
         options.trial, study=options.study, folder=options.dir, out=options.out, device=options.device,
         launch=not options.write_only, restart=options.restart, guards=options.guards, allow=options.allow,
-        on_step=lambda step: say(step_line(step)), on_event=lambda event: say(str(event)),
+        executor=executor_option(options), on_step=lambda step: say(step_line(step)),
+        on_event=lambda event: say(str(event)),
     )  # fmt: skip
     if found.status == "interrupted":
         return INTERRUPTED

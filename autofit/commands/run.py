@@ -8,6 +8,7 @@ from autofit.commands.common import (
     INTERRUPTED,
     NOTHING_FITS,
     dir_option,
+    executor_option,
     say,
     settings,
     show,
@@ -23,7 +24,8 @@ def run(options: argparse.Namespace) -> int:
     result = api.run(
         options.pipeline, target_vram=options.target_vram, device=options.device, trials=options.trials,
         changes=settings(options.set), only=options.only, restart=options.restart, search=not options.no_search,
-        plan=options.plan, folder=options.dir, mlflow=not options.no_mlflow, on_event=lambda event: say(str(event)),
+        plan=options.plan, folder=options.dir, mlflow=not options.no_mlflow,
+        executor=executor_option(options), on_event=lambda event: say(str(event)),
         on_step=lambda step: say(step_line(step)),
     )  # fmt: skip
     if options.json:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ignore_interrupts, launch_arguments, say, settings, terminate_like_interrupt
+from autofit.commands.common import (
+    executor_option,
+    ignore_interrupts,
+    launch_arguments,
+    say,
+    settings,
+    terminate_like_interrupt,
+)
 from autofit.commands.report import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
@@ -27,8 +34,9 @@ def search(options: argparse.Namespace) -> int:
     open_ended = options.time_budget is not None or options.plateau is not None
     if options.demo and options.device == "auto" and options.gpu is None:
         options.device = "cpu"
+    where = executor_option(options)
     terminate_like_interrupt()
-    with _display() as display:
+    with _display(live=where.kind != "debug") as display:
         result = api.search(
             _demo_recipe if options.demo else options.recipe,
             target_vram=options.target_vram, device=options.device, gpu=options.gpu,
@@ -39,8 +47,8 @@ def search(options: argparse.Namespace) -> int:
             time_budget=options.time_budget, plateau=options.plateau, min_gain=options.min_gain, goal=options.goal,
             sampler=options.sampler, measured_steps=options.measured_steps, deadline=options.deadline,
             parallel=options.parallel, confirm=not options.no_confirm, seed=options.seed, study=options.study,
-            folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, on_event=display.on_event,
-            on_progress=display.on_progress,
+            folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, executor=where,
+            on_event=display.on_event, on_progress=display.on_progress,
         )  # fmt: skip
     return show_result(options, result)
 
@@ -52,17 +60,17 @@ def _demo_recipe() -> Path:
 
 
 class _Display:
-    """A live line on a terminal, plain lines elsewhere; both on stderr."""
+    """A live line on a terminal, unless a debugger may want it, plain lines elsewhere; both on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, live: bool) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True)
+        self._console, self._live = Console(stderr=True), live
         self._status: Status | None = None
 
     @property
     def on_progress(self) -> "Callable[[Progress], None] | None":
-        return self._update if self._console.is_terminal else None
+        return self._update if self._live and self._console.is_terminal else None
 
     def on_event(self, event: "Event") -> None:
         if event.interrupted:
@@ -89,8 +97,8 @@ class _Display:
 
 
 @contextlib.contextmanager
-def _display() -> Iterator[_Display]:
-    display = _Display()
+def _display(*, live: bool) -> Iterator[_Display]:
+    display = _Display(live=live)
     try:
         yield display
     finally:

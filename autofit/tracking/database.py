@@ -21,7 +21,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from autofit.errors import EnvironmentFault
 from autofit.tuning.born_whole import is_there, put_in_place, set_aside
-from autofit.tuning.study import exclusive
+from autofit.tuning.file_lock import exclusive
 
 _utils: Any = mlflow_utils  # MLflow is not fully typed
 _store: Any = SqlAlchemyStore

@@ -10,6 +10,7 @@ from pathlib import Path
 from autofit.files import read_json
 from autofit.probing.launch import is_alive
 from autofit.promotion.progress import read_progress
+from autofit.tuning.storage import child_environment
 from autofit.watching.events import events_of
 
 MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
@@ -23,7 +24,7 @@ def following(folder: Path, study: str, *, say: Callable[[str], None] = lambda _
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(folder), study],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=child_environment(folder),
         )  # fmt: skip
     try:
         yield
@@ -66,9 +67,12 @@ def _is_up_to_date(folder: Path) -> bool:
 
 
 def _mirror_once(folder: Path) -> None:
+    request = read_json(folder / "request.json") or {}
+    env = child_environment(Path(str(request.get("study_folder"))))
     command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
     with (folder / "mlflow.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_AT_THE_END_S, check=False)
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_AT_THE_END_S, check=False,
+                       env=env)  # fmt: skip
 
 
 def mirrored_state(folder: Path, *, ended: bool) -> dict[str, object]:
