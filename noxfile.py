@@ -1,4 +1,6 @@
-"""`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s gpu` what needs a CUDA card.
+"""`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s thorough` the rest.
+
+`nox -s gpu` runs what needs a CUDA card.
 
 `nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports.
 """
@@ -36,7 +38,14 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run every test that needs no GPU, as CI does."""
     session.install(*INSTALL)
-    session.run("pytest", "-m", "not gpu", *session.posargs)
+    session.run("pytest", "-m", "not thorough and not gpu", *session.posargs)
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """Run whole matrices of cases and the long training, which CI samples: before a release, or weekly."""
+    session.install(*INSTALL)
+    session.run("pytest", "-m", "thorough and not gpu", *session.posargs)
 
 
 @nox.session
@@ -53,9 +62,16 @@ def compat(session: nox.Session, versions: tuple[str, ...]) -> None:
     session.run(
         "pytest",
         "-m",
-        "not gpu",
+        "not thorough and not gpu",
         *(session.posargs or ["tests/fakegpu", "tests/test_architectures.py", "tests/test_names.py"]),
     )
+
+
+@nox.session
+def storm(session: nox.Session) -> None:
+    """Attack autofit: -- --inputs N --torn N --kills N --seed S --minutes M (default: about a minute)."""
+    session.install(*INSTALL)
+    session.run("python", "-m", "experiments.storm", *session.posargs)
 
 
 @nox.session(venv_backend="none")

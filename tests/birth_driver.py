@@ -10,7 +10,7 @@ from pathlib import Path
 import optuna
 
 from autofit.tracking.runs import client, experiment_id
-from autofit.tuning.study import database_path, open_storage
+from autofit.tuning.study import open_storage
 
 
 def make(folder: Path, name: str) -> None:
@@ -58,7 +58,7 @@ def killed(folder: Path, kills: int) -> list[int]:
 
 def names(folder: Path) -> dict[str, list[str]]:
     """The studies of both databases, and the files of the folder."""
-    studies = optuna.get_all_study_names(f"sqlite:///{database_path(folder)}")
+    studies = optuna.get_all_study_names(f"sqlite:///{folder / 'studies.db'}")
     experiments = [e.name for e in client(folder).search_experiments()]
     files = [p.name for p in folder.iterdir() if p.is_file()]
     return {"studies": sorted(studies), "experiments": sorted(experiments), "files": sorted(files)}

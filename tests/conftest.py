@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import tiny
+from slurm_cluster import Cluster, cluster, missing
 
+from autofit.cluster.slurm import Queue
 from autofit.probing.fork_server import ForkServer
 
 if TYPE_CHECKING:
@@ -100,3 +102,21 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
     server = ForkServer(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def _slurm() -> Iterator[Cluster]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A real Slurm of three nodes of this machine, idle, which this test's processes use."""
+    monkeypatch.setenv("SLURM_CONF", str(_slurm.conf))
+    monkeypatch.setattr("autofit.cluster.slurm._queue", Queue(every_s=0.3))
+    yield _slurm
+    _slurm.clear()

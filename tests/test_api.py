@@ -50,7 +50,7 @@ class AtOnce(Launcher):
 
 @pytest.fixture
 def lawful_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autofit.tuning.search.Launcher", AtOnce)
+    monkeypatch.setattr("autofit.probing.cluster_launch.Launcher", AtOnce)
 
 
 @pytest.fixture

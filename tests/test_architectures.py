@@ -19,7 +19,13 @@ from autofit.forecast.worker import Point, Structure
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = ("deepseek_v3",)
+QUICK = (("deepseek_v3", 0, False),)
+# one of each mechanism: attention that slides by a pattern, experts in every n-th layer and where the config says,
+# attention in chunks, linear attention, Mamba; a rollout with a plain cache, with a compressed one, with a sliding one
+MECHANISMS = (
+    ("gemma3_text", 1, False), ("qwen3_moe", 1, False), ("llama4_text", 1, False), ("qwen3_next", 1, False),
+    ("jamba", 0, False), ("gpt2", 2, True), ("deepseek_v2", 2, True), ("gemma2", 2, True),
+)  # fmt: skip
 PATTERNS = ("gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text", "jamba", "qwen3_next")
 ROLLING = ("llama", "gpt2", "olmo3", "qwen2_moe", "deepseek_v2", "llama4_text", "gemma2", "mixtral")
 CASES = [
@@ -27,6 +33,11 @@ CASES = [
     *((name, 1, False) for name in PATTERNS),
     *((name, 2, True) for name in ROLLING),
 ]
+
+
+def marks_of(case: tuple[str, int, bool]) -> tuple[pytest.MarkDecorator, ...]:
+    """When a case runs: by default, in CI, or with every other architecture (`nox -s thorough`)."""
+    return () if case in QUICK else (pytest.mark.slow,) if case in MECHANISMS else (pytest.mark.thorough,)
 
 
 def structure_of(
@@ -57,7 +68,7 @@ def forecast_and_traced(structure: Structure, model: Any, point: Point) -> tuple
 
 @pytest.mark.parametrize(
     ("name", "seed", "generates"),
-    [pytest.param(*case, marks=() if case[:2] in ((q, 0) for q in QUICK) else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=marks_of(case)) for case in CASES],
 )
 def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
     name: str, seed: int, generates: bool, tmp_path: Path

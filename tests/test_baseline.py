@@ -27,7 +27,8 @@ def test_the_baseline_keeps_the_field_notes_groups_and_effective_batch() -> None
 
 @pytest.mark.slow
 def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(tmp_path: Path) -> None:
-    done = autofit(tmp_path, "search", "--target-vram", "40GB", "--device", "sim", "--trials", "1", "--json")
+    done = autofit(tmp_path, "search", "--target-vram", "40GB", "--device", "sim", "--trials", "1",
+                   "--no-advice", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["fidelity"], found["counts"]["fit"], found["target_bytes"]) == ("predicted", 1, 40 * 10**9)

@@ -187,7 +187,8 @@ def test_search_estimate_verify_and_promote_work_on_a_trainer_of_ones_own(
     estimate = autofit("estimate", *asked, "--gpu", "t4", "--no-advice", "--json")
     assert estimate.returncode == 0, estimate.stderr
     assert json.loads(estimate.stdout)["fits"] is True
-    search = autofit("search", *asked, "--device", "cpu", "--target-vram", "1GB", "--trials", "3", "--json")
+    search = autofit("search", *asked, "--device", "cpu", "--target-vram", "1GB", "--trials", "3",
+                     "--no-advice", "--json")  # fmt: skip
     assert search.returncode == 0, search.stderr
     found = json.loads(search.stdout)
     assert found["counts"]["fit"] == 3

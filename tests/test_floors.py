@@ -14,6 +14,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.recipe", "autofit.hardware"),
     ("autofit.fitcheck", "autofit.demo", "autofit.plugin", "autofit.space"),
     ("autofit.trainers", "autofit.search_spaces"),
+    ("autofit.cluster",),
     ("autofit.probing",),
     ("autofit.forecast",),
     ("autofit.tuning",),

@@ -102,7 +102,8 @@ def test_commands_work_in_a_folder_full_of_colliding_names(
     script = tmp_path.parent / f"{tmp_path.name}-autofit"  # beside the folder, as a console script is elsewhere
     script.write_text("import sys\nfrom autofit.cli import main\nsys.exit(main())\n")
     start = [python, str(script)] if command == "script" else [python, "-m", "autofit"]
-    search = ["search", "run.yaml", "--device", "cpu", "--target-vram", "100MB", "--trials", "2", "--json"]
+    search = ["search", "run.yaml", "--device", "cpu", "--target-vram", "100MB", "--trials", "2", "--json",
+              "--no-advice", "--no-confirm"]  # fmt: skip
     done = run([*start, *search], folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["counts"]["fit"] == 2, done.stderr

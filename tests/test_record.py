@@ -24,10 +24,10 @@ from autofit.tuning.study import load_study, open_storage, study_names, tell, tr
 FIT = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=7, step_s=(1.0,))
 RECORD = StudyRecord(
     keys=BatchKeys(length="max_length"), compared=("loss_type",), command="trl sft --config", trains_on_data=False,
-    fingerprint="abc", used="2026-11-21T10:00:00+00:00", device="cpu", target_bytes=100, headroom_bytes=2,
-    trainer="grpo", values={"lora_r": 8}, resolved={"lora_r": 8, "beta": 0.0}, recipe_name="run",
-    effective_batch_size=16, cwd=Path("/somewhere"), allow="approximate", goal="memory", sampler="tpe",
-    baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, relaxed="the recipe tier",
+    fingerprint="abc", owner="ann@node7", used="2026-11-21T10:00:00+00:00", card="a100-80gb", device="cpu",
+    target_bytes=100, headroom_bytes=2, trainer="grpo", values={"lora_r": 8}, resolved={"lora_r": 8, "beta": 0.0},
+    recipe_name="run", effective_batch_size=16, cwd=Path("/somewhere"), allow="approximate", goal="memory",
+    sampler="tpe", baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, relaxed="the recipe tier",
     outside={"trial": 0}, sensitivity={"trial": 0}, predicted={"candidates": 1}, tiers={"dtype": "recipe"},
     left_out={"optim": "no card"}, other_names={"gradient_checkpointing": "activation_checkpointing"},
     space="grpo.yaml",
@@ -106,4 +106,4 @@ def test_the_study_used_last_comes_last_and_one_that_is_not_ours_first(tmp_path:
     keep_record(new_study(tmp_path, "late"), RECORD)
     keep_record(new_study(tmp_path, "early"), replace(RECORD, used="2026-11-01T10:00:00+00:00"))
     new_study(tmp_path, "not ours")
-    assert study_names(open_storage(tmp_path)) == ["not ours", "early", "late"]
+    assert study_names(tmp_path, open_storage(tmp_path)) == ["not ours", "early", "late"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autofit import scratch
-from autofit.scratch import Scratch
+from autofit.scratch import Scratch, claim, release
 
 _HOLDS = (
     "import sys; from autofit.scratch import Scratch; s = Scratch('x-'); print(s.path, flush=True); sys.stdin.read()"
@@ -49,3 +49,25 @@ def test_the_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(
     with Scratch():
         assert not folder.exists()
     assert (home / "autofit-of-somebody").exists()
+
+
+def test_what_a_killed_search_read_is_deleted_by_the_next_one_and_a_living_ones_is_not(home: Path) -> None:
+    code = "import os, sys, pathlib; from autofit.scratch import claim; claim(pathlib.Path(sys.argv[1])); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, home / "killed"], check=False)
+    assert (home / "killed").exists()
+    claim(home / "living")
+    claim(home / "new")
+    assert sorted(p.name for p in home.iterdir()) == ["living", "new"]
+    release(home / "living")
+    release(home / "new")
+    assert not list(home.iterdir())
+
+
+def test_a_clock_that_was_set_back_makes_no_folder_young_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_YOUNG_S", 60.0)
+    (home / "left").mkdir()
+    (home / "left" / scratch.OWNER).touch()
+    os.utime(home / "left", (2**32, 2**32))
+    claim(home / "new")
+    release(home / "new")
+    assert not list(home.iterdir())

@@ -127,7 +127,7 @@ def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> N
 
 def test_a_study_name_of_another_plan_is_refused(tmp_path: Path) -> None:
     search_in(tmp_path, 1)
-    with pytest.raises(ConfigError, match="was made for another recipe"):
+    with pytest.raises(ConfigError, match=r"was made by \S+@\S+ for another recipe"):
         open_study(plan(tmp_path, 1, target_bytes=200 * lawful.MB))
 
 
@@ -279,7 +279,7 @@ def _driver(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def test_two_searches_on_one_study_at_once_are_refused(tmp_path: Path) -> None:
-    from autofit.tuning.study import exclusive
+    from autofit.tuning.file_lock import exclusive
 
     with (
         exclusive(tmp_path, "s"),
@@ -331,3 +331,14 @@ def _fail(request_path: str) -> None:
     request = ProbeRequest.read(Path(request_path))
     answer = ProbeResult(status=ProbeStatus.FAILED, device="cpu", reason="ValueError: as always", wall_s=0.1)
     write_json(request.answer_path, answer.to_json())
+
+
+def test_names_that_differ_in_case_only_are_refused_where_they_would_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(plan(tmp_path, 1), study_name="Law")
+    wanted.probes_folder.mkdir(parents=True)
+    assert open_study(wanted).study_name == "Law"
+    monkeypatch.setattr("os.listdir", lambda _: ["law"])  # as a file system that ignores case says
+    with pytest.raises(ConfigError, match="which ignores case, has that of 'law' there"):
+        open_study(wanted)

@@ -64,8 +64,7 @@ def test_grpo_raises_the_held_out_reward(cache: Path, tmp_path: Path) -> None:
     settings = yaml.safe_load(recipe.read_text())
     test = Path(settings["dataset_name"]) / "test.jsonl"
     before = held_out_reward(Path(settings["model_name_or_path"]), test)
-    train(
-        recipe, tmp_path / "out", "--max_steps", "60"
-    )  # of its 100: most of the gain, in little more than half the time
+    # 20 of its 100 steps at twice the rate: from 0.275 to 0.404 (2 cores, torch 2.13.0, TRL 1.16.0, 2026-11-23)
+    train(recipe, tmp_path / "out", "--max_steps", "20", "--learning_rate", "2e-3")
     after = held_out_reward(tmp_path / "out", test)
     assert after.sampled > before.sampled + 0.05

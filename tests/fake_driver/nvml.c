@@ -8,7 +8,11 @@ typedef struct { unsigned version; unsigned long long total, reserved, free, use
 static Card *card_of(void *handle) { read_cards(); return &cards[(long)handle - 1]; }
 static int is_slice(int i) { return !strcmp(cards[i].kind, "slice"); }
 
-int nvmlInitWithFlags(unsigned flags) { return read_cards() < 0 ? NO_DRIVER : OK; }
+int nvmlInitWithFlags(unsigned flags) {
+    if (getenv("FAKE_HANG")) sleep(60);
+    return read_cards() < 0 ? NO_DRIVER : OK;
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned n) { snprintf(text, n, "580.65.06"); return OK; }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return OK; }
 const char *nvmlErrorString(int result) { return "from the fake driver"; }
@@ -99,6 +103,13 @@ int nvmlDeviceGetUtilizationRates(void *handle, unsigned *rates) {
     if (!strcmp(card_of(handle)->kind, "slice")) return NOT_SUPPORTED;
     rates[0] = 87;
     rates[1] = 40;
+    return OK;
+}
+
+/* FAKE_ECC: uncorrectable errors of every card, kind 1 and counter 0 (volatile). */
+int nvmlDeviceGetTotalEccErrors(void *handle, int kind, int counter, unsigned long long *count) {
+    if (kind != 1 || counter != 0) return INVALID;
+    *count = getenv("FAKE_ECC") ? atoi(getenv("FAKE_ECC")) : 0;
     return OK;
 }
 

@@ -1,15 +1,22 @@
-"""The same training as one rank of several: real gloo ranks on the CPU, or a simulated rank. Also a rank's program."""
+"""The same training as one rank of several: real gloo ranks on the CPU, or a simulated rank.
+
+Also the program of the real ranks: it imports once and forks them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +110,10 @@ def simulated_peak_bytes(case: Ranks, rank: int) -> int:
 def real_peaks_bytes(case: Ranks, port: int) -> list[int]:
     """The most bytes that the CPU allocator held on each real rank."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.fakegpu.rank_training", json.dumps(asdict(case))]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(case.count),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE)
-        for rank in range(case.count)
-    ]
-    try:
-        return [int(rank.communicate(timeout=_PATIENCE_S)[0].split()[-1]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=_PATIENCE_S, check=True)
+    peaks: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return peaks
 
 
 def _outside_of_the_record(collective: Callable[..., object]) -> Callable[..., object]:
@@ -155,14 +151,23 @@ class _Done:
 
 def main() -> None:
     case = Ranks(**json.loads(sys.argv[1]))
+    with ProcessPoolExecutor(case.count, multiprocessing.get_context("fork")) as ranks:
+        peaks = list(ranks.map(partial(_real_rank, case), range(case.count)))
+    print(json.dumps(peaks), flush=True)  # after all that the profilers of the ranks print, to their last line
+
+
+def _real_rank(case: Ranks, rank: int) -> int:
+    """The most bytes that the CPU allocator held on this rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    patience = timedelta(seconds=_PATIENCE_S)
+    dist.init_process_group("gloo", rank=rank, world_size=case.count, timeout=patience)
     new = hasattr(dist, "all_gather_single")  # the names of torch 2.13
     for name in ("all_gather_single", "reduce_scatter_single") if new else _OLD_NAMES:
         call = getattr(dist, name) if name.startswith("all_gather") else _reduce_scatter
         setattr(dist, name, _outside_of_the_record(call))
-    print(profiler_peak_bytes(lambda: train(case)), flush=True)
+    peak_bytes = profiler_peak_bytes(lambda: train(case))
     dist.destroy_process_group()
+    return peak_bytes
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""What becomes of a probe, by what Slurm says of its job. No Slurm: its answers are given."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import lawful
+import pytest
+from search_driver import plan
+
+from autofit.cluster.executor import executor_of
+from autofit.cluster.slurm import JobState, Queue
+from autofit.files import write_json
+from autofit.probing import cluster_launch
+from autofit.probing.allocation import Allocation, _Told
+from autofit.probing.cluster_launch import ClusterLauncher, job_name
+from autofit.probing.launch import Attempts, Next, what_next
+from autofit.probing.pool import Pool
+from autofit.probing.result import Cause, ProbeResult, ProbeStatus
+
+
+class Said(Queue):
+    """What Slurm says is set by the test; it is asked at every look."""
+
+    def _refresh(self) -> None:
+        self.calls += 1
+        self.asked_at = time.monotonic()
+
+
+class Cluster:
+    """A launcher with one probe that job 7 has taken, and what Slurm says of that job."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue, self.said = Said(), list[str]()
+        monkeypatch.setattr("autofit.cluster.slurm._queue", self.queue)
+        monkeypatch.setattr(cluster_launch, "_LOOK_S", 0.0)
+        monkeypatch.setattr("autofit.cluster.slurm.submit", lambda *_, **__: ["7"])
+        self.pool = Pool(home / "probes/law/jobs")
+        self.launcher = ClusterLauncher(executor_of({"kind": "slurm"}), self.pool.home)
+        self.launcher.say = self.said.append
+        self.attempts = Attempts(home=home / "probes/law", name="trial-0000")
+        wanted = plan(home, 1)
+        self.request = wanted.setup(server_socket=None).request(self.attempts.new_folder(), wanted.recipe.values)
+        self.launcher.submit(self.request)
+        assert self.pool.take("7") == "trial-0000-1"
+        self.tell("RUNNING")
+        assert self.result() is None
+
+    def tell(self, state: str, name: str | None = None) -> None:
+        name = job_name(self.pool.home) if name is None else name
+        self.queue._states = {"7": JobState(state=state, nodes="n1", name=name)}
+
+    def result(self) -> ProbeResult | None:
+        return self.launcher.result(self.request.folder)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT", "FAILED", "PENDING", "REQUEUED"])
+def test_a_probe_whose_job_was_ended_is_lost_to_the_cluster_and_repeated(cluster: Cluster, state: str) -> None:
+    cluster.tell(state)
+    result = cluster.result()
+    assert result is not None
+    assert (result.status, result.cause) == (ProbeStatus.LOST, Cause.JOB)
+    assert "job 7 on n1" in result.reason
+    assert what_next(result, cluster.request.folder, **cluster.attempts.counted()) is Next.REPEAT
+    assert cluster.attempts.counted() == {"attempts": 0, "jobs": 1}
+    assert not cluster.pool.running()
+    assert (cluster.request.folder / "cancel").exists()  # what still runs of it stops
+
+
+def test_an_answer_wins_over_any_state_of_its_job(cluster: Cluster) -> None:
+    write_json(cluster.request.answer_path, lawful.result_of(cluster.request).to_json())
+    cluster.tell("NODE_FAIL")
+    result = cluster.result()
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+
+
+def test_a_job_out_of_host_memory_is_the_probes_own_fault(cluster: Cluster) -> None:
+    cluster.tell("OUT_OF_MEMORY")
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is Cause.HOST_OOM
+    assert "--mem" in result.reason
+    assert cluster.attempts.counted() == {"attempts": 1, "jobs": 0}
+
+
+def test_a_job_of_that_id_that_is_another_ones_has_not_our_probe(cluster: Cluster) -> None:
+    cluster.tell("RUNNING", name="another")
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is Cause.JOB
+
+
+def test_an_answer_of_squeue_older_than_the_take_says_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Said, "_refresh", lambda _: None)
+    cluster.launcher._seen.since.clear()
+    cluster.pool.put("trial-0000-1")
+    assert cluster.pool.end("7", "trial-0000-1")
+    assert cluster.pool.take("7") == "trial-0000-1"
+    cluster.queue.asked_at = time.monotonic() - 1
+    cluster.tell("PENDING")
+    assert cluster.result() is None
+
+
+def test_a_probe_that_is_nowhere_is_lost_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.pool.end("7", "trial-0000-1")
+    assert cluster.result() is None  # a file may be on its way
+    monkeypatch.setattr(cluster_launch, "_MISSING_S", 0.0)
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is Cause.JOB
+
+
+def test_twenty_jobs_that_end_with_a_probe_are_enough(cluster: Cluster) -> None:
+    result = ProbeResult(status=ProbeStatus.LOST, device="cpu", cause=Cause.JOB)
+    assert what_next(result, cluster.request.folder, attempts=1, jobs=19) is Next.REPEAT
+    assert what_next(result, cluster.request.folder, attempts=1, jobs=20) is Next.KEEP
+
+
+def test_two_jobs_never_take_the_same_probe(tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "jobs")
+    pool.make()
+    for name in ("trial-0001-1", "trial-0000-1"):
+        pool.put(name)
+    assert [pool.take("1"), pool.take("2"), pool.take("3")] == ["trial-0000-1", "trial-0001-1", None]
+    assert pool.running() == {"trial-0000-1": "1", "trial-0001-1": "2"}
+
+
+@pytest.mark.parametrize(("time_s", "cause"), [(60.0, Cause.DEADLINE), (3600.0, Cause.JOB)])
+def test_a_first_probe_that_meets_the_jobs_time_limit_is_not_repeated(
+    cluster: Cluster, time_s: float, cause: Cause
+) -> None:
+    job = Allocation(home=cluster.pool.home, time_s=time_s)
+    job._explain(cluster.request.folder, "7", _Told(signal=signal.SIGUSR2), is_first=True)
+    cluster.pool.end("7", "trial-0000-1")
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is cause

@@ -1,0 +1,71 @@
+"""Jobs of a real Slurm: submitted, followed, cancelled."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster
+
+from autofit.cluster.executor import executor_of
+from autofit.cluster.slurm import Queue, cancel, submit
+
+
+def _say(argument: str) -> None:
+    import os
+
+    print("said", argument, os.environ.get("HELLO"), os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+    if argument == "sleep":
+        time.sleep(60)
+
+
+def _ended(queue: Queue, ids: list[str]) -> list[str]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        states = [queue.state(one) for one in ids]
+        if all(state is not None and not state.is_alive for state in states):
+            return [state.state for state in states if state is not None]
+        time.sleep(0.1)
+    raise AssertionError(states)
+
+
+def test_jobs_run_once_each_with_the_setup_and_a_card(slurm: Cluster, tmp_path: Path) -> None:
+    asked = executor_of({"kind": "slurm", "gpus_per_node": 1, "mem": "500M", "setup": "export HELLO=world"})
+    ids = submit(asked, tmp_path, _say, ["a", "b"], name="autofit-test")
+    assert len(ids) == 2
+    assert _ended(Queue(every_s=0.3), ids) == ["COMPLETED", "COMPLETED"]
+    said = "".join(path.read_text() for path in tmp_path.glob("*.out"))
+    assert "said a world" in said
+    assert "said b world" in said
+    assert "None" not in said
+
+
+def test_a_job_of_two_nodes_runs_on_each(slurm: Cluster, tmp_path: Path) -> None:
+    ids = submit(executor_of({"kind": "slurm"}), tmp_path, _say, ["x"], name="autofit-test", nodes=2)
+    assert _ended(Queue(every_s=0.3), ids) == ["COMPLETED"]
+    assert "".join(path.read_text() for path in tmp_path.glob("*.out")).count("said x") == 2
+
+
+def test_a_cancelled_job_has_ended(slurm: Cluster, tmp_path: Path) -> None:
+    queue = Queue(every_s=0.3)
+    ids = submit(executor_of({"kind": "slurm"}), tmp_path, _say, ["sleep"], name="autofit-test")
+    while (state := queue.state(ids[0])) is None or state.waits:
+        time.sleep(0.1)
+    assert state.nodes in slurm.nodes
+    cancel(ids)
+    assert _ended(queue, ids) == ["CANCELLED"]
+
+
+def test_one_call_of_squeue_serves_all_jobs(slurm: Cluster, tmp_path: Path) -> None:
+    queue = Queue(every_s=60)
+    for number in range(1000):
+        queue.state(str(number))
+    assert queue.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-12", 129600), ("4h", 14400)]
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: float) -> None:
+    assert executor_of({"time": text}).time_s == seconds

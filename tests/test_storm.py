@@ -1,0 +1,37 @@
+"""The attack on what reads input, short; `nox -s storm` is the long one, with torn files and kills."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from storm.inputs import Found, Reader, attack, attempt
+from storm.kills import kill_creations, kill_searches
+from storm.readers import READERS
+from storm.torn import tear_files
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_hostile_input_ends_in_a_value_or_one_line(reader: Reader, tmp_path: Path) -> None:
+    found = attack(reader, tmp_path, inputs=20, seed=17)
+    assert found.tried.total() == 20
+    assert not found.wrong
+
+
+def test_a_traceback_and_a_line_that_is_none_are_noticed(tmp_path: Path) -> None:
+    def raises(given: object, _: Path) -> None:
+        raise TypeError(given)
+
+    found = Found()
+    attempt(Reader(name="x", makes=READERS[0].makes, reads=raises), 5, tmp_path, found)
+    assert list(found.wrong.values()) == ["5"]
+
+
+@pytest.mark.slow
+def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
+    dice, until = random.Random(17), time.monotonic() + 60
+    found = tear_files(tmp_path / "torn", files=4, dice=dice, until=until)
+    found += kill_creations(tmp_path / "births", kills=4, dice=dice, until=until)
+    found += kill_searches(tmp_path / "searches", kills=4, dice=dice, until=until)
+    assert found.tried.total() == 12
+    assert not found.wrong
