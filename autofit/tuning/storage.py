@@ -120,6 +120,8 @@ def _kept_path(folder: Path) -> Path:
 
 
 def _kept(folder: Path) -> str | None:
+    if not folder.is_dir():  # that is told where the folder is written to
+        return None
     try:
         found = read_json(_kept_path(folder))
         return None if found is None else str(found["storage"])
