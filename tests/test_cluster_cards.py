@@ -167,8 +167,10 @@ def test_a_node_without_cards_is_one_error_that_says_what_to_ask_for(nodes: Exec
 
 
 def test_a_search_sets_the_occupied_node_and_the_one_of_another_kind_aside_and_names_them(
-    nodes: Executor, tmp_path: Path
+    nodes: Executor, slurm: Cluster, tmp_path: Path
 ) -> None:
+    """The good node comes last, so that both others are looked at whatever the machine is busy with."""
+    slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     wanted = replace(search_driver.plan(tmp_path, 6), device="cuda", card=H200, parallel=3, sampler="grid")
     launcher = ClusterLauncher(
         replace(nodes, cpus_per_task=8),
@@ -180,7 +182,13 @@ def test_a_search_sets_the_occupied_node_and_the_one_of_another_kind_aside_and_n
     )
     study, said = open_study(wanted), list[str]()
     search = Search(wanted, study, server_socket=None, launcher=launcher)
-    search.on_note = said.append
+
+    def note(text: str) -> None:
+        said.append(text)
+        if "is set aside" in text and sum("is set aside" in one for one in said) == 2:
+            slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME")
+
+    search.on_note = note
     try:
         search.run()
     finally:
