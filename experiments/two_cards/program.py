@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.mistral.configuration_mistral import MistralConfig
@@ -28,6 +29,7 @@ from autofit.recipe.launch import Launch
 from experiments.two_cards.rows import Row, rows
 
 TOKENS = 4096
+THEIRS = transformers.__version__.startswith("4.")  # their_versions.py
 FSDP = {  # scripts/benchmarks/accelerate.yaml
     "distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no",
     "fsdp_config": {
@@ -77,7 +79,10 @@ def loss_of_their_version(outputs: Any, labels: torch.Tensor, num_items_in_batch
 def model_of(row: Row) -> Any:
     config = CONFIGS[row.model]()
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="flash_attention_2")
+    precision = {"torch_dtype" if THEIRS else "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2", **precision)
+    if THEIRS:  # checkpoints are reentrant there, and TRL 0.13 does this for them
+        model.enable_input_require_grads()
     if row.method == "qlora":
         model = in_4_bit(model)
     if row.method == "full":
@@ -117,7 +122,7 @@ def run(row: Row) -> dict[str, object]:
             learning_rate=2e-5, report_to=[], disable_tqdm=True, bf16=row.method == "qlora", optim="adamw_torch",
         )  # fmt: skip
         trainer = Measured(model=model_of(row), args=arguments, train_dataset=Packed(),
-                           compute_loss_func=loss_of_their_version)  # fmt: skip
+                           compute_loss_func=None if THEIRS else loss_of_their_version)  # fmt: skip
         trainer.train()
         peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     took = round(time.perf_counter() - started, 1)
