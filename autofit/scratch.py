@@ -42,6 +42,9 @@ class Scratch:
 
 def claim(folder: Path) -> None:
     """Make `folder`, which is this process' own until `release`; those beside it whose owners are gone are deleted."""
+    folder = folder.resolve()
+    if folder in _claimed:  # by an earlier call of this thread that ended with an error
+        release(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / OWNER).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,6 +56,7 @@ def claim(folder: Path) -> None:
 
 def release(folder: Path) -> None:
     """Delete `folder`, claimed or not, and what is in it."""
+    folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     lock = _claimed.pop(folder, None)
     if lock is not None:

@@ -71,3 +71,12 @@ def test_a_clock_that_was_set_back_makes_no_folder_young_for_ever(home: Path, mo
     claim(home / "new")
     release(home / "new")
     assert not list(home.iterdir())
+
+
+def test_a_folder_that_an_error_left_claimed_is_claimed_again(tmp_path: Path) -> None:
+    claim(tmp_path / "one")
+    (tmp_path / "one/left").touch()
+    claim(tmp_path / "one")
+    assert not (tmp_path / "one/left").exists()
+    release(tmp_path / "one")
+    assert not (tmp_path / "one").exists()

@@ -114,7 +114,7 @@ def test_a_probe_whose_job_is_ended_is_repeated_and_its_trial_not_blamed(
 @pytest.mark.slow
 def test_a_node_that_goes_away_loses_no_probe(slurm: Cluster, tmp_path: Path) -> None:
     slurm.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
-    running = driver(tmp_path, LAWFUL_S="3")
+    running = driver(tmp_path, LAWFUL_S="6")
     until(lambda: len(taken(tmp_path)) == 3)
     slurm.kill_node("n1")
     said = ends_whole(tmp_path, running)
