@@ -25,8 +25,7 @@ class Scratch:
     def __init__(self, name: str = "") -> None:
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}"))
-        self._lock = (self.path / OWNER).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = _owned(self.path)
 
     def close(self) -> None:
         """Delete the folder and what is in it."""
@@ -46,9 +45,7 @@ def claim(folder: Path) -> None:
     if folder in _claimed:  # by an earlier call of this thread that ended with an error
         release(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / OWNER).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _claimed[folder] = lock
+    _claimed[folder] = _owned(folder)
     for other in folder.parent.iterdir():
         if other.is_dir() and not other.is_symlink():
             _delete_ownerless(other)
@@ -61,6 +58,13 @@ def release(folder: Path) -> None:
     lock = _claimed.pop(folder, None)
     if lock is not None:
         lock.close()
+
+
+def _owned(folder: Path) -> IO[str]:
+    """The lock of `folder`, held by this process."""
+    lock = (folder / OWNER).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 def _sweep(home: Path) -> None:

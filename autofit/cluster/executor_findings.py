@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from autofit.cluster.executor import FILE, Executor, read_executor, time_s
+from autofit.cluster.executor import FILE, Executor, read_executor
 from autofit.cluster.slurm import partition_limits_s
 from autofit.recipe.launch_findings import Finding, Severity
 from autofit.units import format_seconds
@@ -35,7 +35,7 @@ def _findings(executor: Executor, file: str, cards: int) -> Iterator[Finding]:
                 severity=Severity.ERROR, where=f"{file} (partition)", what=f"Slurm has no partition {name}",
                 fix=f"one of {', '.join(sorted(limits)[:20])}",
             )  # fmt: skip
-        elif name and executor.time is not None and time_s(executor.time) > limits[name]:
+        elif name and executor.time_s is not None and executor.time_s > limits[name]:
             yield Finding(
                 severity=Severity.ERROR, where=f"{file} (time)",
                 what=f"the partition {name} allows {format_seconds(limits[name])}, and jobs ask for {executor.time}: "

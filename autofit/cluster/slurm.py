@@ -59,7 +59,7 @@ def check_commands(executor: Executor) -> None:
 
 def submit(
     executor: Executor, folder: Path, function: Callable[[str], None], arguments: Sequence[str], *, name: str,
-    nodes: int = 1, exclude: Sequence[str] = (), signal_s: int = 60, more: Mapping[str, object] | None = None,
+    nodes: int = 1, exclude: Sequence[str] = (), signal_s: int = 60,
 ) -> list[str]:  # fmt: skip
     """Submit a job that calls `function` with each of `arguments` (several are one array); returns their ids.
 
@@ -81,7 +81,7 @@ def submit(
         "setup": list(executor.setup) or None, "exclude": ",".join(exclude) or None, "signal_delay_s": signal_s,
         "stderr_to_stdout": True, "wckey": "", "srun_args": ["--kill-on-bad-exit=1"] if nodes > 1 else None,
         "array_parallelism": max(1, len(arguments)),
-        "additional_parameters": {"requeue": True, **executor.slurm, **(more or {})},
+        "additional_parameters": {"requeue": True, **executor.slurm},
     }  # fmt: skip
     made.update_parameters(**{key: value for key, value in asked.items() if value is not None})
     try:
@@ -96,17 +96,25 @@ def submit(
 @functools.cache
 def _partition_s(name: str | None) -> float:
     """The longest time in seconds that the partition allows a job, of the default one without a `name`."""
-    said = _call(["sinfo", "--noheader", "--format=%P|%l", *([f"--partition={name}"] if name else [])], needed=False)
-    lines = [line.split("|") for line in (said or "").splitlines() if name or "*|" in line]
-    return math.inf if not lines or lines[0][1] == "infinite" else time_s(lines[0][1])
+    found = _of_partition(name, "%l")
+    return _limit_s(found[0]) if found else math.inf
 
 
 def nodes_of(partition: str | None) -> frozenset[str]:
     """The names of the nodes of the partition, of the default one without a name; empty where Slurm does not say."""
-    said = _call(["sinfo", "--noheader", "--Node", "--format=%P|%N",
-                  *([f"--partition={partition}"] if partition else [])], needed=False)  # fmt: skip
-    lines = [line.split("|") for line in (said or "").splitlines() if partition or "*|" in line]
-    return frozenset(line[1].strip() for line in lines)
+    return frozenset(_of_partition(partition, "%N", "--Node"))
+
+
+def _of_partition(name: str | None, field: str, *options: str) -> list[str]:
+    """A field of sinfo's lines for the partition, of the default one without a `name`; none where Slurm is silent."""
+    chosen = [f"--partition={name}"] if name else []
+    said = _call(["sinfo", "--noheader", *options, f"--format=%P|{field}", *chosen], needed=False)
+    return [line.split("|")[1].strip() for line in (said or "").splitlines() if name or "*|" in line]
+
+
+def _limit_s(text: str) -> float:
+    """A partition's longest time of a job, as sinfo writes it, in seconds."""
+    return math.inf if text == "infinite" else time_s(text)
 
 
 def partition_limits_s() -> dict[str, float] | None:
@@ -116,8 +124,8 @@ def partition_limits_s() -> dict[str, float] | None:
     said = _call(["sinfo", "--noheader", "--format=%R|%l"], needed=False)
     if said is None:
         return None
-    lines = [line.strip().split("|") for line in said.splitlines()]
-    return {name: math.inf if limit == "infinite" else time_s(limit) for name, limit in lines}
+    lines = (line.strip().split("|") for line in said.splitlines())
+    return {name: _limit_s(limit) for name, limit in lines}
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -189,16 +197,9 @@ class Queue:
         if time.monotonic() - self._last < self.every_s:
             return
         self._last = time.monotonic()
-        # --me, not -j: one id that Slurm has forgotten would fail the whole call. No accounting is needed.
-        asked = [
-            "squeue",
-            "--noheader",
-            "--array",
-            "--states=all",
-            f"--user={getpass.getuser()}",
-            "--format=%i|%T|%N|%r|%j",
-        ]
-        said = _call(asked, needed=False)
+        # Of the user, not -j: one id that Slurm has forgotten would fail the whole call. No accounting is needed.
+        asked = ["squeue", "--noheader", "--array", "--states=all", f"--user={getpass.getuser()}"]
+        said = _call([*asked, "--format=%i|%T|%N|%r|%j"], needed=False)
         if said is None:  # slurmctld does not answer: nothing is known to have changed
             return
         self.calls += 1

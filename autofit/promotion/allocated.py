@@ -4,16 +4,16 @@ It goes on from its last checkpoint whenever Slurm starts it again, and asks for
 its nodes are needed. Never raises. No torch here.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
-
-import psutil
 
 from autofit.cluster.inside import OwnJob, own_job
 from autofit.cluster.node import card_fault
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
+from autofit.probing.births import note_of
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.promotion.ending import forget_ending, tell_ending
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
@@ -41,8 +41,7 @@ def run_allocated(request_path: str) -> None:
     forget_signals(folder)
     forget_ending(folder)
     begin(folder, mine)
-    process = psutil.Process()
-    write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time(), "node": mine.name})
+    write_json(folder / "started.json", note_of(os.getpid()) | {"node": mine.name})
     try:
         fault = _fault(request, mine)
         if fault is not None:

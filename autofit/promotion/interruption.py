@@ -7,7 +7,9 @@ was the file.
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from autofit.cluster.inside import in_job
@@ -73,3 +75,14 @@ def deaf_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+
+
+def start_deaf(module: str, request_path: Path, *, log: Path, cwd: str, env: Mapping[str, str]) -> int:
+    """Start `python -m module request_path` as a child that hears signals once it listens for them; its pid."""
+    with log.open("ab") as file, deaf_children():
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(request_path)], cwd=cwd, env=env,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        )  # fmt: skip
+    process.returncode = 0  # the keeper waits for it, not this object
+    return process.pid

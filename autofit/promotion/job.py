@@ -1,8 +1,6 @@
 """The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -12,7 +10,7 @@ from autofit.probing.births import note_of
 from autofit.probing.slots import slots
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.promotion.ending import write_ending
-from autofit.promotion.interruption import ask_to_end, asked_to_end, deaf_children, listen
+from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
 from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
 from autofit.recipe.launch import Launch
@@ -58,10 +56,4 @@ def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], En
 
 def start_alone(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
     """Start the training in one process; its pid. It hears signals once it listens, and none is lost before."""
-    with (folder / "run.log").open("ab") as log, deaf_children():
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.promotion.training", request_path], cwd=cwd, env=env,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    process.returncode = 0  # the keeper waits for it, not this object
-    return process.pid
+    return start_deaf("autofit.promotion.training", Path(request_path), log=folder / "run.log", cwd=cwd, env=env)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.supervise import Ending
 from autofit.promotion.ending import on_node
-from autofit.promotion.interruption import asked_to_end, deaf_children
+from autofit.promotion.interruption import asked_to_end, start_deaf
 from autofit.promotion.rank_files import (
     ADDRESS,
     JOB,
@@ -84,13 +82,7 @@ def in_processes(
 
 def start_rank(request_path: Path, folder: Path, rank: int, cwd: str, env: Mapping[str, str]) -> int:
     """Start one rank in a process of its own; its pid. It hears signals once it listens, and none is lost before."""
-    with log_of(folder, rank).open("ab") as log, deaf_children():
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.promotion.rank_training", str(request_path)], cwd=cwd, env=env,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    process.returncode = 0  # the keeper waits for it, not this object
-    return process.pid
+    return start_deaf("autofit.promotion.rank_training", request_path, log=log_of(folder, rank), cwd=cwd, env=env)
 
 
 def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:

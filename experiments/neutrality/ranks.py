@@ -6,20 +6,16 @@ same samples of an optimizer step and of a rollout over all ranks, in float32; t
 rollout serves. It writes ranks.json and ranks.md. tests/test_neutrality.py holds the tiers against it.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-from run import BATCH, DPO_LOSSES, LOSSES, PACKAGES, RLOO, Row, grpo, write_models
+from run import BATCH, DPO_LOSSES, LOSSES, RLOO, Row, circumstances, grpo, only_of, table, versions_of, write_models
 
 HERE = Path(__file__).parent
 CASES = {f"{sharding}, {ranks} ranks": (ranks, sharding) for ranks in (2, 4) for sharding in ("ddp", "fsdp2")}
@@ -120,7 +116,7 @@ def markdown(results: Mapping[str, object]) -> str:
     found, bound = results["rows"], results["bound"]
     assert isinstance(found, list)
     assert isinstance(bound, float)
-    versions = ", ".join(f"{name} {number}" for name, number in dict(results["versions"]).items())  # type: ignore[call-overload]
+    versions = versions_of(results)
     lines = [
         "# Whether ranks and sharding keep the gradient",
         "",
@@ -128,36 +124,15 @@ def markdown(results: Mapping[str, object]) -> str:
         f"{versions}. Relative difference of the accumulated gradient of N ranks from that of one rank with the same "
         f"samples and the same micro-batch; up to {bound:.0e} is rounding.",
         "",
-        "| recipe | " + " | ".join(CASES) + " |",
-        "|---" * (len(CASES) + 1) + "|",
+        *table(found, CASES, bound),
     ]
-    for row in found:
-        cells = [_cell(row["cells"].get(case), bound) for case in CASES]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: float | str | None, bound: float) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return f"{value:.0e}" if value <= bound else f"**{100 * value:.2g} %**"
-
-
 def main() -> None:
-    from autofit.proof.proof import ROUNDING
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure the rows whose name contains this, and write nothing")
-    only = parser.parse_args().only
+    only = only_of(__doc__)
     began = time.perf_counter()
-    results = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": f"cpu ({platform.machine()})",
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
-        "bound": ROUNDING,
-        "rows": [],
-    }
+    results = {**circumstances(), "rows": []}
     found = []
     for row in measure_all(only):
         found.append(row)

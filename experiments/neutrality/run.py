@@ -15,10 +15,11 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -180,43 +181,63 @@ def markdown(results: Mapping[str, object]) -> str:
     assert isinstance(found, list)
     assert isinstance(bound, float)
     columns = list(dict.fromkeys(knob for row in found for knob in row["cells"]))
-    versions = ", ".join(f"{name} {number}" for name, number in dict(results["versions"]).items())  # type: ignore[call-overload]
+    versions = versions_of(results)
     lines = [
         "# Which knobs keep the gradient",
         "",
         f"Made by `python experiments/neutrality/run.py` on {results['date']}, CPU, float32, {versions}. Relative "
         f"difference of the accumulated gradient from the baseline's; up to {bound:.0e} is rounding.",
         "",
-        "| recipe | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
+        *table(found, columns, bound),
     ]
-    for row in found:
-        cells = [_cell(row["cells"].get(knob), bound) for knob in columns]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: float | None, bound: float) -> str:
-    if value is None:
-        return ""
+def versions_of(results: Mapping[str, object]) -> str:
+    """The packages with which `results` were measured."""
+    return ", ".join(f"{name} {number}" for name, number in dict(results["versions"]).items())  # type: ignore[call-overload]
+
+
+def table(found: list[dict[str, Any]], columns: Iterable[str], bound: float) -> Iterator[str]:
+    """The lines of a Markdown table: a row a recipe, whose "cells" are looked up by column."""
+    columns = list(columns)
+    yield "| recipe | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for row in found:
+        cells = [_cell(row["cells"].get(column), bound) for column in columns]
+        yield f"| {row['name']} | " + " | ".join(cells) + " |"
+
+
+def _cell(value: float | str | None, bound: float) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
     return f"{value:.0e}" if value <= bound else f"**{100 * value:.2g} %**"
 
 
-def main() -> None:
+def only_of(about: str | None) -> str:
+    """The text that --only gives; empty: all rows."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure the rows whose name contains this, and write nothing")
+    return str(parser.parse_args().only)
+
+
+def circumstances() -> dict[str, object]:
+    """When, where and with what a table is measured."""
     from autofit.proof.proof import ROUNDING
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure the rows whose name contains this, and write nothing")
-    only = parser.parse_args().only
-    began = time.perf_counter()
-    results = {
+    return {
         "date": datetime.now(UTC).date().isoformat(),
         "device": f"cpu ({platform.machine()})",
         "python": platform.python_version(),
         "versions": {package: version(package) for package in PACKAGES},
         "bound": ROUNDING,
-        "rows": measure_all(only),
     }
+
+
+def main() -> None:
+    only = only_of(__doc__)
+    began = time.perf_counter()
+    results = {**circumstances(), "rows": measure_all(only)}
     results["seconds"] = round(time.perf_counter() - began)
     if not only:
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
