@@ -231,7 +231,7 @@ def test_at_any_tier_the_fastest_is_found_whatever_it_changes() -> None:
 
 def test_the_band_is_found_at_the_highest_tier_that_has_it() -> None:
     for seed in range(4):
-        law = Law(seed=seed, allow="recipe", off=0.0)
+        law = Law(seed=seed, allow="recipe", off=0.05 if seed else 0.0)  # without an error many candidates are alike
         law.used *= 1.1
         for highest in (0, 2):  # of the tiers with a candidate in the band
             allowed = law.grid.tiers >= highest

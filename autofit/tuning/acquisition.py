@@ -16,6 +16,7 @@ from autofit.tuning.residual import Places, expected_gain, probability_below
 
 _POOL = 512  # candidates with a full posterior; predictions rank the others lower
 _NEAR = 128  # candidates added to the pool because they differ from the best so far in the fewest knobs
+_IN_BAND = 128  # candidates added for goal utilisation: the fastest predicted in its band, narrower than `_GUESS`
 _GUESS = 0.3  # assumed prediction error (standard deviation of the logarithm) while the pool is chosen
 _OOM_COST = 0.01  # cost of an OOM, as a log difference: it may tell less than a fit, and may hang a card
 _CURIOSITY = 2.0  # factor on the posterior spread for a proposal: small effects here hide large ones elsewhere
@@ -166,6 +167,10 @@ class _Stage:
             codes = self._grid.codes
             differing = (codes[places] != codes[self._best_place]).sum(axis=1)
             chosen = np.union1d(chosen, np.argpartition(differing, _NEAR)[:_NEAR])
+        if self._for_band:
+            low, high = map(math.log, self._band)
+            outside = np.maximum(0.0, np.maximum(low - used, used - high))
+            chosen = np.union1d(chosen, np.lexsort((step, outside))[:_IN_BAND])
         return np.asarray(places[chosen], dtype=np.intp)
 
     def _gain(self, pool: Places, step: Floats, spread: Floats, fits: Floats, *, wider: float = 1.0) -> Floats:
