@@ -3,8 +3,6 @@
 Also the program of the real ranks: it imports once and forks them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -59,7 +57,7 @@ class Ranks:
         )
 
 
-def train(case: Ranks) -> None:
+def train(case: Ranks, *, real: bool = False) -> None:
     """Two optimizer steps of two micro-batches on this rank, gradients reduced at the second one."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config(num_hidden_layers=4), dtype=torch.float32)
@@ -69,7 +67,7 @@ def train(case: Ranks) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     model.train()
-    model = _sharded(model, case)
+    model = _sharded(model, case, real=real)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     for _ in range(2):
         for last in (False, True):
@@ -81,9 +79,13 @@ def train(case: Ranks) -> None:
         optimizer.zero_grad()
 
 
-def _sharded(model: Any, case: Ranks) -> Any:
+def _sharded(model: Any, case: Ranks, *, real: bool) -> Any:
     if case.sharding == "ddp":
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=case.bucket_view)
+        # The ranks have one seed. A real rank sends no parameters at the start: gloo's threads would free their copy.
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=case.bucket_view, init_sync=not real)
+        if real:
+            model.register_comm_hook(None, _reduced_outside_of_the_record)
+        return model
     mesh = init_device_mesh("cpu", (case.count,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
     inner = model.base_model.model if case.lora_rank else model
@@ -135,6 +137,18 @@ def _outside_of_the_record(collective: Callable[..., object]) -> Callable[..., o
     return run
 
 
+def _reduced_outside_of_the_record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's mean of a bucket over the ranks: the reducer divides only if it has no hook."""
+    buffer = bucket.buffer()
+    sent = _of_numpy(buffer).view(buffer.shape)
+    sent.copy_(buffer)
+    dist.all_reduce(sent)
+    buffer.copy_(sent.div_(dist.get_world_size()))
+    done = torch.futures.Future[torch.Tensor]()
+    done.set_result(buffer)
+    return done
+
+
 def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
     """As gloo does it, but without its copy of the input, which a thread of gloo frees."""
     dist.all_reduce(source, **options)
@@ -165,7 +179,7 @@ def _real_rank(case: Ranks, rank: int) -> int:
     for name in ("all_gather_single", "reduce_scatter_single") if new else _OLD_NAMES:
         call = getattr(dist, name) if name.startswith("all_gather") else _reduce_scatter
         setattr(dist, name, _outside_of_the_record(call))
-    peak_bytes = profiler_peak_bytes(lambda: train(case))
+    peak_bytes = profiler_peak_bytes(lambda: train(case, real=True))
     dist.destroy_process_group()
     return peak_bytes
 
