@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
@@ -137,7 +138,7 @@ def _outside_of_the_record(collective: Callable[..., object]) -> Callable[..., o
     return run
 
 
-def _reduced_outside_of_the_record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduced_outside_of_the_record(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's mean of a bucket over the ranks: the reducer divides only if it has no hook."""
     buffer = bucket.buffer()
     sent = _of_numpy(buffer).view(buffer.shape)
