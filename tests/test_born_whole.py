@@ -58,15 +58,18 @@ def test_a_journal_of_the_old_database_is_never_applied_to_the_new_one(tmp_path:
     assert not (tmp_path / "a.db-journal").exists()
 
 
-@pytest.mark.parametrize("broken", ["half migrated", "no database", "a table that is in the way"])
+@pytest.mark.parametrize("broken", ["half migrated", "no database", "a table that is in the way", "a name in no text"])
 def test_a_broken_mlflow_database_is_set_aside_and_made_anew_with_one_sentence(tmp_path: Path, broken: str) -> None:
     path = own_path(tmp_path)
     if broken == "no database":
         path.write_bytes(b"this is no database" * 100)
     elif broken == "half migrated":
         write(path, "CREATE TABLE tags (x)", "CREATE TABLE _alembic_tmp_tags (x)")
-    else:
+    elif broken == "a table that is in the way":
         write(path, "CREATE TABLE alembic_version (version_num)", "CREATE TABLE runs (x)")
+    else:
+        write(path, "CREATE TABLE alembic_versions (version_num)")
+        path.write_bytes(path.read_bytes().replace(b"TABLE alembic_versions", b"TABLE\xffalembic_versions"))
     said: list[str] = []
     make_whole(tmp_path, say=said.append)
     assert experiment_id(client(tmp_path), tmp_path, "law")

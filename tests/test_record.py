@@ -106,4 +106,4 @@ def test_the_study_used_last_comes_last_and_one_that_is_not_ours_first(tmp_path:
     keep_record(new_study(tmp_path, "late"), RECORD)
     keep_record(new_study(tmp_path, "early"), replace(RECORD, used="2026-11-01T10:00:00+00:00"))
     new_study(tmp_path, "not ours")
-    assert study_names(tmp_path, open_storage(tmp_path)) == ["not ours", "early", "late"]
+    assert study_names(open_storage(tmp_path)) == ["not ours", "early", "late"]

@@ -1,5 +1,6 @@
 """The database of the studies: what it raises becomes one clear error, told by type and by code."""
 
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,12 @@ import optuna
 import pytest
 import sqlalchemy.exc
 from optuna.storages import RDBStorage
+from search_driver import main as drive
 
+from autofit.cli import main
 from autofit.errors import EnvironmentFault
-from autofit.tuning.study import database_errors, load_study, open_storage
+from autofit.tuning.database_errors import database_errors
+from autofit.tuning.study import load_study, open_storage
 
 
 def _full(path: Path) -> None:
@@ -62,3 +66,50 @@ def test_a_database_of_another_optuna_is_one_clear_error(tmp_path: Path, monkeyp
 def test_what_is_no_fault_of_the_database_is_raised_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="version"), database_errors(tmp_path):
         raise RuntimeError("another version of something else")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a study of two trials."""
+    folder = tmp_path_factory.mktemp("whole")
+    drive(folder, 2, 0)
+    return folder / "studies.db"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        'UPDATE trial_params SET distribution_json = \'{"name": "CategoricalDistribution", "attributes": {}}\'',
+        "UPDATE trial_user_attributes SET value_json = '{\"steps\" [1.0]}'",
+        "UPDATE study_user_attributes SET value_json = '{' WHERE key = 'fingerprint'",
+        "UPDATE trials SET state = 'COMPLEAT'",
+        "UPDATE trials SET datetime_start = 'noon'",
+        "UPDATE trial_values SET value_type = 'FINITF'",
+        "UPDATE trial_user_attributes SET value_json = CAST(x'226122ff' AS TEXT)",
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "studies", "search", "sync"])
+def test_damage_to_what_the_database_holds_is_one_clear_error(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], damage: str, command: str
+) -> None:
+    shutil.copy(whole, tmp_path)
+    with sqlite3.connect(tmp_path / "studies.db") as database:
+        database.execute(damage)
+    database.close()
+    if command == "search":
+        with pytest.raises(EnvironmentFault) as raised:
+            drive(tmp_path, 3, 0)
+        said = str(raised.value)
+    else:
+        assert main([command, "--dir", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+    assert "studies.db" in said
+    assert "move the file away, or choose another folder with --dir" in " ".join(said.split())
+
+
+def test_damage_to_the_names_of_its_tables_is_one_clear_error(tmp_path: Path, whole: Path) -> None:
+    (tmp_path / "studies.db").write_bytes(
+        whole.read_bytes().replace(b"CREATE TABLE studies", b"CREATE TABLE\xffstudies")
+    )
+    with pytest.raises(EnvironmentFault, match="move the file away"):
+        drive(tmp_path, 2, 0)

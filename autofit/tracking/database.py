@@ -27,6 +27,10 @@ _utils: Any = mlflow_utils  # MLflow is not fully typed
 _store: Any = SqlAlchemyStore
 _LOCK_S = 120.0
 _seen: dict[Path, int] = {}  # inodes of the databases that this process has opened
+_BROKEN = (
+    MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError, sqlite3.DatabaseError,
+    UnicodeDecodeError,
+)  # fmt: skip
 _NO_DATABASE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -85,7 +89,7 @@ def _mend(folder: Path, path: Path, say: Callable[[str], None]) -> bool:
         )
     try:
         put_in_place(path, functools.partial(_make, folder), update=True)
-    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError, sqlite3.DatabaseError):
+    except _BROKEN:
         aside = set_aside(path)
         put_in_place(path, functools.partial(_make, folder))
         say(
@@ -120,6 +124,8 @@ def _version(path: Path) -> str | None:
     try:
         with closing(sqlite3.connect(path, timeout=20)) as database:
             row = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    except UnicodeDecodeError:  # in the names of tables, which SQLite shows as they are
+        return None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if code == sqlite3.SQLITE_ERROR or code in _NO_DATABASE:  # no such table, or no database at all

@@ -18,11 +18,11 @@ from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, client, experiment_id, runs_of, search, tracking_errors
 from autofit.tracking.summary import mirror_summary
 from autofit.tracking.trial_run import how_confirmed, mirror_confirmation, mirror_trial
+from autofit.tuning.database_errors import database_errors
 from autofit.tuning.file_lock import exclusive
 from autofit.tuning.frontier import baseline
 from autofit.tuning.record import record_of
 from autofit.tuning.study import (
-    database_errors,
     load_study,
     open_storage,
     study_names,
@@ -51,7 +51,7 @@ def sync(folder: Path, study_name: str | None = None, *, rebuild: bool = False) 
 def _mend(folder: Path) -> None:
     """Copy all studies if MLflow's database was broken and had to be made anew."""
     if make_whole(folder):
-        for name in study_names(folder, open_storage(folder)):
+        for name in study_names(open_storage(folder)):
             _sync(folder, load_study(folder, name), set())
             mirror_promoted(folder, name)
 

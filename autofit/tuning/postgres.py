@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from sqlalchemy import URL, NullPool, event, inspect, text
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.tuning.storage import Database, cause_of, me
+from autofit.tuning.storage import CALLS, Database, cause_of, me
 
 AWAY_S = 60.0  # longest wait for a server that is restarted
 _QUIET_S = 2.0  # a wait as short needs no word
@@ -141,13 +141,9 @@ def _limit_waits(connection: Any, _: object) -> None:
     connection.commit()
 
 
-for _name in (
-    "create_new_study", "delete_study", "set_study_user_attr", "set_study_system_attr", "get_study_id_from_name",
-    "get_study_name_from_id", "get_study_directions", "get_study_user_attrs", "get_study_system_attrs",
-    "get_all_studies", "_create_new_trial", "_set_trial_param", "set_trial_user_attr", "set_trial_system_attr",
-    "get_trial", "_get_trials", "get_trial_user_attrs", "get_trial_system_attrs",
-):  # fmt: skip
-    setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
+for _name in CALLS:
+    if _name not in vars(PatientStorage):
+        setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
 
 
 def open_postgres(database: Database, *, create: bool) -> PatientStorage:

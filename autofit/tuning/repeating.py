@@ -27,7 +27,8 @@ from autofit.units import format_seconds
 _DOUBT = 2.0
 _SLOWER = 1.25  # times the expectation: less is not worth a probe
 _LEAST_S = 0.3  # seconds: a smaller difference is not worth the start of a probe
-_JUDGED = 12  # the newest probes are judged, by four times as many others: all by all would take cubic time
+_JUDGED = 12  # of so few timed probes each is judged; more than four times as many others are not looked at
+_AGES = (1, 2, 5)  # which of more probes are judged, the newest being 1: each thrice, by ever more of those after it
 _MOST = 4  # repeats of a study: on a machine that is always busy each probe would need one
 
 
@@ -44,6 +45,7 @@ class Repeats:
 
     def __init__(self, study: optuna.Study, sampler: CandidateSampler, prober: Prober) -> None:
         self._study, self._sampler, self._prober = study, sampler, prober
+        self._steady: set[int] = set()  # trials whose steps were found to be alike
         self._model = Model(sampler.grid, sampler.predictions, target_bytes=sampler.target_bytes)
 
     def probe_doubted(self, trials: Callable[[], tuple[Trial, ...]], say: Callable[[str], None]) -> None:
@@ -66,18 +68,20 @@ class Repeats:
         done = ledger.repeated | set(failed)
         for trial in trials:
             result = trial.result
-            if trial.number in done or not trial.fits or result is None or len(result.step_s) < 2:
+            if trial.number in self._steady or trial.number in done or result is None:
                 continue
-            least_s, most_s = min(result.step_s), max(result.step_s)
-            if result.steps_are_alike and not alike(result.step_s) and most_s - least_s >= _LEAST_S:
-                words = f"its steps took {format_seconds(least_s)} to {format_seconds(most_s)}"
-                return Doubt(trial.number, words)
+            least_s, most_s = min(result.step_s, default=0.0), max(result.step_s, default=0.0)
+            if not trial.fits or not result.steps_are_alike or alike(result.step_s) or most_s - least_s < _LEAST_S:
+                self._steady.add(trial.number)
+                continue
+            words = f"its steps took {format_seconds(least_s)} to {format_seconds(most_s)}"
+            return Doubt(trial.number, words)
         return self._slower_than_expected(ledger, done)
 
     def _slower_than_expected(self, ledger: Ledger, done: Collection[int]) -> Doubt | None:
         timed = [o for o in ledger.observations if o.step_s is not None]
         found: list[tuple[float, Doubt]] = []
-        for told in timed[-_JUDGED:]:
+        for told in timed if len(timed) <= _JUDGED else [timed[-age] for age in _AGES]:
             number = ledger.number_of(told)
             if number in done or not told.fits:
                 continue

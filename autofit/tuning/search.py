@@ -1,5 +1,6 @@
 """The search: ask Optuna, probe, tell, until a budget is spent. Idempotent: a second run continues the first."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import optuna
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.cluster.executor import LOCAL, Executor
@@ -26,15 +26,17 @@ from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
+from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Goal, Trial, winner
 from autofit.tuning.grid import Grid
 from autofit.tuning.prober import Prober
 from autofit.tuning.record import StudyRecord, keep_record, record_of, repeats
 from autofit.tuning.repeating import Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
+from autofit.tuning.sole_writer import SoleWriter
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.storage import me
-from autofit.tuning.study import database_errors, note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.study import note_candidate, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
 _SHOW_S = 0.5
@@ -118,7 +120,7 @@ class Progress:
 def open_study(plan: Plan) -> optuna.Study:
     """The plan's study, made if it is new. Raises ConfigError when the name holds another plan's trials."""
     _check_name(plan.probes_folder)
-    storage = open_storage(plan.folder, create=True)
+    storage = SoleWriter(open_storage(plan.folder, create=True))
     with database_errors(plan.folder):
         study = _stored(plan, storage)
         if _all_broken(study.get_trials(deepcopy=False)):  # the user may have repaired the cause since
@@ -151,7 +153,7 @@ def _check_name(folder: Path) -> None:
         )
 
 
-def _stored(plan: Plan, storage: RDBStorage) -> optuna.Study:
+def _stored(plan: Plan, storage: SoleWriter) -> optuna.Study:
     return optuna.create_study(
         study_name=plan.name, storage=storage, load_if_exists=True, directions=["minimize", "minimize"]
     )
@@ -218,7 +220,7 @@ class Search:
     def run(self) -> Stop:
         """Probe until a stop rule holds (trials, time, plateau, gain, empty space); returns that rule."""
         self._launcher.say = self.on_note
-        with database_errors(self.plan.folder):
+        with database_errors(self.plan.folder), self._alone():
             self._reconcile()
             while True:
                 stop = None
@@ -246,6 +248,11 @@ class Search:
                 if frozen.state is TrialState.RUNNING:
                     requeue(self.study, frozen)
 
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """The caller holds the study's lock, so that nothing else writes to it."""
+        storage = self.study._storage
+        return storage.alone() if isinstance(storage, SoleWriter) else contextlib.nullcontext()
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def _frozen(self) -> list[FrozenTrial]:
@@ -253,12 +260,16 @@ class Search:
 
     def _trials(self) -> tuple[Trial, ...]:
         """All trials as plain values; each finished trial is converted only once."""
-        trials, again = [], {} if self._repeats is None else repeats(self.study)
+        trials = []
         for frozen in self._frozen():
-            trial = self._told.get(frozen.number) or to_trial(frozen)
-            if frozen.state.is_finished():
-                self._told[frozen.number] = trial
-            trials.append(trial.repeated(again.get(frozen.number)))
+            trial = self._told.get(frozen.number)
+            if trial is None:
+                trial = to_trial(frozen)
+                if frozen.state.is_finished():
+                    self._told[frozen.number] = trial
+            trials.append(trial)
+        for number, again in ({} if self._repeats is None else repeats(self.study)).items():
+            trials[number] = trials[number].repeated(again)
         return tuple(trials)
 
     def _out_of_time(self) -> bool:
@@ -267,10 +278,10 @@ class Search:
     def _enough(self) -> Stop | None:
         """The reason to ask for no further trial, or None."""
         plan, frozen = self.plan, self._frozen()
-        for lost in frozen:  # made twice: the database was away between its commit and its answer
-            if lost.state is TrialState.RUNNING and lost.number not in self._live:
+        waiting = [t for t in frozen if not t.state.is_finished() and t.number not in self._live]
+        for lost in waiting:  # made twice: the database was away between its commit and its answer
+            if lost.state is TrialState.RUNNING:
                 requeue(self.study, lost)
-        waiting = sum(not t.state.is_finished() and t.number not in self._live for t in frozen)
         if self._out_of_time():
             return Stop(StopKind.BUDGET, f"the time budget of {plan.budget_s:.0f} s is spent")
         if waiting:
@@ -380,6 +391,8 @@ class Search:
 
 def _all_broken(frozen: list[FrozenTrial]) -> bool:
     """Whether all finished probes (at least two) failed: then the recipe or the machine is broken, not a candidate."""
+    if any(t.state is TrialState.COMPLETE for t in frozen):
+        return False
     finished = [t for t in frozen if t.state.is_finished()]
     return len(finished) >= _BROKEN_TRIALS and all(t.state is TrialState.FAIL for t in finished)
 

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 VARIABLE = "AUTOFIT_STORAGE"
+# The methods by which Optuna asks a database.
+CALLS = (
+    "create_new_study", "delete_study", "set_study_user_attr", "set_study_system_attr", "get_study_id_from_name",
+    "get_study_name_from_id", "get_study_directions", "get_study_user_attrs", "get_study_system_attrs",
+    "get_all_studies", "_create_new_trial", "_set_trial_param", "set_trial_user_attr", "set_trial_system_attr",
+    "set_trial_state_values", "get_trial", "_get_trials", "get_trial_user_attrs", "get_trial_system_attrs",
+)  # fmt: skip
 _WANTED = "--storage must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
 _OTHERS = 0o077  # the bits of a file's mode that let others than its owner read or write it
 _given: dict[Path, str] = {}  # folder -> the database that this process was told to use for it

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,15 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest
-from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.born_whole import is_there, put_in_place
+from autofit.tuning.database_errors import damage, database_errors, tell_errors
 from autofit.tuning.file_lock import exclusive, warn_of_a_network
 from autofit.tuning.frontier import Trial
-from autofit.tuning.lock_holder import holder_of, wait_until_free
+from autofit.tuning.lock_holder import wait_until_free
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
-from autofit.tuning.storage import Database, cause_of, check_is_of, database_of, keep_storage
+from autofit.tuning.storage import Database, check_is_of, database_of, keep_storage
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -37,10 +36,11 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
     with database_errors(folder):
         if create:
             check_is_of(database)
-        if database.url is not None:
-            storage: RDBStorage = _shared(database, create=create)
-        else:
-            storage = _own(database, create=create)
+        try:
+            storage = (_own if database.url is None else _shared)(database, create=create)
+        except UnicodeDecodeError as error:  # in the names of tables, which SQLite shows as they are
+            raise damage(folder, error) from error
+        tell_errors(storage, folder)
         _check_version(database, storage)
         if create:
             keep_storage(database)
@@ -98,36 +98,6 @@ def _check_version(database: Database, storage: RDBStorage) -> None:
 
 
 @contextlib.contextmanager
-def database_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the database of the studies in `folder` into one clear EnvironmentFault."""
-    try:
-        yield
-    except (sqlalchemy.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
-        database, at_fault = database_of(folder), cause_of(error)
-        if database.url is None:
-            advice = _advice(at_fault, database.path)
-        else:
-            from autofit.tuning.postgres import postgres_advice
-
-            advice = postgres_advice(at_fault, database)
-        reason = str(at_fault).strip().partition("\n")[0]
-        raise EnvironmentFault(f"{database} cannot be used as a database: {reason}; {advice}") from error
-    except OSError as error:
-        raise EnvironmentFault(cannot_write(database_of(folder).path, error)) from error
-
-
-def _advice(error: BaseException | None, path: Path) -> str:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
-    if code == sqlite3.SQLITE_FULL:
-        return "free some space and run the same command again: no finished trial is lost"
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
-        return "make the file writable or choose another folder with --dir"
-    return "move the file away, or choose another folder with --dir"
-
-
-@contextlib.contextmanager
 def driving(folder: Path, name: str) -> Iterator[None]:
     """Be the only process that works on the study `name`: of this folder, and of a shared database on all machines.
 
@@ -144,39 +114,34 @@ def driving(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def study_names(folder: Path, storage: RDBStorage) -> list[str]:
+def study_names(storage: RDBStorage) -> list[str]:
     """Names of all studies, last used at the end. Not from Optuna's summaries: they read every trial of every study."""
-    with database_errors(folder):
-        studies = storage.get_all_studies()
-    return [s.study_name for s in sorted(studies, key=lambda s: record_of(s).used)]
+    return [s.study_name for s in sorted(storage.get_all_studies(), key=lambda s: record_of(s).used)]
 
 
 def own_studies(folder: Path) -> list[optuna.Study]:
     """The studies in `folder` that autofit made, last used at the end. Raises ConfigError without a database."""
     storage = open_storage(folder)
-    names = study_names(folder, storage)
-    with database_errors(folder):
-        found = [optuna.load_study(study_name=name, storage=storage) for name in names]
-        return [study for study in found if is_own(study)]
+    found = [optuna.load_study(study_name=name, storage=storage) for name in study_names(storage)]
+    return [study for study in found if is_own(study)]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
     """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none, or not of autofit."""
     storage = open_storage(folder)
-    names, home = study_names(folder, storage), database_of(folder).home
+    names, home = study_names(storage), database_of(folder).home
     if not names:
         raise ConfigError(f"there are no studies in {home}; run `autofit search` first")
     if name is not None and name not in names:
         known = ", ".join(names)
         raise ConfigError(f"there is no study {name!r} in {home}{nearest(name, names)}; there are: {known}")
-    with database_errors(folder):
-        study = optuna.load_study(study_name=name or names[-1], storage=storage)
-        if not is_own(study):  # the last used one is another program's only where all are
-            raise ConfigError(
-                f"the study {study.study_name!r} in {home} was not made by autofit; run `autofit search` first, or "
-                f"point --dir at its folder"
-            )
-        return study
+    study = optuna.load_study(study_name=name or names[-1], storage=storage)
+    if not is_own(study):  # the last used one is another program's only where all are
+        raise ConfigError(
+            f"the study {study.study_name!r} in {home} was not made by autofit; run `autofit search` first, or point "
+            f"--dir at its folder"
+        )
+    return study
 
 
 def to_trial(frozen: FrozenTrial) -> Trial:
