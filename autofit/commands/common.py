@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -83,13 +84,25 @@ def executor_option(options: argparse.Namespace) -> "Executor":
 
 
 def terminate_like_interrupt() -> None:
-    """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does."""
+    """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does.
+
+    Python drops an exception in a destructor or a callback of a weak reference: there Ctrl-C is sent once more.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, interrupt)
+    show = sys.unraisablehook
+
+    def dropped(what: "sys.UnraisableHookArgs") -> None:
+        if isinstance(what.exc_value, KeyboardInterrupt):  # here a signal would be dropped as well
+            threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)).start()
+        else:
+            show(what)
+
+    sys.unraisablehook = dropped
 
 
 def ignore_interrupts() -> None:
