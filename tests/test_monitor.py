@@ -27,7 +27,7 @@ from autofit.api.snapshot_tables import tables_of
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.hardware.usage import HostUse, host_use, tree_use
+from autofit.hardware.usage import HostUse, ProcessUse, host_use, tree_use
 from autofit.probing.at_work import probes_at_work
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest
@@ -142,6 +142,12 @@ def test_waiting_simulated_and_confirming_probes_are_shown_and_ended_or_dead_one
     assert {(p.name, p.phase, p.request.device) for p in found} == {
         ("confirmation of trial 3", "rollout", "cpu"), ("trial 10", None, "sim:t4")
     }  # fmt: skip
+
+
+def test_processor_time_is_that_of_the_living_processes_whichever_ended_or_began() -> None:
+    before = ProcessUse(rss_bytes=1, cpu_s={1: 4.0, 2: 9.0, 3: 7.0})
+    now = ProcessUse(rss_bytes=1, cpu_s={1: 5.0, 3: 0.5, 4: 2.0})  # 2 ended, 4 began, and 3 is another process now
+    assert now.cpu_s_since(before) == 3.0
 
 
 def test_the_worker_of_a_fork_server_counts_and_another_process_with_its_id_does_not(folder: Path) -> None:

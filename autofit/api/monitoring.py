@@ -139,7 +139,7 @@ class Watch:
         self._folder = folder
         self._originals, self._runs = Originals(folder), Runs(folder)
         self._host: HostUse | None = None
-        self._cpu: dict[Path, tuple[float, float]] = {}  # folder of a probe or run -> (monotonic time, cpu seconds)
+        self._before: dict[Path, tuple[float, ProcessUse]] = {}  # folder of a probe or run -> (monotonic time, use)
 
     def snapshot(self) -> Snapshot:
         """The state now."""
@@ -167,11 +167,11 @@ class Watch:
         """Cores in use since the last snapshot; None in the first one."""
         if use is None:
             return None
-        now, before = time.monotonic(), self._cpu.get(folder)
-        self._cpu[folder] = now, use.cpu_s
-        if before is None or now <= before[0] or use.cpu_s < before[1]:  # one of its processes ended
+        now, before = time.monotonic(), self._before.get(folder)
+        self._before[folder] = now, use
+        if before is None or now <= before[0]:
             return None
-        return (use.cpu_s - before[1]) / (now - before[0])
+        return use.cpu_s_since(before[1]) / (now - before[0])
 
     def _probe(self, probe: AtWork, use: ProcessUse | None, cpu_frac: float | None, cards: Sequence[CardUse]) -> Probe:
         return Probe(

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,20 @@ class CardUse:
 class ProcessUse:
     """A process and its descendants at one moment."""
 
-    pids: frozenset[int]
     rss_bytes: int  # the sum over its processes: pages that they share are counted once each
-    cpu_s: float  # since its processes began
+    cpu_s: Mapping[int, float]  # pid -> seconds since that process began
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(self.cpu_s)
 
     def __or__(self, other: "ProcessUse") -> "ProcessUse":
         """Both, if none is in the other."""
-        return ProcessUse(
-            pids=self.pids | other.pids, rss_bytes=self.rss_bytes + other.rss_bytes, cpu_s=self.cpu_s + other.cpu_s
-        )
+        return ProcessUse(rss_bytes=self.rss_bytes + other.rss_bytes, cpu_s={**self.cpu_s, **other.cpu_s})
+
+    def cpu_s_since(self, before: "ProcessUse") -> float:
+        """Seconds of processor time that its living processes took since then."""
+        return sum(max(0.0, now - before.cpu_s.get(pid, 0.0)) for pid, now in self.cpu_s.items())
 
 
 def card_uses() -> tuple[CardUse, ...]:
@@ -78,17 +83,16 @@ def tree_use(pid: int) -> ProcessUse | None:
 
 
 def _sum(tree: Iterable[psutil.Process]) -> ProcessUse:
-    pids, rss, cpu_s = [], 0, 0.0
+    rss, cpu_s = 0, {}
     for process in tree:
         try:
             with process.oneshot():
                 used, times = int(process.memory_info().rss), process.cpu_times()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        pids.append(process.pid)
         rss += used
-        cpu_s += times.user + times.system
-    return ProcessUse(pids=frozenset(pids), rss_bytes=rss, cpu_s=cpu_s)
+        cpu_s[process.pid] = times.user + times.system
+    return ProcessUse(rss_bytes=rss, cpu_s=cpu_s)
 
 
 def command_of(pid: int) -> str:
