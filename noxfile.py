@@ -69,7 +69,7 @@ def compat(session: nox.Session, versions: tuple[str, ...]) -> None:
 
 @nox.session
 def storm(session: nox.Session) -> None:
-    """Attack autofit: -- --inputs N --torn N --kills N --seed S --minutes M (default: about a minute)."""
+    """Attack autofit: -- --inputs N --torn N --kills N --seed S --minutes M (default: a few minutes)."""
     session.install(*INSTALL)
     session.run("python", "-m", "experiments.storm", *session.posargs)
 

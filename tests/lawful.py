@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -62,11 +63,17 @@ def unsteady(request_path: str) -> None:
     write_json(request.answer_path, result.to_json())
 
 
+def seconds_of(probe: str, asked: str) -> float:
+    """How long the probe of this name takes: `asked` seconds, or between the two of "least-most", always the same."""
+    least_s, _, most_s = asked.partition("-")
+    return random.Random(probe).uniform(float(least_s), float(most_s or least_s))
+
+
 def run(request_path: str) -> None:
     """The job: says that it started, takes a moment, answers."""
     request = ProbeRequest.read(Path(request_path))
     process = psutil.Process()
     write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
-    time.sleep(float(os.environ.get("LAWFUL_S", "0.15")))
+    time.sleep(seconds_of(request.folder.name, os.environ.get("LAWFUL_S", "0.15")))
     if not cancelled(request):
         write_json(request.answer_path, result_of(request).to_json())

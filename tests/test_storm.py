@@ -2,9 +2,11 @@
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from storm.commands import kill_mirrors, kill_runs, kill_servers
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
 from storm.readers import READERS
@@ -34,4 +36,12 @@ def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
     found += kill_creations(tmp_path / "births", kills=4, dice=dice, until=until)
     found += kill_searches(tmp_path / "searches", kills=4, dice=dice, until=until)
     assert found.tried.total() == 12
+    assert not found.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_mirrors, kill_servers, kill_runs], ids=["mirrors", "servers", "full runs"])
+def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
+    found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried.total() == 2
     assert not found.wrong

@@ -1,5 +1,6 @@
 """What the experiments on a real Slurm share: a large space of lawful probes, and the process that drives a search."""
 
+import json
 import os
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from autofit.tuning.study import exclusive, load_study, trials_of  # noqa: E402
 
 
 def plan(folder: Path, trials: int, at_once: int) -> Plan:
-    """A search in grid order of the first of 5,616 candidates, all of which fit."""
-    recipe = grpo_recipe(per_device_train_batch_size=4, gradient_accumulation_steps=16, loss_type="dapo")
+    """A search in grid order of the first of 25,272 candidates, all of which fit."""
+    recipe = grpo_recipe(per_device_train_batch_size=4, gradient_accumulation_steps=60, loss_type="dapo")
     space = Space.of(recipe, load_space(None, trainer="grpo"), allow="recipe")
     return Plan(
         recipe=recipe, space=space, folder=folder, device="cpu", target_bytes=None, max_trials=trials,
@@ -61,6 +62,13 @@ def told(folder: Path) -> dict[str, tuple[object, ...]]:
     return {
         str(t.changes): (str(t.status), t.step_s, t.device_used_bytes) for t in trials_of(load_study(folder, "law"))
     }
+
+
+def add_row(path: Path, row: Mapping[str, object]) -> None:
+    """Add what was measured to the list in the file `path`, and print it."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    print(json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ must then be the undisturbed one: every trial told once, with the same result. A
 """
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -126,10 +125,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home, cluster(conf=PREEMPTING) as slurm:
         os.environ["SLURM_CONF"] = str(slurm.conf)
         row = storm(slurm, Path(home), asked)
-    path = Path(__file__).with_suffix(".json")
-    rows = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*rows, row], indent=1) + "\n")
-    print(json.dumps(row, indent=1))
+    common.add_row(Path(__file__).with_suffix(".json"), row)
 
 
 def storm(slurm: Cluster, folder: Path, asked: argparse.Namespace) -> dict[str, object]:

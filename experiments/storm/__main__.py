@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,21 +22,28 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
     sys.path.insert(0, str(helpers))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
+from storm.commands import kill_mirrors, kill_runs, kill_servers  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.readers import READERS  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
+
+KILLS = {
+    "kills of creations": kill_creations, "kills of searches": kill_searches, "kills of mirrors": kill_mirrors,
+    "kills of servers": kill_servers, "kills of full runs": kill_runs,
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=2600, help="hostile inputs, the same number for each reader")
     parser.add_argument("--torn", type=int, default=20, help="torn files")
-    parser.add_argument("--kills", type=int, default=8, help="kills: half of searches, half of first searches")
+    parser.add_argument("--kills", type=int, default=20, help="kills, as many of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores Ctrl-C
     until = time.monotonic() + 60 * options.minutes
     dice = random.Random(options.seed)
     total = Found()
@@ -45,8 +53,7 @@ def main() -> int:
         os.environ.pop("MLFLOW_TRACKING_URI")
         chances: dict[str, Callable[..., Found]] = {r.name: partial(_attack, r, options) for r in READERS} | {
             "torn files": partial(tear_files, files=options.torn, dice=dice),
-            "kills of creations": partial(kill_creations, kills=options.kills // 2, dice=dice),
-            "kills of searches": partial(kill_searches, kills=options.kills // 2, dice=dice),
+            **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
         }
         for name in options.only or chances:
             total += _told(partial(chances[name], folder, until=until))
