@@ -140,14 +140,14 @@ def test_the_pages_show_it_in_a_real_browser(folder: Path) -> None:
     api = client(folder)
     experiment = experiment_id(api, folder, "law")
     full_run = search(api, experiment, "tags.`autofit.kind` = 'promoted'")[0].info.run_id
-    with server(folder, port=None) as address, browser_page() as page:
-        page.goto(address + found.table)
+    with server(folder, port=None) as mlflow, browser_page() as page:
+        page.goto(mlflow.address + found.table)
         for column in ("tags.`autofit.status`", "metrics.`step_s`", "metrics.`device_used_GB`", "metrics.`speedup`"):
             expect(page.locator(f'.ag-header-cell[col-id="{column}"]')).to_be_visible(timeout=_WAIT_MS)
         for row in ("trial-0000", "promoted trial-0000"):
             expect(page.get_by_text(row, exact=True).first).to_be_visible(timeout=_WAIT_MS)
         take(page, "table")
-        page.goto(address + found.compared)
+        page.goto(mlflow.address + found.compared)
         parallel = next(card for card in view["compareRunCharts"] if card["type"] == "PARALLEL")
         axes = page.locator("g.dimension")
         expect(axes).to_have_count(len(parallel["selectedParams"]) + 2, timeout=_WAIT_MS)
@@ -157,11 +157,11 @@ def test_the_pages_show_it_in_a_real_browser(folder: Path) -> None:
         assert place is not None
         assert place["y"] < 500, "below the charts of other metrics"
         take(page, "compared")
-        page.goto(address + run_path(experiment, full_run))
+        page.goto(mlflow.address + run_path(experiment, full_run))
         for text in ("promised", "actual", "promised_step_s", "actual_step_s"):
             expect(page.get_by_text(text, exact=True).first).to_be_visible(timeout=_WAIT_MS)
         take(page, "full-run")
         assert found.summary is not None
-        page.goto(address + found.summary)
+        page.goto(mlflow.address + found.summary)
         expect(page.get_by_role("img", name="front.png").first).to_be_visible(timeout=_WAIT_MS)
         take(page, "front")

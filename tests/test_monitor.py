@@ -392,7 +392,7 @@ def test_on_a_terminal_the_view_is_live_and_ctrl_c_ends_it(folder: Path) -> None
 def cpu_s(pid: int) -> float:
     use = tree_use(pid)
     assert use is not None
-    return use.cpu_s
+    return sum(use.cpu_s.values())
 
 
 # -- the studies ------------------------------------------------------------------------------------------------------

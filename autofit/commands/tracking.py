@@ -1,7 +1,6 @@
 """`autofit ui` and `autofit sync`: the study's mirror in MLflow."""
 
 import argparse
-import signal
 
 from autofit.commands.common import DONE, say, terminate_like_interrupt
 from autofit.errors import ConfigError
@@ -17,15 +16,15 @@ def ui(options: argparse.Namespace) -> int:
     sync(options.dir, options.study)
     found = pages(options.dir, options.study)
     try:
-        with server(options.dir, port=options.port) as address:
+        with server(options.dir, port=options.port) as mlflow:
+            address = mlflow.address
             print(f"MLflow: {address}")
             print(f"all trials: {address}{found.table}")
             print(f"compare the front: {address}{found.compared}", flush=True)
             if found.summary is not None:
                 print(f"the front as a picture: {address}{found.summary}", flush=True)
             say("Ctrl-C stops it")
-            while True:
-                signal.pause()
+            mlflow.wait()
     except KeyboardInterrupt:
         return DONE
 

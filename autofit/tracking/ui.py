@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.rank_processes import free_port
@@ -43,9 +44,25 @@ def pages(folder: Path, study_name: str | None) -> Pages:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """MLflow's server at work."""
+
+    address: str
+    log: Path
+    _keeper: "subprocess.Popen[bytes]"
+
+    def wait(self) -> NoReturn:
+        """Wait for ever, or raise EnvironmentFault once the server has ended by itself."""
+        code = self._keeper.wait()
+        raise EnvironmentFault(
+            f"MLflow's server ended by itself, with exit code {code}: run the same command again; see {self.log}"
+        )
+
+
 @contextmanager
-def server(folder: Path, *, port: int | None) -> Iterator[str]:
-    """Run MLflow's server for `folder`; yields its address. It ends with this process, however that ends.
+def server(folder: Path, *, port: int | None) -> Iterator[Server]:
+    """Run MLflow's server for `folder`. It ends with this process, however that ends.
 
     Raises ConfigError if the port is in use.
     """
@@ -58,14 +75,15 @@ def server(folder: Path, *, port: int | None) -> Iterator[str]:
         sys.executable, "-P", "-m", "autofit.tracking.kept_server", "--host", "127.0.0.1", "--port", str(port),
         "--workers", "1", "--backend-store-uri", tracking_uri(folder), "--default-artifact-root", artifacts,
     ]  # fmt: skip
-    with (folder / "ui.log").open("wb") as log:
+    log = folder / "ui.log"
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            command, env=env, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(address, process, folder / "ui.log")
-        yield address
+        _wait_until_up(address, process, log)
+        yield Server(address, log, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
