@@ -1,5 +1,6 @@
 """The attack on what reads input, short; `nox -s storm` is the long one, with torn files and kills."""
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 from storm.commands import kill_mirrors, kill_runs, kill_servers
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
+from storm.neighbours import NAME, meet_neighbours
 from storm.readers import READERS
 from storm.torn import tear_files
 
@@ -44,4 +46,12 @@ def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
     found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried.total() == 2
+    assert not found.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -> None:
+    found = meet_neighbours(tmp_path, meetings=1, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried[NAME] > 100
     assert not found.wrong

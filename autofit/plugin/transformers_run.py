@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from autofit.plugin.protocol import OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.plugin.spot import Spot
+from autofit.recipe.secrets import masked
 
 # What a checkpoint has besides trainer_state.json and the scheduler: each entry has all names of one file. FSDP writes
 # one file, or a folder of shards in which .metadata comes last; DeepSpeed writes `latest` after every rank's share.
@@ -68,6 +69,7 @@ class TransformersRun:
             _report_phase(self.trainer, path, phase, report)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
+        _mask_secrets_when_pickled(type(self.trainer.args))
         if resume_from is not None:
             self.before_resuming(resume_from)
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -130,6 +132,11 @@ def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
             return original(*args, **kwargs)
 
     setattr(owner, method, within)
+
+
+def _mask_secrets_when_pickled(arguments: Any) -> None:
+    """The trainer pickles its arguments into each checkpoint (training_args.bin), with the tokens in clear."""
+    arguments.__getstate__ = lambda self: masked(vars(self))
 
 
 def _report_saves(trainer: Any, reporter: "_Reporter", report: Report) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -14,6 +15,8 @@ from autofit.recipe.yaml_file import read_yaml_mapping
 
 StatedGuards = str | os.PathLike[str] | Mapping[str, object]
 MOST_STEPS = 1000  # of a window, which is kept in memory
+_SAID: Mapping[str, str | float] = {"metric": "m", "part": "p", "value": 0.5, "seconds": 1.0, "of_seconds": 2.0}
+_FLOODS = re.compile(r"\d{3}|[{}]")  # a format of a hundred characters and more, or one that names a value in turn
 
 
 class Check(StrEnum):
@@ -193,12 +196,14 @@ def _text_fault(key: str, value: object) -> list[str]:
     if key != "says":
         return []
     try:
-        value.format(metric="m", part="p", value=0.5, seconds=1.0, of_seconds=2.0)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        return [
-            f"says may name {{metric}}, {{part}}, {{value}}, {{seconds}} and {{of_seconds}}; {value!r} gave {error}"
-        ]
-    return []
+        named = [(name, how or "") for _, name, how, _ in string.Formatter().parse(value) if name is not None]
+        if all(name in _SAID and not _FLOODS.search(how) for name, how in named):
+            value.format(**_SAID)
+            return []
+    except ValueError:
+        pass
+    names = ", ".join(f"{{{name}}}" for name in _SAID)
+    return [f"says may name {names}, with formats as in {{value:.3g}}; got {value!r}"]
 
 
 def _names(value: object) -> Sequence[str]:

@@ -25,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(
 from storm.commands import kill_mirrors, kill_runs, kill_servers  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
+from storm.neighbours import NAME, meet_neighbours  # noqa: E402
 from storm.readers import READERS  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=2600, help="hostile inputs, the same number for each reader")
     parser.add_argument("--torn", type=int, default=20, help="torn files")
     parser.add_argument("--kills", type=int, default=20, help="kills, as many of each kind")
+    parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -54,6 +56,7 @@ def main() -> int:
         chances: dict[str, Callable[..., Found]] = {r.name: partial(_attack, r, options) for r in READERS} | {
             "torn files": partial(tear_files, files=options.torn, dice=dice),
             **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
+            NAME: partial(meet_neighbours, meetings=options.meetings if os.geteuid() == 0 else 0, dice=dice),
         }
         for name in options.only or chances:
             total += _told(partial(chances[name], folder, until=until))
