@@ -71,6 +71,7 @@ def test_an_executor_is_the_same_from_json() -> None:
         (["--executor", "debug", "--slurm", "exclusive"], "--slurm is an option of Slurm"),
         (["--time", "tomorrow"], "tomorrow"),
         (["--time", "0:00:00"], "longer than 0"),
+        (["--time", "9" * 400], "a duration must look like 90s"),
         (["--cpus-per-task", "0"], "cpus_per_task must be a whole number from 1"),
         (["--slurm", "output=/x"], "autofit sets output itself"),
         (["--slurm", "partition=x"], "give --partition"),

@@ -58,6 +58,7 @@ class Executor:
 
 
 LOCAL = Executor()
+_LONGEST_TIME = 40  # characters: no time limit needs as many
 
 
 def time_s(text: str) -> float:
@@ -68,7 +69,7 @@ def time_s(text: str) -> float:
     days, dash, rest = text.strip().rpartition("-")
     try:
         parts = [int(part) for part in rest.split(":")]
-        if min(parts) < 0 or len(parts) > 3 or (dash and int(days) < 0):
+        if min(parts) < 0 or len(parts) > 3 or (dash and int(days) < 0) or len(text) > _LONGEST_TIME:
             raise ValueError(text)
     except ValueError:
         return parse_seconds(text)
