@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storm.commands import kill_mirrors, kill_runs, kill_servers
+from storm.commands import kill_mirrors, kill_servers
+from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
 from storm.neighbours import NAME, meet_neighbours
@@ -46,6 +47,13 @@ def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
     found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried.total() == 2
+    assert not found.wrong
+
+
+@pytest.mark.slow
+def test_a_run_passes_over_a_checkpoint_that_was_torn(tmp_path: Path) -> None:
+    found = tear_checkpoints(tmp_path, files=1, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried["torn checkpoints"] >= 1
     assert not found.wrong
 
 

@@ -22,7 +22,8 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
     sys.path.insert(0, str(helpers))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
-from storm.commands import kill_mirrors, kill_runs, kill_servers  # noqa: E402
+from storm.commands import kill_mirrors, kill_servers  # noqa: E402
+from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
@@ -38,7 +39,7 @@ KILLS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=2600, help="hostile inputs, the same number for each reader")
-    parser.add_argument("--torn", type=int, default=20, help="torn files")
+    parser.add_argument("--torn", type=int, default=20, help="torn files, a fifth of them in checkpoints")
     parser.add_argument("--kills", type=int, default=20, help="kills, as many of each kind")
     parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
     parser.add_argument("--seed", type=int, default=0)
@@ -54,7 +55,8 @@ def main() -> int:
         os.environ |= {"AUTOFIT_CACHE": str(folder / "cache"), "MLFLOW_TRACKING_URI": ""}
         os.environ.pop("MLFLOW_TRACKING_URI")
         chances: dict[str, Callable[..., Found]] = {r.name: partial(_attack, r, options) for r in READERS} | {
-            "torn files": partial(tear_files, files=options.torn, dice=dice),
+            "torn files": partial(tear_files, files=options.torn - options.torn // 5, dice=dice),
+            "torn checkpoints": partial(tear_checkpoints, files=options.torn // 5, dice=dice),
             **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
             NAME: partial(meet_neighbours, meetings=options.meetings if os.geteuid() == 0 else 0, dice=dice),
         }

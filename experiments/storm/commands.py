@@ -1,4 +1,4 @@
-"""Kills at random moments of what follows a search: the mirror in MLflow, MLflow's own server, and the full run."""
+"""Kills at random moments of commands that follow a search: of the mirror in MLflow and of MLflow's own server."""
 
 import os
 import random
@@ -17,17 +17,15 @@ from itertools import count
 from pathlib import Path
 
 import psutil
-import tiny
 from search_driver import main as drive
 
 from autofit.files import read_json
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
 from autofit.tracking.runs import TRIAL
 from storm.inputs import Found
 
-_TRIALS, _STEPS = 12, 60
-_END_S, _INTERRUPT_S, _GONE_S = 300.0, 60.0, 20.0
+_TRIALS = 12
+END_S, _INTERRUPT_S, _GONE_S = 300.0, 60.0, 20.0
 _AT_ONCE = 4  # kills of one mirror, server or full run before it must come to its end
 
 
@@ -37,7 +35,7 @@ def kill_mirrors(folder: Path, *, kills: int, dice: random.Random, until: float)
     drive(whole, _TRIALS, 0)
 
     def ends(home: Path) -> list[str]:
-        code = _autofit(home, "sync").wait(timeout=_END_S)
+        code = autofit_command(home, "sync").wait(timeout=END_S)
         with closing(sqlite3.connect(home / "mlflow.db")) as database:
             runs = database.execute(
                 "SELECT tags.value, runs.status FROM runs JOIN tags USING (run_uuid) "
@@ -51,7 +49,7 @@ def kill_mirrors(folder: Path, *, kills: int, dice: random.Random, until: float)
         }
         return [what for what, wrong in checks.items() if wrong]
 
-    storm = _Kills(whole, ("sync",), 0.3, 6.0, dice)
+    storm = Kills(whole, ("sync",), 0.3, 6.0, dice)
     return storm.run("kills of mirrors", ends, kills=kills, until=until)
 
 
@@ -62,7 +60,7 @@ def kill_servers(folder: Path, *, kills: int, dice: random.Random, until: float)
 
     def ends(home: Path) -> list[str]:
         wrong = [] if _are_gone(home) else ["a server that still runs"]
-        ui = _autofit(home, "ui", stdout=subprocess.PIPE)
+        ui = autofit_command(home, "ui", stdout=subprocess.PIPE)
         assert ui.stdout is not None
         line = ui.stdout.readline().decode()
         try:
@@ -71,45 +69,15 @@ def kill_servers(folder: Path, *, kills: int, dice: random.Random, until: float)
         except (OSError, ValueError, IndexError) as error:
             wrong.append(f"the server does not answer: {error}; {line}")
         ui.send_signal(signal.SIGINT)
-        code = ui.wait(timeout=_END_S)
+        code = ui.wait(timeout=END_S)
         return wrong + ([f"the last server ended with code {code}"] if code else [])
 
-    storm = _Kills(whole, ("ui",), 0.3, 12.0, dice)
+    storm = Kills(whole, ("ui",), 0.3, 12.0, dice)
     return storm.run("kills of servers", ends, kills=kills, until=until)
 
 
-def kill_runs(folder: Path, *, kills: int, dice: random.Random, until: float) -> Found:
-    """`autofit promote`, whose command, job or training is killed 4 times; it must end as an undisturbed one."""
-    whole = folder / "to-train"
-    model = tiny.write_model(folder / "model")
-    recipe = tiny.write_offline_recipe("sft", folder, model, max_steps=_STEPS, save_steps=6, output_dir=None)
-    command = [sys.executable, "-m", "autofit", "search", str(recipe), "--target-vram", "200MB", "--device", "cpu"]
-    options = ["--trainer", "sft", "--trials", "1", "--no-mlflow", "--no-confirm", "--no-advice", "--dir", str(whole)]
-    subprocess.run([*command, *options], check=True, capture_output=True, cwd=folder)
-
-    def trained(home: Path) -> tuple[int, list[list[object]]]:
-        code = _autofit(home, "promote", "0", "--device", "cpu").wait(timeout=_END_S)
-        lines = read_progress(_run(home)) if _run(home).exists() else []
-        return code, [[line.get(key) for key in ("step", "loss", "grad_norm")] for line in lines]
-
-    quiet = folder / "undisturbed"
-    shutil.copytree(whole, quiet)
-    code, expected = trained(quiet)
-    assert code == 0, (quiet / "log").read_text()
-
-    def ends(home: Path) -> list[str]:
-        code, steps = trained(home)
-        wrong = [f"the last promotion ended with code {code}"] if code else []
-        if steps != expected:
-            wrong.append(f"steps {[step for step, *_ in steps]}, or other losses than the undisturbed run's")
-        return wrong
-
-    storm = _Kills(whole, ("promote", "0", "--device", "cpu"), 1.0, 10.0, dice)
-    return storm.run("kills of full runs", ends, kills=kills, until=until)
-
-
 @dataclass(frozen=True, slots=True)
-class _Kills:
+class Kills:
     """Kills of a command on copies of the folder `whole`, between `least_s` and `most_s` seconds after its start."""
 
     whole: Path
@@ -139,11 +107,11 @@ class _Kills:
 
     def _once(self, home: Path) -> bool:
         """Kill the command, its job or a child of that at a random moment; False if it ended before."""
-        command = _autofit(home, *self.command)
+        command = autofit_command(home, *self.command)
         with suppress(subprocess.TimeoutExpired):
             command.wait(timeout=self.dice.uniform(self.least_s, self.most_s))
             return False
-        run = _run(home)
+        run = run_folder(home)
         job = read_json(run / "started.json")
         with suppress(psutil.NoSuchProcess):
             if job is not None and is_alive(run) and self.dice.random() < 0.7:
@@ -157,7 +125,7 @@ class _Kills:
         return True
 
 
-def _autofit(home: Path, *words: str, stdout: int | None = None) -> "subprocess.Popen[bytes]":
+def autofit_command(home: Path, *words: str, stdout: int | None = None) -> "subprocess.Popen[bytes]":
     with (home / "log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autofit", *words, "--dir", str(home)],
@@ -165,7 +133,7 @@ def _autofit(home: Path, *words: str, stdout: int | None = None) -> "subprocess.
         )  # fmt: skip
 
 
-def _run(home: Path) -> Path:
+def run_folder(home: Path) -> Path:
     """The folder of the full run."""
     return next((home / "promoted").glob("*"), home / "promoted" / "none")
 

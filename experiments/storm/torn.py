@@ -34,8 +34,8 @@ def tear_files(folder: Path, *, files: int, dice: random.Random, until: float) -
         home = folder / f"torn-{number}"
         shutil.copytree(whole, home)
         path = home / dice.choice(names)
-        how = dice.choice(sorted(_TEARS))
-        _TEARS[how](path, dice)
+        how = dice.choice(sorted(TEARS))
+        TEARS[how](path, dice)
         attempt(reader, f"{path.relative_to(home)} {how} {path.read_bytes()[:40]!r}", home, found)
         shutil.rmtree(home)
     return found
@@ -71,6 +71,6 @@ def _noisy(path: Path, dice: random.Random) -> None:
     path.write_bytes(content)
 
 
-_TEARS: dict[str, Callable[[Path, random.Random], None]] = {
+TEARS: dict[str, Callable[[Path, random.Random], None]] = {
     "cut": _cut, "zeroed": _zeroed, "hostile": _hostile, "noisy": _noisy,
 }  # fmt: skip
