@@ -42,6 +42,16 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
         read_config_file(tmp_path / "config.json")
 
 
+def test_a_file_that_cannot_be_read_is_not_called_bad_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: Permission denied"):
+        read_config_file(tmp_path / "config.json")
+
+
 def test_the_models_of_the_catalogue_are_believable(tmp_path: Path) -> None:
     names = catalogue.names()
     assert len(names) > 100

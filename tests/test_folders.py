@@ -1,12 +1,15 @@
 """Folders that cannot be written, or not be read: one line each, for root on a read-only mount and for another user."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import search_driver
 
 from autofit.cli import main
 from autofit.tuning.study import open_storage
@@ -43,6 +46,22 @@ def test_a_read_only_folder_is_one_line(
     assert all(len(line) <= 310 for line in lines)
     if command[0] == "search":
         assert "Read-only file system; choose another place" in lines[0]
+
+
+@pytest.mark.parametrize("command", ["sync", "ui"])
+def test_a_mirror_that_cannot_be_written_is_one_line(command: str, read_only: Path) -> None:
+    autofit = [sys.executable, "-m", "autofit"]
+    subprocess.run([sys.executable, search_driver.__file__, read_only, "2"], check=True)
+    subprocess.run(
+        [*autofit, "sync", "--dir", read_only], check=True
+    )  # in processes of their own, which close all files
+    with closing(sqlite3.connect(read_only / "mlflow.db")) as database, database:
+        database.execute("DELETE FROM tags")  # so that there is something to write
+    subprocess.run(["mount", "-o", "remount,ro", read_only], check=True)
+    done = subprocess.run([*autofit, command, "--dir", read_only], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("autofit: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -163,6 +163,7 @@ def test_every_launch_reads_back_from_the_accelerate_config_that_it_writes(tmp_p
     ("values", "options", "message"),
     [
         ({"accelerate_config": "fsdp3"}, {}, "one that TRL ships .*the nearest valid one is 'fsdp"),
+        ({"accelerate_config": "x" * 5000}, {}, "one that TRL ships"),
         ({"accelerate_config": 2}, {}, "must be a file, or a name such as fsdp2; got 2"),
         ({"accelerate_config": "fsdp2", "config_file": "zero3"}, {}, "keep one"),
         ({"use_fsdp": True, "use_deepspeed": True}, {}, "only one of"),
@@ -179,6 +180,7 @@ def test_every_launch_reads_back_from_the_accelerate_config_that_it_writes(tmp_p
         ({"fsdp": True, "fsdp_config": {"version": 3}}, {}, "version must be 1 or 2; got 3"),
         ({"fsdp": True, "fsdp_config": "gone.json"}, {}, "there is no file 'gone.json'"),
         ({"deepspeed": "gone.json"}, {}, "there is no file 'gone.json'"),
+        ({"deepspeed": "x" * 5000}, {}, "there is no file"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, {}, "stage must be 0, 1, 2 or 3; got 4"),
         ({"deepspeed": {"zero_optimization": 3}}, {}, "zero_optimization must be a mapping"),
         ({"accelerate_config": "single_gpu"}, {"num_processes": 4}, "accelerate starts one process"),

@@ -26,6 +26,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!float x", "could not convert"),
         ("a: !!int '_'", "not valid YAML"),
         ("a: !!bool maybe", "not valid YAML"),
+        ('a: "\\UD008AA9C"', "not valid YAML"),
         ("b: 1\n? [a]\n: 1", "line 2: a key must be text, and is a list or a mapping"),
         ("a: " + "[" * 5000, "nested too deeply"),
         ("a: &a [*a]", "an alias .* inside itself"),

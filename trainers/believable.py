@@ -33,7 +33,9 @@ def read_config_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} must have at most {MOST_BYTES >> 20} MiB; it has {found.st_size / 2**20:.1f}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {printable(str(error), 100)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a JSON object; got {quoted(content)}")

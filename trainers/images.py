@@ -7,6 +7,7 @@ Idefics3 and SmolVLM split into square tiles; LLaVA 1.5, Gemma 3 and PaliGemma s
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,7 @@ def _limits(model: str) -> tuple[int, int]:
     from huggingface_hub import try_to_load_from_cache
 
     name = "preprocessor_config.json"
-    found = Path(model) / name if Path(model).is_dir() else try_to_load_from_cache(model, name)
+    found = Path(model) / name if os.path.isdir(model) else try_to_load_from_cache(model, name)
     said: Mapping[str, Any] = {}
     if isinstance(found, str | Path) and Path(found).is_file():
         said = json.loads(Path(found).read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """The inspection of a TRL recipe, once, before any probe: its stand-ins, its longest prompt, its model's size."""
 
 import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def data_hash(rewards: list[Any], rows: Any) -> str:
 def architecture_hash(model: str) -> str:
     """A hash of the architecture in the folder `model`; "" if `model` is a name on the hub."""
     path = Path(model) / "config.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if os.path.isfile(path) else ""
 
 
 def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[str, object]:
@@ -94,7 +95,7 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
     name = values.get("dataset_name")
     if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
         return values
-    if needed and not Path(name).is_file():
+    if needed and not os.path.isfile(name):
         raise ConfigError(f"dataset_name {name!r} looks like a file, but there is no such file in {Path.cwd()}")
     rest = {key: value for key, value in values.items() if key != "dataset_name"}
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
@@ -111,12 +112,12 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
     if not name:
         raise ConfigError("a recipe needs a model: give model_name_or_path")
     trust = bool(config.training.trust_remote_code)
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         read_config(Path(name))
     try:
         found = AutoConfig.from_pretrained(name, revision=config.model.model_revision, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):
             raise ConfigError(unknown_model(name, simulated=False)) from error
         raise ConfigError(f"{name}/config.json cannot be used: {' '.join(str(error).split())[:200]}") from error
     if kind is AutoModelForCausalLM and sees(found):

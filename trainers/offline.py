@@ -6,6 +6,7 @@ transformers.
 
 import difflib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", 
     from transformers import AutoConfig, AutoTokenizer
 
     home = folder / _MODELS[key]
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         config: Mapping[str, object] = read_config(Path(name))
     else:
         known = catalogue.architecture(name)
@@ -110,14 +111,14 @@ def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", 
     else:
         if _has_vocabulary(name, loading.get("revision")):  # some classes load without a file, with no vocabulary
             return name
-    return _write(home, config, copied=Path(name) if Path(name).is_dir() else None)
+    return _write(home, config, copied=Path(name) if os.path.isdir(name) else None)
 
 
 def _has_vocabulary(name: str, revision: str | None) -> bool:
     """Whether a vocabulary file of `name` is in its folder, or in the hub's cache (loading has fetched it)."""
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return any((Path(name) / file).exists() for file in _VOCABULARIES)
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _VOCABULARIES)
 

@@ -5,9 +5,9 @@ real one no trained answers; so the model comes from its config alone, and its t
 each text the tokens of the longest prompt and a full completion. A tokenizer of its own may make more of them.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,7 +77,7 @@ def check_reward_model(config: TrlConfig) -> None:
             AutoModelForSequenceClassification.from_config(found)
     except (OSError, ValueError, KeyError) as error:
         problem = " ".join(str(error).split())[:200]
-        folder = f"{name}/config.json" if Path(name).is_dir() else repr(name)
+        folder = f"{name}/config.json" if os.path.isdir(name) else repr(name)
         raise ConfigError(
             f"reward_model_name_or_path must name a model that transformers can load to classify sequences; {folder} "
             f"cannot be: {problem}"

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib import resources
@@ -136,7 +137,7 @@ class TrlTrainer:
             return self._real_run(values, task)
         folder = task.worst_case.folder
         standing_in = offline.overrides(values, folder)
-        if not Path(str({**values, **standing_in}.get("model_name_or_path"))).is_dir():
+        if not os.path.isdir(str({**values, **standing_in}.get("model_name_or_path"))):
             go_offline_without_a_hub()
         device = {"use_cpu": True} if task.device == "cpu" else {}
         overrides = {**QUIET, **self.quiet, **device, **standing_in}

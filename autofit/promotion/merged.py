@@ -83,7 +83,7 @@ def _base_model(adapter: Path, trust: bool) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     loading = {"revision": config.revision or "main", "trust_remote_code": trust}
     name = str(config.base_model_name_or_path)
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         go_offline_without_a_hub()
     if config.task_type == "SEQ_CLS":
         return transformers.AutoModelForSequenceClassification.from_pretrained(

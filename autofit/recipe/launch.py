@@ -6,6 +6,7 @@ has what all of these mean, so that a search space can vary it like any other ma
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -252,7 +253,7 @@ def check_on_cpu(launch: Launch) -> None:
 def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
     """(content, what it is in words) of an accelerate config: a file, or the name of one that TRL ships."""
     path = Path(given)
-    if not path.is_file():
+    if not os.path.isfile(given):
         shipped = _shipped_with_trl()
         if given not in shipped:
             known = ", ".join(sorted(shipped)) or "none, as TRL is not installed"

@@ -4,6 +4,7 @@ Every finding is what the installed libraries do, read in their source or run: a
 1.16, torch 2.13. Where the libraries raise an error, theirs comes late (after the weights are loaded) or names no key.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -351,7 +352,7 @@ def attention_heads(model: str) -> int | None:
     """Attention heads of a model in a folder or in the catalogue; None where neither tells."""
     path = Path(model) / "config.json"
     known = architecture(model)
-    config = read_json(path) if path.is_file() else None if known is None else known.config
+    config = read_json(path) if os.path.isfile(path) else None if known is None else known.config
     text = (config or {}).get("text_config", config)
     heads = text.get("num_attention_heads") if isinstance(text, Mapping) else None
     return heads if isinstance(heads, int) else None

@@ -5,6 +5,7 @@ These are `fsdp`, `fsdp_config` and `deepspeed` of TrainingArguments (transforme
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -142,7 +143,7 @@ def read_deepspeed_file(path: str) -> dict[str, object]:
 
 def _file_text(given: str, key: str) -> str:
     path = Path(given)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{key} must be a mapping or the path of a JSON file; there is no file {quoted(given)}")
     try:
         content = path.read_bytes()[: _MOST_BYTES + 1]

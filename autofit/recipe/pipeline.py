@@ -3,6 +3,7 @@
 No torch here, and nothing is trained or searched: reading a file finds everything that is wrong with the file itself.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class _Reader:
                 names = " or ".join({str: "text", dict: "a mapping", bool: "true or false"}.get(k, "a number")
                                     for k in kinds)  # fmt: skip
                 self.wrong.append(f"{where}: {key} must be {names}; got {value!r}")
-        if isinstance(space := found.get("space"), str) and (self._folder / space).is_file():
+        if isinstance(space := found.get("space"), str) and os.path.isfile(self._folder / space):
             found["space"] = str(self._folder / space)
         return found
 

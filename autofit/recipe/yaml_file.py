@@ -52,7 +52,7 @@ def parse_yaml(text: str) -> object:
         problem = _one_line(error)
     except RecursionError:
         problem = f"nested too deeply; at most {_MOST_LEVELS} levels"
-    except (ValueError, TypeError, LookupError) as error:  # PyYAML's own, of a value that its tag does not allow
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # PyYAML's own, of a value of no such kind
         problem = f"a value is not what its tag says: {error}"
     raise ConfigError(f"not valid YAML: {printable(problem, 200)}")
 

@@ -1,6 +1,7 @@
 """MLflow's experiment of a study and the runs in it: how they are named, opened and found."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlflow.tracking import MlflowClient
 from autofit.errors import EnvironmentFault
 from autofit.tracking.database import make_whole, tracking_uri
 
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it shows a traceback of what it also raises
 STUDY, TRIAL, STATUS, KIND = "autofit.study", "autofit.trial", "autofit.status", "autofit.kind"
 ENDED, CONFIRMED, TIER = "autofit.ended", "autofit.confirmation", "autofit.tier"
 ROLE = "autofit.role"  # winner, baseline, front or full run: the runs to compare
@@ -70,7 +72,8 @@ def tracking_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
-        reason = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
+        of_database = getattr(error, "orig", None) or getattr(error.__cause__, "orig", None)  # without the statement
+        reason = " ".join(str(of_database or error).split())[:200]
         raise EnvironmentFault(
             f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move "
             f"MLflow's database, then run `autofit sync` to rebuild it"
