@@ -201,11 +201,13 @@ def _keep_call(connection: socket.socket) -> None:
         message = json.loads(connection.makefile("rb").readline())
         ranks = message.get("ranks")
 
+        keeper = os.getpid()
+
         def start(rank: int | None = None) -> int:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _run_call(message if rank is None else {**message, **ranks[rank]})
+                _run_call(message if rank is None else {**message, **ranks[rank]}, keeper)
             return pid
 
         logs = [str(one["log"]) for one in (ranks if ranks is not None else [message])]
@@ -235,11 +237,11 @@ def _left(connection: socket.socket, message: Mapping[str, object]) -> bool:
     return bool(ready) and connection.recv(1, socket.MSG_PEEK) == b""
 
 
-def _run_call(message: Mapping[str, object]) -> None:
+def _run_call(message: Mapping[str, object], keeper: int) -> None:
     """In the child: become the process that the call describes."""
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(keeper)
         _redirect(str(message["log"]))
         os.chdir(str(message["cwd"]))
         os.environ.update(cast(dict[str, str], message["env"]))

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PARENT = "AUTOFIT_PARENT"  # environment variable: the process that started this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def computing_env(**more: str) -> dict[str, str]:
     NVML, not by CUDA, which keeps the fork server's forks safe.
     """
     ours = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return {**ours, **os.environ, **more}
+    return {**ours, **os.environ, _PARENT: str(os.getpid()), **more}
 
 
 def keep(
@@ -82,9 +83,15 @@ def become_subreaper() -> frozenset[int]:
     return frozenset(child.pid for child in psutil.Process().children())
 
 
-def die_with_parent() -> None:
-    """Called in a child: the kernel kills it when its keeper dies."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Called in a child: the kernel kills it when its parent dies. If that has died already, the child ends here.
+
+    `parent` is who forked it; None: who gave it `computing_env`, and may have died while it imported torch.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    started_by = os.environ.pop(_PARENT, None) if parent is None else str(parent)
+    if started_by not in (None, str(os.getppid())):
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,10 +1,12 @@
 """The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
+from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.probing.births import note_of
 from autofit.probing.slots import slots
@@ -14,7 +16,9 @@ from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, sta
 from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
 from autofit.recipe.launch import Launch
+from autofit.tuning.file_lock import exclusive
 
+_DYING_S = 5.0  # in which a job that was killed is gone
 _CARD = "cuda-"  # before the name of a card in that of its slot
 
 
@@ -24,6 +28,16 @@ def run_promoted(request_path: str) -> None:
     assert request is not None
     folder = Path(str(request["folder"]))
     listen(lambda: ask_to_end(folder))
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(exclusive(folder, "training", wait_s=_DYING_S))
+        except ConfigError:  # a command started another job, and was killed before it could note it
+            return
+        if read_json(folder / "final.json") is None:
+            _run(request, Path(request_path), folder)
+
+
+def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> None:
     write_json(folder / "started.json", note_of(os.getpid()))
     names = tuple(cast(list[str], request["slots"]))
     count = Launch.of(cast("dict[str, object]", request["values"])).ranks if names[0].startswith(_CARD) else 1
@@ -35,8 +49,8 @@ def run_promoted(request_path: str) -> None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix(_CARD) for name in held)
         cwd = str(request["cwd"])
         train_to_the_end(
-            Path(request_path), folder, alone=lambda: keep(lambda: start_alone(request_path, folder, cwd, env)),
-            ranks=in_processes(Path(request_path), folder, cwd=cwd, env=env),
+            request_path, folder, alone=lambda: keep(lambda: start_alone(str(request_path), folder, cwd, env)),
+            ranks=in_processes(request_path, folder, cwd=cwd, env=env),
         )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ Orders and ends are files in the run's folder, which all machines share: put in 
 of the job, so that nothing of an earlier one is taken for news. No torch here.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from autofit.cluster.inside import OwnJob
 from autofit.files import read_json, write_json
 from autofit.probing.rank_processes import RanksEnded, keep_ranks
 from autofit.probing.supervise import Ending
-from autofit.promotion.rank_files import ADDRESS, JOB
+from autofit.promotion.rank_files import ADDRESS
 
 _POLL_S = 0.2
 _PATIENCE_S = 45.0  # for the ends of the other machines, once the ranks of the first have ended
@@ -85,7 +84,7 @@ class Machines:
         first = self.mine.node * each
 
         def start(local: int) -> int:
-            return self.start(first + local, {**order[first + local], JOB: str(os.getpid())})
+            return self.start(first + local, order[first + local])
 
         found = keep_ranks(start, each, abandoned=self._is_over)
         endings = (replace(e, rank=first + i, node=self.mine.name) for i, e in enumerate(found.endings))

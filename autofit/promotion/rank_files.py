@@ -9,7 +9,6 @@ from autofit.plugin.protocol import LOAD
 
 ADDRESS = "MASTER_ADDR"  # environment variable: where the ranks meet
 LOOPBACK = "127.0.0.1"
-JOB = "AUTOFIT_JOB"  # environment variable: the process that keeps the ranks
 _PLACE_BYTES = 64
 _UNLOADABLE = "unloadable.json"
 

@@ -1,6 +1,5 @@
 """The job's part of a run of several ranks: starts them, and says which one ended them all. No torch here."""
 
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from autofit.promotion.ending import on_node
 from autofit.promotion.interruption import asked_to_end, start_deaf
 from autofit.promotion.rank_files import (
     ADDRESS,
-    JOB,
     LOOPBACK,
     first_failure,
     forget_ranks,
@@ -61,8 +59,7 @@ def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
 def _own(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a rank must know before its first import; the rest it asks accelerate's code for."""
     threads = threads_of_each(launch.ranks // launch.machines)
-    return {"RANK": str(rank), ADDRESS: LOOPBACK, "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
-            JOB: str(os.getpid())}  # fmt: skip
+    return {"RANK": str(rank), ADDRESS: LOOPBACK, "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
 
 
 def in_processes(

@@ -31,7 +31,6 @@ from autofit.promotion.interruption import ask_after_signal, listen, received
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rank_files import (
     ADDRESS,
-    JOB,
     Place,
     forget_unloadable,
     tell_failure,
@@ -159,8 +158,6 @@ def _leave(code: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    if str(os.getppid()) != os.environ.get(JOB):  # it was killed while this process imported torch
-        os._exit(1)
     listen(lambda: ask_after_signal(Path(sys.argv[1]).parent))
     print_leniently()
     _leave(main(sys.argv[1]))

@@ -65,16 +65,16 @@ def _first_to_end(pids: Collection[int]) -> int:
 
 
 def _forked(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path) -> int:
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        _be_rank(train, launch, rank, folder)
+        _be_rank(train, launch, rank, folder, parent)
     return pid
 
 
-def _be_rank(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path) -> NoReturn:
+def _be_rank(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path, parent: int) -> NoReturn:
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(parent)
         with joined(launch, rank=rank, meeting=folder / "meeting"):
             found = train()
         if rank == 0:
