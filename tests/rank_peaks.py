@@ -15,7 +15,7 @@ from autofit.probing.rank_processes import free_port
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
 
-_MOST_RECORDS = 8
+_MOST_RECORDS = 60  # about every fifth one is whole
 _LEFT_BYTES = 1024  # that caches and random states of a process may keep
 STEPS = 2  # the second has the optimizer's state from its begin
 

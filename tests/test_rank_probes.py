@@ -163,7 +163,7 @@ def test_a_killed_job_leaves_no_rank(started: ProbeRequest) -> None:
 
 
 def test_a_deadline_ends_all_ranks(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
-    result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, deadline_s=0.5))
+    result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, deadline_s=0.01))
     assert (result.status, result.cause) == (ProbeStatus.LOST, Cause.DEADLINE)
     assert no_process_names(tmp_path / "p")
 
