@@ -12,7 +12,7 @@ from search_driver import plan
 from autofit.files import write_json
 from autofit.forecast.predictions import Predictions
 from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest, ProbeStatus
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.tuning.frontier import Trial, winner
 from autofit.tuning.record import repeats
 from autofit.tuning.search import Plan, Search, open_study
@@ -110,3 +110,32 @@ def test_run_again_the_repeats_are_read_and_not_probed(tmp_path: Path) -> None:
     assert trials_of(search.study) == before
     assert list(repeats(search.study)) == [0]
     assert all(t.status in (ProbeStatus.FIT, ProbeStatus.OOM) for t in before)
+
+
+class Unhurried(Busy):
+    """As Busy, but a repeat is answered only after twenty looks."""
+
+    def __init__(self, slower: Mapping[str, tuple[float, ...]]) -> None:
+        super().__init__(slower)
+        self._looks = 0
+
+    def result(self, folder: Path) -> ProbeResult | None:
+        if folder.name.startswith("repeat"):
+            self._looks += 1
+            if self._looks <= 20:
+                return None
+            self.names.append("answered")
+        return super().result(folder)
+
+
+def test_the_other_slots_are_kept_busy_while_a_probe_is_repeated(tmp_path: Path) -> None:
+    wanted = replace(plan(tmp_path, 12), parallel=3)
+    launcher = Unhurried({"trial-0002-1": (1.0, 9.0)})
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=launcher)
+    search.run()
+    names = launcher.names
+    meanwhile = names[names.index("repeat-0002-1") + 1 : names.index("answered")]
+    assert len(meanwhile) >= 3
+    assert all(name.startswith("trial-") for name in meanwhile)
+    assert len([name for name in names if name.startswith("trial-")]) == 12
+    assert set(repeats(search.study)) == {2}

@@ -1,7 +1,7 @@
 """One more probe of a trial that the study has: a confirmation, or a repeat. Found again after a crash by its name."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ class Prober:
     values: Mapping[str, object]  # of the recipe
     launcher: Launcher
     measured_steps: int
+    meanwhile: Callable[[], None] = lambda: None  # called between two looks at a probe
 
     def probe(self, trial: Trial, name: str) -> ProbeResult | None:
         """The result of the probe `name` of `trial`; None if every attempt was killed."""
@@ -40,6 +41,7 @@ class Prober:
     def _wait(self, folder: Path) -> ProbeResult:
         try:
             while (result := self.launcher.result(folder)) is None:
+                self.meanwhile()
                 time.sleep(self.launcher.poll_s)
         except KeyboardInterrupt:
             self.launcher.cancel(folder)

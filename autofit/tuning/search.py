@@ -212,7 +212,7 @@ class Search:
         self._told: dict[int, Trial] = {}  # finished trials, each read once
         prober = Prober(
             setup=self._setup, home=plan.probes_folder, values=plan.recipe.values, launcher=self._launcher,
-            measured_steps=plan.measured_steps,
+            measured_steps=plan.measured_steps, meanwhile=self._keep_busy,
         )  # fmt: skip
         measured = not plan.device.startswith("sim:")  # a simulated probe says the same each time
         self._repeats = Repeats(study, sampler, prober) if measured else None
@@ -223,9 +223,7 @@ class Search:
         with database_errors(self.plan.folder), self._alone():
             self._reconcile()
             while True:
-                stop = None
-                while len(self._live) < self.plan.parallel and (stop := self._enough()) is None:
-                    self._ask()
+                stop = self._fill(self.plan.parallel)
                 if not self._live:
                     assert stop is not None
                     screened = self._sampler.read(self.study).screened
@@ -234,6 +232,19 @@ class Search:
                 self._wait_for_one()
                 if self._repeats is not None and not self._out_of_time():
                     self._repeats.probe_doubted(self._trials, self.on_note)
+
+    def _fill(self, slots: int) -> Stop | None:
+        """Ask for probes until so many are at work; the reason to ask for no more, if there is one."""
+        stop = None
+        while len(self._live) < slots and (stop := self._enough()) is None:
+            self._ask()
+        return stop
+
+    def _keep_busy(self) -> None:
+        """While a probe is repeated, in a slot of its own: tell what has ended, and fill the other slots."""
+        told = [self._conclude(number, folder) for number, folder in list(self._live.items())]
+        if any(told):
+            self._fill(self.plan.parallel - 1)
 
     def interrupt(self) -> None:
         """Stop the running probes; their trials wait in the queue for the next run."""
