@@ -13,7 +13,8 @@ from pathlib import Path
 
 import optuna
 import pytest
-from lawful import result_of
+from at_once import AtOnce
+from lawful import at_once
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from postgres_server import PASSWORD, SECRET, Server, missing, server, wait_until
@@ -22,8 +23,6 @@ from search_driver import plan
 from autofit.api import report, studies
 from autofit.cli import main
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
-from autofit.files import write_json
-from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest
 from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Trial
@@ -59,19 +58,11 @@ def folder(url: str, tmp_path: Path) -> Path:
     return tmp_path / "studies"
 
 
-class AtOnce(Launcher):
-    """Answers each probe at once, in this process."""
-
-    def submit(self, request: ProbeRequest) -> None:
-        write_json(request.request_path, request.to_json())
-        write_json(request.answer_path, result_of(request).to_json())
-
-
 def search(folder: Path, trials: int = 4) -> optuna.Study:
     """A whole search in this process."""
     with driving(folder, "law"):
         study = open_study(plan(folder, trials))
-        Search(plan(folder, trials), study, server_socket=None, launcher=AtOnce()).run()
+        Search(plan(folder, trials), study, server_socket=None, launcher=AtOnce(at_once)).run()
     return study
 
 
@@ -160,7 +151,7 @@ def test_a_killed_driver_frees_its_study_and_loses_no_trial(url: str, tmp_path: 
 def test_a_trial_that_was_made_twice_is_probed_as_well(folder: Path) -> None:
     with driving(folder, "law"):
         study = open_study(plan(folder, 5))
-        at_work = Search(plan(folder, 5), study, server_socket=None, launcher=AtOnce())
+        at_work = Search(plan(folder, 5), study, server_socket=None, launcher=AtOnce(at_once))
         told = count(1)
 
         def make_another(_: Trial) -> None:  # as a server that stops between the commit of a new trial and its answer
@@ -182,7 +173,7 @@ def test_a_restart_of_the_server_is_waited_for_and_nothing_is_lost(
     monkeypatch.setattr("autofit.tuning.postgres._QUIET_S", 0.2)
     with driving(folder, "law"):
         study = open_study(plan(folder, 6))
-        launcher, asked = AtOnce(), count(1)
+        launcher, asked = AtOnce(at_once), count(1)
         submit = launcher.submit
 
         def submit_and_restart(request: ProbeRequest) -> None:

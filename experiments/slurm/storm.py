@@ -17,11 +17,9 @@ from pathlib import Path
 
 import common
 import lawful
+from at_once import AtOnce
 from slurm_cluster import Cluster, cluster
 
-from autofit.files import write_json
-from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study
 
@@ -164,17 +162,9 @@ def undisturbed(folder: Path, probes: int) -> dict[str, tuple[object, ...]]:
     """What the same search finds on this machine, with probes that answer at once."""
     quiet = folder / "quiet"
     wanted = common.plan(quiet, probes, 1)
-    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce())
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once))
     search.run()
     return common.told(quiet)
-
-
-class AtOnce(Launcher):
-    """Answers within the call."""
-
-    def submit(self, request: ProbeRequest) -> None:
-        write_json(request.request_path, request.to_json())
-        lawful.at_once(str(request.request_path))
 
 
 if __name__ == "__main__":
