@@ -59,11 +59,6 @@ def test_options_win_over_the_file_and_other_options_of_sbatch_are_joined() -> N
     assert _asked() == Executor(kind="slurm", partition="long")
 
 
-def test_an_executor_is_the_same_from_json() -> None:
-    found = _asked("--partition", "gpu", "--slurm", "exclusive", "--setup", "true")
-    assert Executor.from_json(found.to_json()) == found
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -100,7 +95,7 @@ def test_whatever_a_file_has_it_is_read_or_refused_in_one_line(key: str, value: 
     except ConfigError as error:
         said = str(error)
     else:
-        assert Executor.from_json(found.to_json()) == found
+        assert executor_given(found, Path()) == found
         return
     assert said.isprintable()
     assert len(said) < 300

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -48,13 +48,6 @@ class Executor:
     def time_s(self) -> float | None:
         """The longest time of a job in seconds."""
         return None if self.time is None else time_s(self.time)
-
-    def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "slurm": dict(self.slurm), "setup": list(self.setup)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, object]) -> "Executor":
-        return cls(**{**content, "setup": tuple(cast(list[str], content["setup"]))})  # type: ignore[arg-type]
 
 
 LOCAL = Executor()

@@ -18,7 +18,7 @@ from autofit.probing.supervise import Ending
 from autofit.recipe.launch import Launch
 
 PORT_IS_TAKEN = errno.EADDRINUSE  # exit code of a rank that found another process listening on the port
-_PORTS = 5  # that are tried
+PORTS = 5  # that are tried: another program may take one between its choice and its use
 Classify = Callable[[Ending, ProbeRequest], ProbeResult]
 
 
@@ -32,7 +32,7 @@ def keep_rank_probes(
     abandoned: Callable[[], bool], cancel_path: str, classify: Classify,
 ) -> Ending:  # fmt: skip
     """Run the ranks of `request` to their ends and write its answer, unless it was abandoned."""
-    for _ in range(_PORTS):
+    for _ in range(PORTS):
         requests = _rank_requests(request)
         ended = _kept(request, requests, start_cold, env, abandoned, cancel_path)
         shutil.rmtree(request.folder / "checkpoints", ignore_errors=True)  # a killed rank 0 leaves them

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autofit.files import write_json
 from autofit.hardware.hardware import threads_of_each
-from autofit.probing.rank_probes import PORT_IS_TAKEN
+from autofit.probing.rank_probes import PORT_IS_TAKEN, PORTS
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.supervise import Ending
 from autofit.promotion.ending import on_node
@@ -24,7 +24,6 @@ from autofit.promotion.rank_files import (
 from autofit.recipe.launch import Launch
 from autofit.watching.events import Kind, RunEvent, keep_event
 
-_PORTS = 5  # another program may take a port between its choice and its use
 _CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can load them
 
 
@@ -44,7 +43,7 @@ def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
         port, known = free_port(), unloadable(folder)
         ended = keep([_own(launch, rank, port) for rank in range(launch.ranks)])
         killed = any(_was_killed(ending) for ending in ended.endings)
-        if ended.worst.exit_code == PORT_IS_TAKEN and ports < _PORTS:
+        if ended.worst.exit_code == PORT_IS_TAKEN and ports < PORTS:
             ports += 1
         elif ended.first is not None and not killed and len(unloadable(folder)) > len(known):
             checkpoints += 1
