@@ -35,6 +35,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
+    _open_missing_streams()
     try:
         options = parser().parse_args(argv)
         if getattr(options, "storage", None) is not None:
@@ -54,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"autofit: {_os_error(error)}")
         return WRONG_USAGE
+
+
+def _open_missing_streams() -> None:
+    """Open what this process was started without (`>&-`): the next file to be opened would take its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (as long as the process lives)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _os_error(error: OSError) -> str:

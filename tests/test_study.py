@@ -1,7 +1,10 @@
 """The database of the studies: what it raises becomes one clear error, told by type and by code."""
 
+import shlex
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +116,40 @@ def test_damage_to_the_names_of_its_tables_is_one_clear_error(tmp_path: Path, wh
     )
     with pytest.raises(EnvironmentFault, match="move the file away"):
         drive(tmp_path, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["a?b", "a{b", "a}b", "{0}", "a%20b"])
+@pytest.mark.parametrize("command", ["report", "sync"])
+def test_a_folder_that_no_address_can_name_is_refused_and_no_other_file_is_made(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    (tmp_path / name).mkdir()
+    shutil.copy(whole, tmp_path / name)
+    assert main([command, "--dir", str(tmp_path / name)]) == 2
+    assert "cannot name a database; got " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["a#b", "100%", "a b;c&d", "~", "%s", "new\nline", "\u00fc"])
+def test_other_odd_names_of_folders_are_taken(tmp_path: Path, whole: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    shutil.copy(whole, tmp_path / name)
+    assert len(load_study(tmp_path / name, "law").trials) == 2
+    assert main(["sync", "--dir", str(tmp_path / name)]) == 0
+    assert (tmp_path / name / "mlflow.db").exists()
+
+
+def test_a_link_that_leads_to_itself_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for command in (["report"], ["sync"], ["studies"], ["search", "--target-vram", "1GB"]):
+        assert main([*command, "--dir", str(tmp_path / "loop")]) == 2
+        assert "lead to themselves" in capsys.readouterr().err
+
+
+def test_a_command_without_standard_streams_leaves_the_database_whole(tmp_path: Path, whole: Path) -> None:
+    shutil.copy(whole, tmp_path)
+    autofit = f"{shlex.quote(sys.executable)} -m autofit"
+    for command in ("report", "studies", "sync"):
+        done = subprocess.run(f"{autofit} {command} --dir . <&- >&- 2>&-", shell=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0
+    assert len(load_study(tmp_path, "law").trials) == 2

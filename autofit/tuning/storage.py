@@ -12,8 +12,9 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -59,18 +60,32 @@ class Database:
         return _bare(self.url, None) == _bare(other.url, None)
 
 
+def _place(folder: Path) -> Path:
+    """The absolute path of `folder`. Raises ConfigError where a database's address would name another file."""
+    try:
+        path = folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"the links of {quoted(str(folder))} lead to themselves; give another --dir") from error
+    if any(character in str(path) for character in "?{}") or unquote(str(path)) != str(path):
+        raise ConfigError(
+            f"--dir: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"
+        )
+    return path
+
+
 def use_storage(folder: Path, storage: str | None) -> None:
     """Use the database `storage` for the studies of `folder` in this process; None changes nothing."""
     if storage is not None:
-        _given[folder.resolve()] = storage
+        _given[_place(folder)] = storage
 
 
 def database_of(folder: Path) -> Database:
     """What --storage, AUTOFIT_STORAGE or the folder itself names; else the SQLite file in the folder.
 
-    Raises ConfigError for a text that names no Postgres, and EnvironmentFault without a driver for it.
+    Raises ConfigError for a text that names no Postgres or a folder that no database can be in, and EnvironmentFault
+    without a driver for it.
     """
-    storage = _given.get(folder.resolve()) or os.environ.get(VARIABLE) or _kept(folder)
+    storage = _given.get(_place(folder)) or os.environ.get(VARIABLE) or _kept(folder)
     return Database(folder=folder, url=None if storage is None else _url(storage))
 
 
