@@ -69,6 +69,7 @@ def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(
     assert stat.S_IMODE(done.yaml_path.stat().st_mode) == 0o600
     output = Path(values["output_dir"])
     files = [path for home in (folder, output) for path in home.rglob("*") if path.is_file() and path != done.yaml_path]
+    assert len([path for path in files if path.is_relative_to(folder)]) > 20
     assert {path.name for path in files} >= {"studies.db", "probe.log", "training_args.bin"}
     with_secrets = [path for path in files if any(s.encode() in path.read_bytes() for s in (TOKEN, KEY))]
     assert with_secrets == []
