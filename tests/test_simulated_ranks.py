@@ -3,18 +3,22 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 
+from autofit.files import read_json, write_json
 from autofit.plugin.ranks import rank_environment
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import TrainerName
 
 DEVICE = "sim:a100-80gb"
@@ -44,9 +48,31 @@ def probe(
     result = Launcher().run(request)
     log = request.log_path.read_text()
     assert result.status is ProbeStatus.FIT, f"{result.reason}\n{log[-3000:]}"
-    if trainer != "grpo":  # generation under FSDP2 is traced with all layers
-        assert "traced again" not in log, log[-3000:]
+    assert "traced again" not in log, log[-3000:]
     return result
+
+
+WITH_ALL_LAYERS = """
+import sys
+from unittest import mock
+from autofit.probing import simulated, worker
+with mock.patch.object(simulated, "needs_all_layers", lambda values: True):
+    worker.run(sys.argv[1])
+"""
+
+
+def with_all_layers(folder: Path) -> ProbeResult:
+    """The result of the probe in `folder`, traced anew with all layers."""
+    found = read_json(folder / "probe" / "request.json")
+    assert found is not None
+    request = replace(ProbeRequest.from_json(found), folder=folder / "deep", server_socket=None)
+    request.folder.mkdir()
+    write_json(request.request_path, request.to_json())
+    command = [sys.executable, "-c", WITH_ALL_LAYERS, str(request.request_path)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+    answer = read_json(request.answer_path)
+    assert answer is not None
+    return ProbeResult.from_json(answer)
 
 
 def held(result: ProbeResult, phase: str, *names: str) -> float:
@@ -79,6 +105,25 @@ def test_fsdp2_holds_a_share_of_the_model(
     most = 0.02 + (0.26 if not changes else 0.4)
     assert 0.25 <= held(result, "optimizer", "weights") <= most
     assert result.completions_per_step is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "trainer", "changes"),
+    [
+        ("fsdp2", "grpo", {"beta": 0.1, "gradient_checkpointing": True}),
+        ("fsdp2", "dpo", {}),  # TRL shards the reference model whole: its layers are gathered at once
+        ("fsdp1", "grpo", {}),
+    ],
+    ids=["fsdp2-grpo-reference", "fsdp2-dpo-reference", "fsdp1-grpo"],
+)  # fmt: skip
+def test_ranks_hold_to_the_byte_from_few_layers_what_they_hold_with_all(
+    tmp_path: Path, fork_server: ForkServer, sharding: Sharding, trainer: TrainerName, changes: dict[str, object]
+) -> None:
+    few = probe(tmp_path / "run", fork_server, Launch(ranks=8, sharding=sharding), trainer=trainer, **changes)
+    every = with_all_layers(tmp_path / "run")
+    assert few.phases == every.phases
+    assert few.step_s[0] == pytest.approx(every.step_s[0], rel=0.005)
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     owner = np.asarray([_data_code(a.layer) for a in allocations], np.int64)
     for _ in range(2):
         tags = np.where(known == 0, owner[ids], known) if len(ids) else ids
-        order = _canonical_order(ids, nbytes, tags)
+        order = _canonical_order(ids, nbytes, tags, [mark.event for mark in marks])
         ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
         _own_what_loops_take(owner, ids, nbytes, tags)
     tags = with_what_loops_give_back(nbytes, tags)
@@ -128,21 +128,24 @@ def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     return Expansion(_grown(run, layers.shares, layers.stacks), layers.stacks).run()
 
 
-def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints) -> Ints:
-    """Sort consecutive frees outside the layers by (layer, allocation order).
+def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints, marks: Sequence[int]) -> Ints:
+    """Sort consecutive frees outside the layers, with no mark between them, by (layer, allocation order).
 
     The allocator's state does not depend on the order of consecutive frees. torch frees some sets in the order of their
     addresses (autocast's copies of weights), which is arbitrary.
     """
     outside = (nbytes < 0) & ((tags == 0) | (tags > Tag(DATA, 0, 0).encode() - 1))
-    row = np.cumsum(~outside | np.concatenate([[True], ~outside[:-1]])) if len(ids) else ids
+    begins = ~outside | np.concatenate([[True], ~outside[:-1]]) if len(ids) else outside
+    begins[[event for event in marks if event < len(ids)]] = True
+    row = np.cumsum(begins)
     return np.lexsort((np.where(outside, ids, 0), np.where(outside, tags, 0), row))
 
 
 def _own_what_loops_take(owner: Ints, ids: Ints, nbytes: Ints, tags: Ints) -> None:
     """Assign an allocation between storages of the same or adjacent layers (a step counter) to the earlier layer."""
-    filled = np.maximum.accumulate(np.where(tags > 0, np.arange(len(tags)), 0)) if len(tags) else tags
-    follows = np.minimum.accumulate(np.where(tags > 0, np.arange(len(tags)), len(tags) - 1)[::-1])[::-1]
+    makes = (tags > 0) & (nbytes > 0)
+    filled = np.maximum.accumulate(np.where(makes, np.arange(len(tags)), 0)) if len(tags) else tags
+    follows = np.minimum.accumulate(np.where(makes, np.arange(len(tags)), len(tags) - 1)[::-1])[::-1]
     before, after = tags[filled], tags[follows]
     data = Tag(DATA, 0, 0).encode()
     near = (before >= data) & (after >= data) & (np.abs(after - before) <= 1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -57,6 +58,7 @@ class LayerRecorder:
         self._owner: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._enter_hooks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._last_hooks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._scale: float | None = None  # full depth over few layers, of the size of the operation under way
         self.is_shrunk = False  # whether a module has a config with few layers
 
     # ------------------------------------------------------------------ when
@@ -89,23 +91,29 @@ class LayerRecorder:
         self.is_shrunk |= stack is not None
         if stack is None or not isinstance(child, torch.nn.ModuleList) or len(child) != len(stack.kept):
             return
-        if child[0] not in self._owner:
+        if child[0] in self._owner:
+            return
+        known = next((code for part in child[0].modules() if (code := self._owner.get(part))), None)
+        if known is None:
             self._add_stack(child, stack)
+        else:  # the layers of a known stack, each now inside a module of FSDP1
+            self._follow(child, Tag.decode(known).stack)
 
     def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
-        number = len(self.stacks)
         self.stacks.append(stack)
-        for i, layer in enumerate(layers):
-            self._own(layer, Tag(DATA, number, i).encode())
-            if i == 0:
-                layer.register_forward_pre_hook(partial(self._check_flags, stack, weakref.ref(layers)))
-            self._enter_hooks[layer] = layer.register_forward_pre_hook(partial(self._enters, number, i)).id
-            layer.register_forward_hook(partial(self._leaves, number, i))
-        self._last_hooks[layers[-1]] = layers[-1].register_forward_hook(self._leaves_last).id
+        self._follow(layers, len(self.stacks) - 1)
+        layers[0].register_forward_pre_hook(partial(self._check_flags, stack, weakref.ref(layers)))
         prints = [fingerprint(layer) for layer in layers]
         middle = prints[stack.first : stack.first + stack.period * stack.traced_units]
         if any(a != b for a, b in zip(middle, middle[stack.period :], strict=False)):
             self.problem = "the layers that were built do not repeat"
+
+    def _follow(self, layers: torch.nn.ModuleList, number: int) -> None:
+        for i, layer in enumerate(layers):
+            self._own(layer, Tag(DATA, number, i).encode())
+            self._enter_hooks[layer] = layer.register_forward_pre_hook(partial(self._enters, number, i)).id
+            layer.register_forward_hook(partial(self._leaves, number, i))
+        self._last_hooks[layers[-1]] = layers[-1].register_forward_hook(self._leaves_last).id
 
     def _check_flags(
         self, stack: Stack, layers: weakref.ref[torch.nn.ModuleList], module: torch.nn.Module, args: object
@@ -194,16 +202,48 @@ class LayerRecorder:
 
     def _add_shares(self, index: int, parts: Sequence[object]) -> None:
         shares: dict[int, int] = {}
-        for part in parts:
-            if isinstance(part, torch.Tensor) and (code := self.of(part)):
-                tag = Tag.decode(code)
-                if self.stacks[tag.stack].unit(tag.layer) is not None:
-                    shares[tag.stack] = shares.get(tag.stack, 0) + part.numel() * part.element_size()
-        if shares:
+        found = [(part, self.of(part)) for part in parts if isinstance(part, torch.Tensor)]
+        for part, code in found:
+            if self._is_middle(code):
+                stack = Tag.decode(code).stack
+                shares[stack] = shares.get(stack, 0) + part.numel() * part.element_size()
+        owners = {code for _, code in found if code}
+        if len(owners) == 1:  # a layer's own weights in one tensor
+            self.memory.allocations[index].layer = owners.pop()
+        elif shares:
             self.shares[index] = shares
+
+    # ------------------------------------------------------------------ several layers in one tensor
+    def several(self, weights: Iterable[torch.Tensor]) -> list[int]:
+        """The code of each of the `weights`, 0 outside the layers; [] where they are of one middle layer at most."""
+        codes = [self.of(weight) for weight in weights]
+        return codes if sum(self._is_middle(code) for code in set(codes)) > 1 else []
+
+    @contextmanager
+    def together(self, weights: Sequence[tuple[int, int]], *, in_one: bool = False) -> Iterator[None]:
+        """Inside, operations are on all `weights`, (code, elements) of each; `in_one`: so are tensors made there."""
+        first, elements = len(self.memory.allocations), sum(count for _, count in weights)
+        parts: dict[int, int] = {}
+        for code, count in weights:
+            if self._is_middle(code):
+                stack = Tag.decode(code).stack
+                parts[stack] = parts.get(stack, 0) + count
+        self._scale = 1 + sum(n * (self.stacks[stack].growth - 1) for stack, n in parts.items()) / elements
+        try:
+            yield
+        finally:
+            self._scale = None
+        for index in range(first, len(self.memory.allocations)) if in_one else ():
+            nbytes = self.memory.allocations[index].nbytes
+            self.shares[index] = {stack: nbytes * n // elements for stack, n in parts.items()}
+
+    def _is_middle(self, code: int) -> bool:
+        return bool(code) and self.stacks[(tag := Tag.decode(code)).stack].unit(tag.layer) is not None
 
     def growth(self, args: Sequence[object]) -> tuple[float, float]:
         """Factors for the launches and the kernel time of an operation outside the layers, at full depth."""
+        if self._scale is not None:
+            return 1.0, self._scale
         first = args[0] if args else None
         if isinstance(first, torch.Tensor):
             growth = self._growth(first)
@@ -219,11 +259,7 @@ class LayerRecorder:
 
     def _growth(self, tensor: torch.Tensor) -> float:
         code = self.of(tensor)
-        if not code:
-            return 1.0
-        tag = Tag.decode(code)
-        stack = self.stacks[tag.stack]
-        return 1.0 if stack.unit(tag.layer) is None else stack.growth
+        return self.stacks[Tag.decode(code).stack].growth if self._is_middle(code) else 1.0
 
 
 def _ordered(hooks: object) -> OrderedDict[int, object]:
