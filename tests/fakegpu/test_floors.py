@@ -47,9 +47,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("patches.cuda_api",),
     (
-        "patches.bitsandbytes", "patches.continuous_batching", "patches.deepspeed", "patches.distributed", "patches.sharded_whole",
+        "patches.bitsandbytes", "patches.continuous_batching", "patches.deepspeed", "patches.distributed",
         "patches.factories", "patches.flash_attention", "patches.handlers", "patches.layer_kernels",
-        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.tensors",
+        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.sharded_whole", "patches.tensors",
         "patches.torchao", "patches.vllm",
     ),
     ("patches.registry",),
