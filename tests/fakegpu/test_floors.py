@@ -49,8 +49,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "patches.bitsandbytes", "patches.continuous_batching", "patches.deepspeed", "patches.distributed",
         "patches.factories", "patches.flash_attention", "patches.handlers", "patches.layer_kernels",
-        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.sharded_whole", "patches.tensors",
-        "patches.torchao", "patches.vllm",
+        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.sharded_whole",
+        "patches.tensors", "patches.torchao", "patches.vllm",
     ),
     ("patches.registry",),
     ("device",),
