@@ -145,3 +145,12 @@ def test_a_first_probe_that_meets_the_jobs_time_limit_is_not_repeated(
     result = cluster.result()
     assert result is not None
     assert result.cause is cause
+
+
+@pytest.mark.parametrize(("asked", "allowed", "limit_s"), [(None, 300.0, 300), ("30", 300.0, 1800), (None, 1e9, 86400)])
+def test_a_job_knows_its_time_limit_where_nobody_asked_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, allowed: float, limit_s: int
+) -> None:
+    monkeypatch.setattr("autofit.cluster.slurm._partition_s", lambda name: allowed)
+    launcher = ClusterLauncher(executor_of({"kind": "slurm", **({"time": asked} if asked else {})}), tmp_path / "jobs")
+    assert launcher._allocation.time_s == limit_s

@@ -73,7 +73,7 @@ def submit(
         made = submitit.SlurmExecutor(folder=folder, python=python, max_num_timeout=10**6)
     except RuntimeError as error:
         raise EnvironmentFault(_NOT_HERE) from error
-    minutes = max(1, math.ceil((executor.time_s or min(_DAY_S, _partition_s(executor.partition))) / 60))
+    minutes = max(1, math.ceil(limit_of_job_s(executor) / 60))
     asked: dict[str, Any] = {
         "job_name": name, "partition": executor.partition, "account": executor.account, "qos": executor.qos,
         "constraint": executor.constraint, "mem": executor.mem, "gpus_per_node": executor.gpus_per_node,
@@ -91,6 +91,11 @@ def submit(
     except OSError as error:
         raise EnvironmentFault(f"the job cannot be submitted from {folder}: {error.strerror or error}") from error
     return [job.job_id for job in jobs]
+
+
+def limit_of_job_s(executor: Executor) -> float:
+    """The time limit of a job in seconds: what was asked for, else a day or what the partition allows."""
+    return executor.time_s or min(_DAY_S, _partition_s(executor.partition))
 
 
 @functools.cache

@@ -50,10 +50,11 @@ class ClusterLauncher(Launcher):
     ) -> None:  # fmt: skip
         super().__init__(function)
         self._executor, self._pool = executor, Pool(home)
-        self._signal_s = 30 if executor.time_s is None else int(min(30, executor.time_s / 4))
+        limit_s = slurm.limit_of_job_s(executor)
+        self._signal_s = int(min(30, limit_s / 4))
         self._allocation = Allocation(
             home=home.resolve(), device=device, card=card, cards=cards, probes=executor.probes_per_job, idle_s=idle_s,
-            signal_s=self._signal_s, time_s=executor.time_s or math.inf, function=function,
+            signal_s=self._signal_s, time_s=limit_s, function=function,
         )  # fmt: skip
         self._name = job_name(home)
         self._seen = _Seen()
