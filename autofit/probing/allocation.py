@@ -112,7 +112,7 @@ class Allocation:
         (folder / "answer.json").unlink(missing_ok=True)
         is_late = told.lasted_s > self.time_s - self.signal_s - _EARLY_S  # else preempted: Slurm may send USR2 for that
         if told.signal == signal.SIGUSR2 and is_first and is_late:
-            words = f"job {job} came to its time limit during its first probe; give a longer --time, and a partition for it"
+            words = f"job {job} came to its time limit during its first probe; give a longer --time (and partition)"
             write_json(folder / "answer.json", lost(folder, words, Cause.DEADLINE).to_json())
             return
         what = "came near its time limit" if told.signal == signal.SIGUSR2 else "was cancelled or preempted"
