@@ -89,7 +89,19 @@ class Asked:
 
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
-    checks = (_started, _packages, _batch, _loading, _whole_base, _quantised, _checkpointing, _saving, _engine, _cards)
+    checks = (
+        _started,
+        _packages,
+        _batch,
+        _loading,
+        _whole_base,
+        _reference,
+        _quantised,
+        _checkpointing,
+        _saving,
+        _engine,
+        _cards,
+    )
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
 
@@ -215,6 +227,22 @@ def _whole_base(asked: Asked) -> Iterator[Finding]:
             severity=Severity.NOTE, where=asked.in_config("distributed_type"),
             what=f"DDP keeps the frozen weights whole: {format_bytes(weights)} on each of {launch.ranks} cards",
             fix="if that does not fit, take --accelerate_config fsdp2",
+        )  # fmt: skip
+
+
+def _reference(asked: Asked) -> Iterator[Finding]:
+    """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
+    weights, trainer = asked.recipe.weights_bytes, asked.recipe.trainer
+    if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
+        return
+    dpo = trainer == "dpo" and not is_on(asked.value("precompute_ref_log_probs"))
+    if dpo or (trainer in ("grpo", "rloo") and asked.value("beta")):
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_recipe("precompute_ref_log_probs" if dpo else "beta"),
+            what="TRL shards the reference model in one piece under FSDP2: each card gathers all its weights at once, "
+                 f"{format_bytes(weights)}, for a while twice",
+            fix="set precompute_ref_log_probs: true, or train with LoRA, which needs no second model" if dpo else
+                "set beta: 0, or train with LoRA, which needs no second model",
         )  # fmt: skip
 
 
