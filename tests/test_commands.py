@@ -1,11 +1,17 @@
-"""The commands: `--help` has each, and the README's table has the same."""
+"""The commands: `--help` and the README's table have each, and signals end them as Ctrl-C does."""
 
 import argparse
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from autofit.cli import _COMMANDS
 from autofit.commands.arguments import parser
+from autofit.commands.common import terminate_like_interrupt
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -31,3 +37,38 @@ def test_every_command_of_the_help_has_its_function_and_a_sentence() -> None:
 
 def test_the_readme_lists_the_commands_of_the_help() -> None:
     assert commands_of_readme() == set(commands_of_help())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_command_ends_as_by_an_interrupt(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    try:
+        terminate_like_interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    finally:
+        for n, handler in kept.items():
+            signal.signal(n, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_ctrl_c_that_comes_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
+    program = f"""
+import os, signal
+from autofit.commands.common import terminate_like_interrupt
+
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), {int(number)})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+terminate_like_interrupt()
+try:
+    Dropping()
+    signal.pause()
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("heard\n", "")

@@ -22,7 +22,6 @@ from at_once import AtOnce
 from search_driver import plan
 
 from autofit.cli import main
-from autofit.commands.common import terminate_like_interrupt
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.plugin.transformers_run import TransformersRun
@@ -379,41 +378,6 @@ def test_a_run_that_is_done_or_has_failed_needs_no_other_reason(tmp_path: Path) 
     write_json(tmp_path / "failed.json", {"reason": "a reward raised"})
     write_ending(tmp_path, Ending(exit_code=1))
     assert ending_of(tmp_path) is None
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_command_ends_as_by_an_interrupt(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    try:
-        terminate_like_interrupt()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    finally:
-        for n, handler in kept.items():
-            signal.signal(n, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_ctrl_c_that_comes_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
-    program = f"""
-import os, signal
-from autofit.commands.common import terminate_like_interrupt
-
-class Dropping:
-    def __del__(self):
-        os.kill(os.getpid(), {int(number)})
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-terminate_like_interrupt()
-try:
-    Dropping()
-    signal.pause()
-except KeyboardInterrupt:
-    print("heard")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("heard\n", "")
 
 
 @pytest.mark.slow
