@@ -90,18 +90,9 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _started,
-        _packages,
-        _batch,
-        _loading,
-        _whole_base,
-        _reference,
-        _quantised,
-        _checkpointing,
-        _saving,
-        _engine,
-        _cards,
-    )
+        _started, _packages, _batch, _loading, _whole_base, _reference, _quantised, _checkpointing, _saving, _rollout,
+        _engine, _cards,
+    )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
 
@@ -347,6 +338,22 @@ def _saving(asked: Asked) -> Iterator[Finding]:
                      "checkpoints",
                 fix="set FULL_STATE_DICT, or merge the shards: accelerate merge-weights",
             )  # fmt: skip
+
+
+def _rollout(asked: Asked) -> Iterator[Finding]:
+    """Generation by transformers with weights on the host (generation/utils.py, line 784: inputs to the model's)."""
+    launch = asked.launch
+    engines = ("use_vllm", "use_transformers_continuous_batching")
+    if launch.sharding != "fsdp2" or launch.offload == "none" or not asked.recipe.generates:
+        return
+    if not any(is_on(asked.value(engine)) for engine in engines):
+        yield Finding(
+            severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_offload_params"),
+            what="transformers 5.23 moves the inputs of a rollout to where the weights are, which is the host, and the "
+                 "gathered weights are on the card: the first rollout ends with `Expected all tensors to be on the "
+                 "same device`",
+            fix="set fsdp_offload_params: false, or generate with vLLM (use_vllm: true)",
+        )  # fmt: skip
 
 
 def _engine(asked: Asked) -> Iterator[Finding]:
