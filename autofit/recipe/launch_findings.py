@@ -349,7 +349,7 @@ def _rollout(asked: Asked) -> Iterator[Finding]:
     if not any(is_on(asked.value(engine)) for engine in engines):
         yield Finding(
             severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_offload_params"),
-            what="transformers 5.23 moves a rollout's inputs to the host, where the weights are, and the gathered weights "
+            what="transformers 5.23 moves the inputs to the host, where the weights are, and the gathered weights "
                  "are on the card: it ends with `Expected all tensors to be on the same device`",
             fix="set fsdp_offload_params: false, or generate with vLLM (use_vllm: true)",
         )  # fmt: skip
