@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from autofit.fakegpu.depth.delay import NEVER, NOTHING, Delay, LayerClock
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
-from autofit.fakegpu.formula.polynomials import COPIES
+from autofit.fakegpu.formula.polynomials import COPIES, Symbols
+from autofit.fakegpu.formula.seconds import KernelRows
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.fakegpu.rates.collectives import MEASURED, TABLES, Collective, CollectiveSeconds
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
@@ -208,6 +210,28 @@ def test_a_forecast_has_the_seconds_of_collectives_beside_the_kernels_of_their_p
         "update" + COPIES: pytest.approx(measured.seconds("all_reduce", 256 * MIB, 4), rel=1e-6),
         "update": pytest.approx(measured.seconds("all_reduce", 4 * MIB, 4), rel=1e-6),
     }
+
+
+def test_a_forecast_lets_the_gathers_of_a_decode_step_overlap_with_its_kernels() -> None:
+    log = KernelLog()
+    with fake_ranks(8), fake_gpu("a100-80gb") as gpu:
+        gpu.clock.log, log.on, log.phase = log, True, "rollout"
+        weights, row, gathered = (torch.zeros(shape, device="cuda") for shape in ((8192, 8192), (1, 8192), 64 * MIB))
+        for step in range(3):
+            log.decode_step(step)
+            work = dist.all_gather_into_tensor(gathered, gathered[: 8 * MIB], async_op=True)
+            for _ in range(4):
+                row @ weights
+            work.wait()
+        log.decode_end()
+    told = log.kinds({})
+    symbols = Symbols(("B", "T"), (1.0, 2.0), rounds=False)
+    symbols.start(told.per_segment)
+    rows = KernelRows.of(told, told, symbols, layers=(1, 1), kernels=gpu.clock.kernels)
+    found = rows.seconds(np.ones((1, 1)), 1, np.array([100.0]))
+    gather_s = CollectiveSeconds(gpu_spec("a100-80gb")).seconds("all_gather", 256 * MIB, 8)
+    assert set(found) == {"rollout", "decode"}
+    assert found["decode"][0] == pytest.approx(100 * gather_s, rel=0.01)
 
 
 def test_the_ranks_of_a_machine_are_those_that_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ class KernelLog:
         inputs = len(shapes)
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
-        segment = "decode" if self._decoding else self.phase + COPIES if self.aside else self.phase
+        segment = ("decode" if self._decoding else self.phase) + (COPIES if self.aside else "")
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1

@@ -136,10 +136,11 @@ class KernelRows:
         def at(step: Floats) -> Floats:
             return np.concatenate([values, step[:, None]], axis=1)
 
-        out = {s: self._segment(s, at(np.zeros(len(values))), layers) for s in names if s != DECODE}
-        if DECODE in names:
-            nodes = [w * self._segment(DECODE, at(share * decode_steps), layers) for share, w in _NODES]
-            out[DECODE] = decode_steps * np.sum(nodes, axis=0)
+        steps = [name for name in names if name.removesuffix(COPIES) == DECODE]
+        out = {s: self._segment(s, at(np.zeros(len(values))), layers) for s in names if s not in steps}
+        for name in steps:
+            nodes = [w * self._segment(name, at(share * decode_steps), layers) for share, w in _NODES]
+            out[name] = decode_steps * np.sum(nodes, axis=0)
         for name in [name for name in out if COPIES in name]:
             copies, phase = out.pop(name), name.replace(COPIES, "")
             out[phase] = np.maximum(out.get(phase, copies), copies)
