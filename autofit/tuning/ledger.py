@@ -1,6 +1,6 @@
 """The state of each candidate: tried, pending, ruled out, measured. Every finished trial is read once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
@@ -35,6 +35,7 @@ class Ledger:
         self._grid = grid
         self._target_bytes = target_bytes
         self._read: set[int] = set()
+        self._all_read = 0  # every trial with a lower number is read
         self._tried = np.zeros(len(grid), dtype=bool)
         self._ruled_out = np.zeros(len(grid), dtype=bool) if cannot_fit is None else cannot_fit.copy()
         self.observations: list[Observation] = []
@@ -42,10 +43,10 @@ class Ledger:
         self._repeated: set[int] = set()
         self.pending: tuple[int, ...] = ()
 
-    def read(self, trials: Iterable[FrozenTrial], *, but: int | None = None) -> None:
-        """Read `trials`, except number `but`: the trial that Optuna is asking for."""
+    def read(self, trials: Sequence[FrozenTrial], *, but: int | None = None) -> None:
+        """Read `trials`, all of a study by number, except number `but`: the trial that Optuna is asking for."""
         pending = []
-        for trial in trials:
+        for trial in trials[self._all_read :]:
             if trial.number in self._read or trial.number == but:
                 continue
             place = self._grid.find(trial.params)
@@ -56,6 +57,8 @@ class Ledger:
             if place is not None:
                 self._take(place, trial)
         self.pending = tuple(pending)
+        while self._all_read in self._read:
+            self._all_read += 1
 
     def _take(self, place: int, trial: FrozenTrial) -> None:
         self._tried[place] = True

@@ -46,6 +46,7 @@ class Repeats:
     def __init__(self, study: optuna.Study, sampler: CandidateSampler, prober: Prober) -> None:
         self._study, self._sampler, self._prober = study, sampler, prober
         self._steady: set[int] = set()  # trials whose steps were found to be alike
+        self._all_steady = 0  # every trial with a lower number is among them
         self._model = Model(sampler.grid, sampler.predictions, target_bytes=sampler.target_bytes)
 
     def probe_doubted(self, trials: Callable[[], tuple[Trial, ...]], say: Callable[[str], None]) -> None:
@@ -66,7 +67,9 @@ class Repeats:
         if len(ledger.repeated) + len(failed) >= _MOST:
             return None
         done = ledger.repeated | set(failed)
-        for trial in trials:
+        while self._all_steady in self._steady:
+            self._all_steady += 1
+        for trial in trials[self._all_steady :]:
             result = trial.result
             if trial.number in self._steady or trial.number in done or result is None:
                 continue

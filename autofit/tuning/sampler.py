@@ -60,6 +60,8 @@ class CandidateSampler(BaseSampler):
         self._cannot_fit, self._seed = cannot_fit, seed
         self._random = np.random.default_rng(seed)
         self._study: str | None = None
+        self._judged: tuple[int, object, object] = (0, None, None)  # how many observations, of which ledger, repeats
+        self._settled: set[int] = set()  # tiers of those that settle theirs
         self._begin()
 
     def _begin(self) -> None:
@@ -101,7 +103,14 @@ class CandidateSampler(BaseSampler):
 
     def _settled_tier(self) -> int | None:
         """The highest tier with a candidate that fits (goal utilisation: in the band); no lower one can win."""
-        return min((int(self.tiers[o.place]) for o in self.ledger.observations if self._settles(o)), default=None)
+        told = self.ledger.observations
+        if self._judged[1:] != (self.ledger, self.ledger.repeated):
+            self._judged = 0, self.ledger, self.ledger.repeated
+            self._settled = set()
+        tiers = self.tiers
+        self._settled |= {int(tiers[o.place]) for o in told[self._judged[0] :] if self._settles(o)}
+        self._judged = len(told), self.ledger, self.ledger.repeated
+        return min(self._settled, default=None)
 
     def _settles(self, told: Observation) -> bool:
         if self.goal != "utilisation" or self.target_bytes is None or not told.fits:

@@ -210,6 +210,7 @@ class Search:
         self._live: dict[int, Path] = {}  # trial number -> the folder of its attempt
         self._began = time.monotonic()
         self._told: dict[int, Trial] = {}  # finished trials, each read once
+        self._ended: list[Trial] = []  # of them those before the first that is not finished
         prober = Prober(
             setup=self._setup, home=plan.probes_folder, values=plan.recipe.values, launcher=self._launcher,
             measured_steps=plan.measured_steps, meanwhile=self._keep_busy,
@@ -271,17 +272,26 @@ class Search:
 
     def _trials(self) -> tuple[Trial, ...]:
         """All trials as plain values; each finished trial is converted only once."""
-        trials = []
-        for frozen in self._frozen():
-            trial = self._told.get(frozen.number)
-            if trial is None:
-                trial = to_trial(frozen)
-                if frozen.state.is_finished():
-                    self._told[frozen.number] = trial
-            trials.append(trial)
+        still = self._open(self._frozen())
+        trials = [*self._ended, *map(self._plain, still)]
         for number, again in ({} if self._repeats is None else repeats(self.study)).items():
             trials[number] = trials[number].repeated(again)
         return tuple(trials)
+
+    def _open(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        """The last of all `trials`, from the first one on that is not finished."""
+        ended = self._ended
+        while len(ended) < len(trials) and trials[len(ended)].state.is_finished():
+            ended.append(self._plain(trials[len(ended)]))
+            self._told.pop(len(ended) - 1, None)
+        return trials[len(ended) :]
+
+    def _plain(self, frozen: FrozenTrial) -> Trial:
+        if not frozen.state.is_finished():
+            return to_trial(frozen)
+        if frozen.number not in self._told:
+            self._told[frozen.number] = to_trial(frozen)
+        return self._told[frozen.number]
 
     def _out_of_time(self) -> bool:
         return self.plan.budget_s is not None and time.monotonic() - self._began > self.plan.budget_s
@@ -289,7 +299,7 @@ class Search:
     def _enough(self) -> Stop | None:
         """The reason to ask for no further trial, or None."""
         plan, frozen = self.plan, self._frozen()
-        waiting = [t for t in frozen if not t.state.is_finished() and t.number not in self._live]
+        waiting = [t for t in self._open(frozen) if not t.state.is_finished() and t.number not in self._live]
         for lost in waiting:  # made twice: the database was away between its commit and its answer
             if lost.state is TrialState.RUNNING:
                 requeue(self.study, lost)

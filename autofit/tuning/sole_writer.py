@@ -24,6 +24,7 @@ class SoleWriter(_CachedStorage):
         self._alone = False
         self._written: dict[int, set[int]] = {}  # study read since `alone` began -> trials written since they were read
         self._attributes: dict[int, dict[str, Any]] = {}  # study -> its user attributes
+        self._ordered: dict[int, list[FrozenTrial]] = {}  # study -> its trials by number, as far as they were read
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -39,6 +40,7 @@ class SoleWriter(_CachedStorage):
     def _forget(self) -> None:
         self._written.clear()
         self._attributes.clear()
+        self._ordered.clear()
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -56,9 +58,10 @@ class SoleWriter(_CachedStorage):
         if deepcopy or not self._alone:
             return super().get_all_trials(study_id, deepcopy, states)
         self._read_trials_from_remote_storage(study_id)
+        ordered = self._ordered.setdefault(study_id, [])
         trials = self._studies[study_id].trials
-        ordered = [trials[number] for number in range(len(trials))]
-        return ordered if states is None else [trial for trial in ordered if trial.state in states]
+        ordered += [trials[number] for number in range(len(ordered), len(trials))]
+        return list(ordered) if states is None else [trial for trial in ordered if trial.state in states]
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
         place = self._trial_id_to_study_id_and_number.get(trial_id)
@@ -68,6 +71,13 @@ class SoleWriter(_CachedStorage):
         self._read_trials_from_remote_storage(study_id)
         trial = self._studies[study_id].trials[number]
         return trial if trial.state.is_finished() else copy.deepcopy(trial)  # Optuna's Trial changes its own
+
+    def _add_trials_to_cache(self, study_id: int, trials: list[FrozenTrial]) -> None:
+        super()._add_trials_to_cache(study_id, trials)
+        ordered = self._ordered.get(study_id, [])
+        for trial in trials:
+            if trial.number < len(ordered):
+                ordered[trial.number] = trial
 
     def _read_trials_from_remote_storage(self, study_id: int) -> None:
         written = self._written.get(study_id)
