@@ -115,7 +115,7 @@ class Cluster:
         self.run("scancel", "--user=root")
         for node in self.nodes:
             pid = self.folder / f"run/slurmd-{node}.pid"
-            if not pid.exists() or not psutil.pid_exists(int(pid.read_text())):
+            if not pid.exists() or not _lives(int(pid.read_text())):
                 self.start_node(node)
             with suppress(AssertionError):  # it is neither drained nor down
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
@@ -244,6 +244,13 @@ def _processes(made: Cluster) -> list[psutil.Process]:
             if process.environ().get("SLURM_CONF") == str(made.conf):
                 found.append(process)
     return [process for process in set(found) if _runs(process)]
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie, which some machines' first process leaves for long."""
+    with suppress(psutil.NoSuchProcess):
+        return _runs(psutil.Process(pid))
+    return False
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -15,9 +15,11 @@ import pytest
 import tiny
 import yaml
 from slurm_cluster import Cluster
+from test_server import RESOLVED, recipe
 
-from autofit.cluster.executor import executor_of
+from autofit.cluster.executor import LOCAL, executor_of
 from autofit.cluster.inside import OwnJob
+from autofit.cluster.node import only_cards
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
@@ -26,10 +28,11 @@ from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.ending import ending_of
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.machines import Machines, begin, superseded
-from autofit.promotion.place import check_ranks, check_server, for_slurm, machines_of
+from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of
 from autofit.promotion.progress import read_progress
 from autofit.promotion.tuned import Tuned
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.server import Server
 from autofit.watching.events import Kind, events_of
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
@@ -236,11 +239,36 @@ def test_nodes_divide_the_ranks_of_the_recipe_and_cards_are_asked_for() -> None:
     assert for_slurm(own, launch, "cuda").gpus_per_node is None
 
 
-def test_a_vllm_server_that_nobody_starts_is_refused() -> None:
-    check_server({"use_vllm": True, "vllm_mode": "colocate"}, ON_SLURM)
-    check_server({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://n9:8000"}, ON_SLURM)
-    with pytest.raises(ConfigError, match="vllm_server_base_url"):
-        check_server({"use_vllm": True, "vllm_mode": "server"}, ON_SLURM)
+def test_on_this_machine_a_server_has_cards_that_the_recipe_gives_it() -> None:
+    assert server_of(RESOLVED, recipe(), "cuda", LOCAL) is None  # the user's own, as TRL's guide has it
+    assert server_of(RESOLVED, recipe(2), "cpu", LOCAL) is None
+    server = server_of(RESOLVED, recipe(2), "cuda", LOCAL)
+    assert server is not None
+    assert server.cards == 2
+
+
+def test_the_server_has_a_node_more_and_every_node_the_cards_of_the_larger_part() -> None:
+    said: list[str] = []
+    values = recipe(4) | {LAUNCH: Launch(ranks=4, machines=2, server_ranks=4).to_values()}
+    server = server_of(RESOLVED, values, "cuda", ON_SLURM, say=said.append)
+    asked = for_slurm(ON_SLURM, Launch(ranks=4, machines=2, server_ranks=4), "cuda", server)
+    assert (asked.nodes, asked.gpus_per_node) == (3, "4")
+    assert said == [
+        "its vLLM server gets a node of its own with 4 cards, so the job asks for 3 nodes; it logs to server.log in "
+        "the folder of the run"
+    ]
+    asked = for_slurm(ON_SLURM, Launch(ranks=8), "cuda", Server(model="m"))
+    assert (asked.nodes, asked.gpus_per_node) == (2, "8")
+    asked = for_slurm(ON_SLURM, Launch(), "cpu", Server(model="m"))
+    assert (asked.nodes, asked.gpus_per_node) == (2, None)
+
+
+def test_a_training_sees_no_more_cards_than_it_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single process that sees two cards trains as torch's DataParallel, on both."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert only_cards(1) == {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert only_cards(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def test_accelerate_takes_the_config_of_several_machines(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def promote(
     last checkpoint with the next neutral change that needs less; `allow` is the lowest tier of change that it may make
     then. A recipe of several ranks trains on as many processes, and has an accelerate config beside its YAML
     (`out` and `.accelerate.yaml`), as TRL takes them together. `executor` says where the run trains, as in
-    `autofit.search`: on Slurm it is a job of its own, of `nodes` machines. `launch=False` writes these files only.
+    `autofit.search`: on Slurm it is a job of its own, of `nodes` machines, and one more for the vLLM server of a recipe
+    that has one and names no address of it. `launch=False` writes these files only.
     `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status
     "interrupted".
 

@@ -26,6 +26,10 @@ class OwnJob:
         """The address under which the other nodes reach the first one. Raises EnvironmentFault."""
         return addresses_of(os.environ["SLURM_JOB_NODELIST"])[0]
 
+    def own_address(self) -> str:
+        """The address under which the other nodes reach this one. Raises EnvironmentFault."""
+        return addresses_of(os.environ["SLURM_JOB_NODELIST"])[self.node]
+
     def is_running(self) -> bool:
         """Whether the job is to go on: neither cancelled nor put back into the queue."""
         return is_running(self.job)

@@ -1,6 +1,7 @@
 """What keeps a node of a cluster from taking probes: its cards, and the folder that all nodes share. No torch here."""
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -49,8 +50,15 @@ def card_fault(card: str | None, cards: int = 1) -> str | None:
     if not found.cards:
         return "no card is visible there; ask for one with --gpus-per-node"
     if len(found.cards) < cards:
-        return f"{cards} cards are needed, one a rank, and {len(found.cards)} are visible there; see --gpus-per-node"
+        return f"{cards} cards are needed, and {len(found.cards)} are visible there; see --gpus-per-node"
     return None if card is None else wrong_kind(found.cards, card)
+
+
+def only_cards(count: int) -> dict[str, str]:
+    """The variable that leaves a program the first `count` of the cards that this process may use."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(card) for card in range(count)] if given is None else given.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[:count])}
 
 
 def wrong_kind(gpus: tuple[Gpu, ...], card: str) -> str | None:

@@ -97,8 +97,8 @@ def _kill(pids: Mapping[int, int], ranks: set[int]) -> None:
         os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now; somebody may, before the ranks do."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of this machine's `address` ("": of all) that nobody listens on now; somebody may, before its users."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind((address, 0))
         return int(found.getsockname()[1])

@@ -94,6 +94,11 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def started_by() -> int:
+    """The process that started this one, which may have died since; the parent, where it gave no `computing_env`."""
+    return int(os.environ.get(_PARENT, os.getppid()))
+
+
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 

@@ -1,26 +1,31 @@
 """The job of Slurm that trains a promoted trial: on each of its nodes one process, which keeps the node's ranks.
 
-It goes on from its last checkpoint whenever Slurm starts it again, and asks for that itself when its time is over or
-its nodes are needed. Never raises. No torch here.
+The last node trains nothing where the recipe has a vLLM server: its process keeps that. The job goes on from its last
+checkpoint whenever Slurm starts it again, and asks for that itself when its time is over or its nodes are needed. Never
+raises. No torch here.
 """
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from autofit.cluster.inside import OwnJob, own_job
-from autofit.cluster.node import card_fault
+from autofit.cluster.node import card_fault, only_cards
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
 from autofit.probing.births import note_of
 from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.promotion.beside import Beside
 from autofit.promotion.ending import forget_ending, tell_ending
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
 from autofit.promotion.job import start_alone, train_to_the_end
 from autofit.promotion.machines import Machines, begin, superseded
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rank_job import Keep, in_processes, start_rank
+from autofit.promotion.server_node import serve_all
 from autofit.recipe.launch import Launch
 
 REQUEUES = "requeues.json"
@@ -29,11 +34,16 @@ _MOST_FRUITLESS = 3  # requeues one after the other without a step between them
 
 def run_allocated(request_path: str) -> None:
     """Run the requested training on this job's nodes, once on each. What comes of it is as in `run_promoted`."""
-    request = read_json(Path(request_path))
+    path = Path(request_path)
+    request = read_json(path)
     assert request is not None
-    folder, mine = Path(str(request["folder"])), own_job()
+    folder, serves, job = Path(str(request["folder"])), bool(request.get("serves")), own_job()
+    mine = replace(job, nodes=job.nodes - serves)  # those that train
     listen(lambda: ask_after_signal(folder))
-    env, cwd, path = computing_env(), str(request["cwd"]), Path(request_path)
+    if mine.node == mine.nodes:
+        serve_all(path, folder, mine)
+        return
+    env, cwd = _env(request, mine), str(request["cwd"])
     machines = Machines(folder, mine, lambda rank, own: start_rank(path, folder, rank, cwd, {**env, **own}))
     if not mine.is_first:
         machines.follow()
@@ -42,23 +52,46 @@ def run_allocated(request_path: str) -> None:
     forget_ending(folder)
     begin(folder, mine)
     write_json(folder / "started.json", note_of(os.getpid()) | {"node": mine.name})
+    beside = Beside(folder, mine.attempt, abandoned=lambda: superseded(folder, mine)) if serves else None
     try:
         fault = _fault(request, mine)
         if fault is not None:
             write_json(folder / "failed.json", {"reason": f"on {mine.name}: {fault}"})
             return
-        ranks: Keep = machines.keep
-        if mine.nodes == 1:
-            ranks = in_processes(path, folder, cwd=cwd, env=env, abandoned=lambda: superseded(folder, mine))
-        ending = train_to_the_end(
-            path, folder, ranks=ranks,
-            alone=lambda: keep(
-                lambda: start_alone(request_path, folder, cwd, env), abandoned=lambda: superseded(folder, mine)
-            ),
-        )  # fmt: skip
+        ending = _trained(path, cwd, env, machines, beside)
     finally:
         machines.dismiss()
+        if beside is not None:
+            beside.dismiss()
+    if beside is not None and beside.is_lost:  # Slurm has not seen yet that its node is gone
+        ask_after_signal(folder)
+        ending = replace(ending, exit_code=0)
     _requeue(folder, mine, ending)
+
+
+def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, beside: Beside | None) -> Ending:
+    """The end of the training, which the first node starts on all that train."""
+    folder, mine = machines.folder, machines.mine
+    over = partial(superseded, folder, mine) if beside is None else beside.is_over
+    machines.abandoned = over
+    ranks: Keep = machines.keep
+    if mine.nodes == 1:
+        ranks = in_processes(path, folder, cwd=cwd, env=env, abandoned=over)
+
+    def alone(own: Mapping[str, str]) -> Ending:
+        return keep(lambda: start_alone(str(path), folder, cwd, {**env, **own}), abandoned=over)
+
+    if beside is None:
+        return train_to_the_end(path, folder, alone=partial(alone, {}), ranks=ranks)
+    beside.address = mine.first_address()
+    return train_to_the_end(path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks))
+
+
+def _env(request: Mapping[str, object], mine: OwnJob) -> dict[str, str]:
+    """The environment of this node's training, which sees no cards that the node has for the server's sake."""
+    launch = Launch.of(cast("dict[str, object]", request["values"]))
+    more = request["device"] == "cuda" and request.get("serves")
+    return computing_env(**(only_cards(launch.ranks // mine.nodes) if more else {}))
 
 
 def _fault(request: Mapping[str, object], mine: OwnJob) -> str | None:

@@ -77,11 +77,11 @@ def deaf_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
-def start_deaf(module: str, request_path: Path, *, log: Path, cwd: str, env: Mapping[str, str]) -> int:
-    """Start `python -m module request_path` as a child that hears signals once it listens for them; its pid."""
+def start_deaf(module: str, request_path: Path, *more: str, log: Path, cwd: str, env: Mapping[str, str]) -> int:
+    """Start `python -m module request_path more` as a child that hears signals once it listens for them; its pid."""
     with log.open("ab") as file, deaf_children():
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(request_path)], cwd=cwd, env=env,
+            [sys.executable, "-P", "-m", module, str(request_path), *more], cwd=cwd, env=env,
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object

@@ -1,7 +1,7 @@
 """The job that submitit runs for a promoted trial: the training in a child process, on its own slot. Never raises."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -11,10 +11,12 @@ from autofit.files import read_json, write_json
 from autofit.probing.births import note_of
 from autofit.probing.slots import slots
 from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.promotion.beside import Beside
 from autofit.promotion.ending import write_ending
 from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
 from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
+from autofit.promotion.serving import start_keeper
 from autofit.recipe.launch import Launch
 from autofit.tuning.file_lock import exclusive
 
@@ -40,18 +42,38 @@ def run_promoted(request_path: str) -> None:
 def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> None:
     write_json(folder / "started.json", note_of(os.getpid()))
     names = tuple(cast(list[str], request["slots"]))
-    count = Launch.of(cast("dict[str, object]", request["values"])).ranks if names[0].startswith(_CARD) else 1
+    launch = Launch.of(cast("dict[str, object]", request["values"]))
+    serves, on_cards = bool(request.get("serves")), names[0].startswith(_CARD)
+    count = (launch.cards if serves else launch.ranks) if on_cards else 1
     with slots(names, count, abandoned=lambda: asked_to_end(folder)) as held:
         if held is None:
             return
-        env = computing_env()
-        if held[0].startswith(_CARD):
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix(_CARD) for name in held)
-        cwd = str(request["cwd"])
-        train_to_the_end(
-            request_path, folder, alone=lambda: keep(lambda: start_alone(str(request_path), folder, cwd, env)),
-            ranks=in_processes(request_path, folder, cwd=cwd, env=env),
+        cards = [name.removeprefix(_CARD) for name in held] if on_cards else []
+        env, cwd = _env_of(cards[: launch.ranks]), str(request["cwd"])
+        if not serves:
+            train_to_the_end(
+                request_path, folder, alone=lambda: keep(lambda: start_alone(str(request_path), folder, cwd, env)),
+                ranks=in_processes(request_path, folder, cwd=cwd, env=env),
+            )  # fmt: skip
+            return
+        beside = Beside(
+            folder, f"local-{os.getpid()}",
+            start=lambda post: start_keeper(request_path, post, cwd=cwd, env=_env_of(cards[launch.ranks :])),
         )  # fmt: skip
+
+        def alone(own: Mapping[str, str]) -> Ending:
+            return keep(lambda: start_alone(str(request_path), folder, cwd, {**env, **own}), abandoned=beside.is_over)
+
+        ranks = in_processes(request_path, folder, cwd=cwd, env=env, abandoned=beside.is_over)
+        train_to_the_end(request_path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks))
+
+
+def _env_of(cards: Sequence[str]) -> dict[str, str]:
+    """The environment of a process on these cards; of one on the CPU where there are none."""
+    env = computing_env()
+    if cards:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    return env
 
 
 def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], Ending], ranks: Keep) -> Ending:

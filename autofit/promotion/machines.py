@@ -43,6 +43,7 @@ class Machines:
     folder: Path
     mine: OwnJob
     start: Start
+    abandoned: Callable[[], bool] = lambda: False  # also says that its ranks are to be killed
     round: int = 0
 
     def keep(self, own: Sequence[dict[str, str]]) -> RanksEnded:
@@ -94,7 +95,8 @@ class Machines:
 
     def _is_over(self) -> bool:
         others = (read_json(self._end_path(node)) for node in range(self.mine.nodes) if node != self.mine.node)
-        return any(end is not None and end["first"] is not None for end in others) or superseded(self.folder, self.mine)
+        failed = any(end is not None and end["first"] is not None for end in others)
+        return failed or superseded(self.folder, self.mine) or self.abandoned()
 
     def _order(self, ranks: list[dict[str, str]]) -> None:
         write_json(self._order_path, {"ranks": ranks})

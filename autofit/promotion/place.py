@@ -1,6 +1,7 @@
 """Where a promoted run trains: on the device of its study, or where the user says."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autofit.cluster.executor import LOCAL, Executor
@@ -10,6 +11,9 @@ from autofit.hardware.driver_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
+from autofit.recipe.server import Server, needs_server
+
+_LONGEST_SIGNAL_S = 600.0
 
 
 def training_device(
@@ -71,23 +75,43 @@ def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> N
         raise ConfigError(f"the run trains on {launch.cards} cards, and this machine has {len(gpus())}; {write}")
 
 
-def check_server(values: Mapping[str, object], executor: Executor) -> None:
-    """Raise ConfigError for a run on Slurm whose vLLM server would be on the node of its job, where none is started."""
-    serves = values.get("use_vllm") and values.get("vllm_mode", "server") == "server"
-    elsewhere = values.get("vllm_server_base_url") or values.get("vllm_server_host", "localhost") != "localhost"
-    if executor.is_slurm and serves and not elsewhere:
-        raise ConfigError(
-            "the recipe trains beside a vLLM server of its own machine (vllm_mode: server), which autofit does not "
-            "start on Slurm; start `trl vllm-serve` in a job of its own and give its address as vllm_server_base_url"
-        )
+def server_of(
+    resolved: Mapping[str, object], values: Mapping[str, object], device: Device, executor: Executor, *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Server | None:  # fmt: skip
+    """The vLLM server that the job of the run starts, and where; None where the recipe has none, or the user starts it.
+
+    On this machine a recipe says that it has cards for its server (`launch.server_ranks`). Raises ConfigError for one
+    that cannot be started.
+    """
+    launch = Launch.of(values)
+    if not needs_server(resolved, values) or not (executor.is_slurm or (device == "cuda" and launch.server_ranks)):
+        return None
+    server = Server.of(values)
+    cards = f"{server.cards} card{'s' if server.cards > 1 else ''}"
+    place = f"{cards} of this machine"
+    if executor.is_slurm:
+        on = f" with {cards}" if device == "cuda" else ""
+        place = f"a node of its own{on}, so the job asks for {launch.machines + 1} nodes"
+    say(f"its vLLM server gets {place}; it logs to server.log in the folder of the run")
+    return server
 
 
-def for_slurm(executor: Executor, launch: Launch, device: Device) -> Executor:
-    """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank."""
+def for_slurm(executor: Executor, launch: Launch, device: Device, server: Server | None = None) -> Executor:
+    """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank.
+
+    A server has a node of its own. Slurm gives all nodes of a job as many cards as the one that needs most.
+    """
     options = ("gres", "gpus", "gpus-per-task", "gpus-per-node")
     given = executor.gpus_per_node or any(option in executor.slurm for option in options)
-    cards = executor.gpus_per_node if given or device != "cuda" else str(launch.ranks // launch.machines)
-    return replace(executor, nodes=launch.machines, gpus_per_node=cards)
+    needed = max(launch.ranks // launch.machines, 0 if server is None else server.cards)
+    cards = executor.gpus_per_node if given or device != "cuda" else str(needed)
+    return replace(executor, nodes=launch.machines + (server is not None), gpus_per_node=cards)
+
+
+def signal_s(executor: Executor) -> int:
+    """Seconds before the time limit at which the run is told to save: a step and a checkpoint must fit."""
+    return int(min(_LONGEST_SIGNAL_S, max(60, (executor.time_s or math.inf) / 10)))
 
 
 def _given(asked: str) -> Device:

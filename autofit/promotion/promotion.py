@@ -1,6 +1,5 @@
 """Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
 
-import math
 import os
 import shutil
 import time
@@ -20,7 +19,7 @@ from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.place import check_ranks, check_server, for_slurm, machines_of, training_device
+from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of, signal_s, training_device
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
@@ -29,6 +28,7 @@ from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
+from autofit.recipe.server import Server
 from autofit.space.describe import describe_changes
 from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Rule, Trial, winner
@@ -41,7 +41,6 @@ from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard
 
 _YEAR_S = 365 * 24 * 3600.0
-_LONGEST_SIGNAL_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +61,7 @@ class Promotion:
     generates: bool
     trains_on_data: bool
     command: str | None  # the command that runs the tuned YAML without autofit, up to the file's name
+    server: Server | None = None  # the vLLM server that the job of the run starts
     confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
     promise: Promise | None = None
     ladder: Ladder | None = None  # what the run may change after an OOM
@@ -118,9 +118,10 @@ def plan_promotion(
     tuned = Tuned(
         values=merge(given, {**chosen.yaml_changes, **extra}), comment=comment, command=record.command, remark=remark
     )
+    server = None
     if launch and record.trains_on_data:
         check_ranks(tuned.launch, where, executor)
-        check_server(tuned.values, executor)
+        server = server_of(merge(record.resolved, chosen.yaml_changes), tuned.values, where, executor, say=say)
     path = home / "tuned.yaml"
     written = tuned.write(path, accelerate=home / "accelerate.yaml")
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
@@ -129,7 +130,7 @@ def plan_promotion(
         values=values, yaml_path=path, tuned=tuned, written=written,
         ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
-        trains_on_data=record.trains_on_data, command=record.command,
+        trains_on_data=record.trains_on_data, command=record.command, server=server,
         promise=promise_of(chosen, record, proof.sentence),
     )  # fmt: skip
 
@@ -198,23 +199,19 @@ def launch(
         "confirmation": promotion.confirmation,
         "promise": None if promotion.promise is None else promotion.promise.to_json(),
         "guards": None if guards is None else [guard.to_json() for guard in guards],
+        "serves": promotion.server is not None,
     }  # fmt: skip
     if promotion.ladder is not None:
         request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
     write_json(folder / "request.json", request)
     resumed = bool(checkpoints(promotion.output_dir))
     if executor.is_slurm:
-        executor = for_slurm(executor, promotion.tuned.launch, promotion.device)
+        executor = for_slurm(executor, promotion.tuned.launch, promotion.device, promotion.server)
     start_job(
         folder, run_allocated if executor.is_slurm else run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S,
-        executor=executor, signal_s=_signal_s(executor),
+        executor=executor, signal_s=signal_s(executor),
     )  # fmt: skip
     return "resumed" if resumed else "started"
-
-
-def _signal_s(executor: Executor) -> int:
-    """Seconds before the time limit at which the run is told to save: a step and a checkpoint must fit."""
-    return int(min(_LONGEST_SIGNAL_S, max(60, (executor.time_s or math.inf) / 10)))
 
 
 def follow(

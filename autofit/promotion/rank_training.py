@@ -38,6 +38,7 @@ from autofit.promotion.rank_files import (
     unloadable,
 )
 from autofit.promotion.rank_reports import Following, Leading
+from autofit.promotion.server_address import with_address
 from autofit.promotion.start import Start, not_loaded
 from autofit.promotion.together import Together
 from autofit.promotion.training import final_of, start_mirror, stop_mirror, watched_of, watchers_of
@@ -61,7 +62,7 @@ def main(request_path: str) -> int:
     assert request is not None
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
-    launch, values = split(opened(cast("dict[str, object]", request["values"])))
+    launch, values = split(with_address(opened(cast("dict[str, object]", request["values"]))))
     try:
         device, address = str(request["device"]), os.environ[ADDRESS]
         with _mirrored(request, folder, rank), as_rank(launch, rank=rank, port=port, device=device, address=address):

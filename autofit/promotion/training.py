@@ -25,6 +25,7 @@ from autofit.promotion.full_disk import print_leniently, reason_of
 from autofit.promotion.interruption import deaf_children, listen, received
 from autofit.promotion.progress import read_progress
 from autofit.promotion.recorder import Recorder
+from autofit.promotion.server_address import with_address
 from autofit.promotion.start import Start
 from autofit.promotion.whereabouts import Locating, oom_told, tell_oom
 from autofit.recipe.launch import split
@@ -40,7 +41,7 @@ def main(request_path: str) -> int:
     request = read_json(Path(request_path))
     assert request is not None
     folder = Path(str(request["folder"]))
-    request["values"] = opened(cast("dict[str, object]", request["values"]))
+    request["values"] = with_address(opened(cast("dict[str, object]", request["values"])))
     try:
         return _train(request, folder)
     except Exception as error:
