@@ -148,6 +148,17 @@ def test_values_computed_from_known_data_are_known() -> None:
         assert mask.sum().item() == 1  # overwritten with unknown data: no longer known
 
 
+def test_a_tensor_without_a_dtype_has_the_default_one_also_where_the_same_was_made_before() -> None:
+    before = torch.get_default_dtype()
+    with fake_gpu("t4"):
+        try:
+            for dtype in (torch.float32, torch.bfloat16, torch.float32):
+                torch.set_default_dtype(dtype)
+                assert torch.empty(8, device="cuda").dtype is torch.ones(8, device="meta").dtype is dtype
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_an_unknown_mask_counts_as_present_and_as_full_and_the_notes_say_so() -> None:
     with fake_gpu("l40s") as gpu:
         values = torch.randn(4, 3000, device="cuda")
