@@ -214,6 +214,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     to_list = tensors.to_list(gpu.tracer, untouched(tensor.tolist))
     yield Patch(tensor, "tolist", to_list, parameter_list)
     yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
+    made = tensors.parameter_of_its_type(untouched(FakeTensor.__new__))
+    yield Patch(FakeTensor, "__new__", staticmethod(made), "the type of a fake parameter is not Parameter")
     yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, untouched(tensor.numpy)), parameter_list)
     yield Patch(tensor, "__array__", tensors.to_array(untouched(tensor.__array__)), parameter_list)
     yield Patch(tensor, "__format__", tensors.formatted(untouched(tensor.__format__)), parameter_list)
