@@ -279,6 +279,8 @@ _LIBRARIES: dict[str, _Patches] = {
     "deepspeed.runtime.zero.stage_1_and_2": deepspeed.finite_gradients,
     "deepspeed.runtime.zero.stage3": deepspeed.finite_gradients,
     "torch.nn.parallel.distributed": distributed.data_parallel,
+    "torch.distributed.fsdp._flat_param": distributed.flat_shards,
+    "torch.distributed.fsdp._fully_shard._fsdp_param": distributed.parameter_shards,
     "torch.distributed.fsdp._fully_shard._fsdp_state": distributed.sharded_layers,
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
     "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
