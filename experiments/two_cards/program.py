@@ -36,7 +36,7 @@ FSDP = {  # scripts/benchmarks/accelerate.yaml
         "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_forward_prefetch": False, "fsdp_offload_params": False, "fsdp_sharding_strategy": 1,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_sync_module_states": True, "fsdp_use_orig_params": False,
+        "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
     },
 }  # fmt: skip
 # The padding token that they add makes the vocabulary the next multiple of 8 after 32,001.
