@@ -211,6 +211,8 @@ class FakeGpu:
     def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for group in optimizer.param_groups:
             self._parameters += [weakref.ref(p) for p in group["params"]]
+            for parameter in group["params"]:  # accelerate casts those of FSDP1 once sharded
+                self.memory.mark(parameter, "weights")
         self._mark_gradients()
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

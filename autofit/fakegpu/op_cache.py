@@ -2,7 +2,8 @@
 
 FakeTensorMode has a cache too, but a hit takes about 100 us. Training repeats the same few hundred operations, so the
 outputs of an operation (new tensors, a view of its first input, an input itself) are cached here by the shapes,
-strides, types and devices of its inputs. Operations that do not match this pattern run through FakeTensorMode.
+strides, types and devices of its inputs, and by the default dtype. Operations that do not match this pattern run
+through FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Shortcut:
         return {cast("OpOverload", cast("tuple[object, ...]", key)[0]) for key in self.known}
 
     def run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        key: list[object] = [func]
+        key: list[object] = [func, torch.get_default_dtype()]
         if not (_describe(args, key) and _describe_options(kwargs, key)) or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
         name = tuple(key)

@@ -18,12 +18,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.mistral.configuration_mistral import MistralConfig
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
-from autofit.fakegpu import fake_gpu
+from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.probing.rank import simulated_rank
 from autofit.recipe.launch import Launch
 from experiments.two_cards.rows import Row, rows
@@ -36,7 +36,7 @@ FSDP = {  # scripts/benchmarks/accelerate.yaml
         "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_forward_prefetch": False, "fsdp_offload_params": False, "fsdp_sharding_strategy": 1,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_sync_module_states": True, "fsdp_use_orig_params": False,
+        "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
     },
 }  # fmt: skip
 # The padding token that they add makes the vocabulary the next multiple of 8 after 32,001.
@@ -48,25 +48,34 @@ CONFIGS = {
         num_key_value_heads=8,
     ),
 }  # fmt: skip
+SETTINGS = {"attn_implementation": "flash_attention_2", "torch_dtype" if THEIRS else "dtype": torch.bfloat16}
+
+
+def config_of(row: Row) -> Any:
+    config = CONFIGS[row.model]()
+    config.use_cache = False
+    return config
 
 
 class Packed(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples of TOKENS tokens."""
+    """Samples of TOKENS tokens, of three int64 tensors: by so much the measured held bytes grow with each sample."""
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.ones(TOKENS, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids, "attention_mask": ids}
 
 
-class Measured(Trainer):  # type: ignore[misc]
-    """Their figures are those of transformers' memory metrics, which begin with the training."""
+class Steps(TrainerCallback):  # type: ignore[misc]
+    """The simulated seconds at which each step ended."""
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        torch.cuda.reset_peak_memory_stats()
-        return super()._inner_training_loop(*args, **kwargs)
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.ends_s = gpu, list[float]()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends_s.append(self.gpu.elapsed_s)
 
 
 def loss_of_their_version(outputs: Any, labels: torch.Tensor, num_items_in_batch: object = None) -> torch.Tensor:
@@ -77,35 +86,38 @@ def loss_of_their_version(outputs: Any, labels: torch.Tensor, num_items_in_batch
 
 
 def model_of(row: Row) -> Any:
-    config = CONFIGS[row.model]()
-    config.use_cache = False
-    precision = {"torch_dtype" if THEIRS else "dtype": torch.bfloat16}
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2", **precision)
+    model = in_4_bit(row) if row.method == "qlora" else whole(row)
     if THEIRS:  # checkpoints are reentrant there, and TRL 0.13 does this for them
         model.enable_input_require_grads()
-    if row.method == "qlora":
-        model = in_4_bit(model)
     if row.method == "full":
         return model
     from peft import LoraConfig, get_peft_model
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=names, task_type="CAUSAL_LM")
-    if row.method == "qlora":  # their copy of PEFT's preparation does not cast the other weights to float32
-        model.requires_grad_(False)
-        model.enable_input_require_grads()
+    # TRL 0.13 leaves an adapter of sharded 4-bit weights in their dtype
     return get_peft_model(model, lora, autocast_adapter_dtype=row.method == "lora")
 
 
-def in_4_bit(model: Any) -> Any:
-    """The model with linear layers of bitsandbytes, stored as bfloat16 so that FSDP can shard them."""
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+def whole(row: Row) -> Any:
+    return AutoModelForCausalLM.from_config(config_of(row), **SETTINGS)
 
+
+def in_4_bit(row: Row) -> Any:
+    """The model as transformers loads and quantises a checkpoint on this rank, stored as bfloat16 for FSDP."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
     )  # fmt: skip
-    return replace_with_bnb_linear(model, modules_to_not_convert=["lm_head"], quantization_config=settings)
+    config = config_of(row)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in whole(row).state_dict().items()}
+    checkpoint = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    return architecture.from_pretrained(
+        None, config=config, state_dict=checkpoint, quantization_config=settings, **SETTINGS,
+        **({"low_cpu_mem_usage": True} if THEIRS else {}),
+    )  # fmt: skip
 
 
 def run(row: Row) -> dict[str, object]:
@@ -120,14 +132,22 @@ def run(row: Row) -> dict[str, object]:
             output_dir=folder, per_device_train_batch_size=row.micro_batch, gradient_accumulation_steps=1, max_steps=2,
             gradient_checkpointing=True, save_strategy="no", weight_decay=0.01, warmup_steps=10, adam_epsilon=1e-4,
             learning_rate=2e-5, report_to=[], disable_tqdm=True, bf16=row.method == "qlora", optim="adamw_torch",
+            skip_memory_metrics=False,
         )  # fmt: skip
-        trainer = Measured(model=model_of(row), args=arguments, train_dataset=Packed(),
-                           compute_loss_func=None if THEIRS else loss_of_their_version)  # fmt: skip
-        trainer.train()
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        steps = Steps(gpu)
+        trainer = Trainer(model=model_of(row), args=arguments, train_dataset=Packed(), callbacks=[steps],
+                          compute_loss_func=None if THEIRS else loss_of_their_version)  # fmt: skip
+        peak, held = peak_and_held(trainer.train().metrics)
     took = round(time.perf_counter() - started, 1)
-    return {"row": row.name, "peak_allocated_bytes": peak, "allocated_bytes": held, "simulation_s": took,
+    return {"row": row.name, "peak_allocated_bytes": peak, "allocated_bytes": held,
+            "seconds_per_step": round(steps.ends_s[1] - steps.ends_s[0], 3), "simulation_s": took,
             "notes": list(gpu.notes)}  # fmt: skip
+
+
+def peak_and_held(metrics: dict[str, int]) -> tuple[int, int]:
+    """Bytes of their two columns, from transformers' memory metrics as their script adds them."""
+    held = metrics["before_init_mem_gpu"] + metrics["init_mem_gpu_alloc_delta"] + metrics["train_mem_gpu_alloc_delta"]
+    return held + metrics["train_mem_gpu_peaked_delta"], held
 
 
 if __name__ == "__main__":

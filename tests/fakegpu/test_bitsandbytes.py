@@ -30,6 +30,23 @@ def test_a_4bit_layer_holds_half_a_byte_a_weight_and_its_scales() -> None:
     assert gpu.peak_allocated_bytes - held - output - scratch > 8 * MIB  # the dequantised weight
 
 
+@pytest.mark.parametrize(
+    ("layer", "options", "name"),
+    [("Linear4bit", {"quant_type": "nf4"}, "Params4bit"), ("Linear8bitLt", {"has_fp16_weights": False}, "Int8Params")],
+)
+def test_a_layer_can_be_cast_before_and_moved_after_it_is_quantised(
+    layer: str, options: dict[str, object], name: str
+) -> None:
+    with fake_gpu("a100-40gb"):
+        made = getattr(bnb.nn, layer)(1024, 4096, bias=False, **options).to(torch.bfloat16).cuda()
+        assert type(made.weight).__name__ == name  # by which accelerate, PEFT and TRL know it
+        held = torch.cuda.memory_allocated()
+        made.cpu()
+        assert torch.cuda.memory_allocated() < 4096
+        made.cuda()
+        assert torch.cuda.memory_allocated() == held
+
+
 @pytest.mark.parametrize(("name", "mebibytes"), [("AdamW8bit", 32.5), ("PagedAdamW8bit", 0.5), ("AdamW", 128)])
 def test_optimizer_states_have_their_size(name: str, mebibytes: float) -> None:
     with fake_gpu("a100-40gb"):

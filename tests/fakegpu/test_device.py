@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
 
 from autofit.fakegpu import FakeGpuError, device, fake_gpu
 from autofit.fakegpu.patches.guard import CUDA_GUARD, GuardUnavailableError
@@ -148,6 +150,17 @@ def test_values_computed_from_known_data_are_known() -> None:
         assert mask.sum().item() == 1  # overwritten with unknown data: no longer known
 
 
+def test_a_tensor_without_a_dtype_has_the_default_one_also_where_the_same_was_made_before() -> None:
+    before = torch.get_default_dtype()
+    with fake_gpu("t4"):
+        try:
+            for dtype in (torch.float32, torch.bfloat16, torch.float32):
+                torch.set_default_dtype(dtype)
+                assert torch.empty(8, device="cuda").dtype is torch.ones(8, device="meta").dtype is dtype
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_an_unknown_mask_counts_as_present_and_as_full_and_the_notes_say_so() -> None:
     with fake_gpu("l40s") as gpu:
         values = torch.randn(4, 3000, device="cuda")
@@ -186,6 +199,16 @@ def test_a_real_model_from_outside_keeps_its_ties_when_moved_in() -> None:
         assert model[0].weight is model[1].weight
         assert gpu.peak_allocated_bytes == 100 * 64 * 4 + 0
         model(torch.tensor([1, 2, 3], device="cuda")).sum().backward()
+
+
+def test_a_model_that_accelerate_makes_without_weights_is_filled_on_the_card() -> None:
+    with fake_gpu("t4"):
+        with init_empty_weights():
+            layer = torch.nn.Linear(512, 512, bias=False)
+        assert layer.weight.is_meta
+        set_module_tensor_to_device(layer, "weight", "cuda", torch.zeros(512, 512))
+        assert isinstance(layer.weight, torch.nn.Parameter)
+        assert torch.cuda.memory_allocated() == 4 * 512 * 512
 
 
 def test_an_optimizer_made_before_the_move_follows_the_parameters() -> None:

@@ -103,7 +103,10 @@ _NOTHING_TO_QUANTISE = (
 
 
 def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
-    """A FakeTensor that passes `isinstance(..., Params4bit)`; dispatch is the fake's, methods are bitsandbytes'."""
+    """A FakeTensor that passes `isinstance(..., Params4bit)`; dispatch is the fake's, methods are bitsandbytes'.
+
+    It has the name too, by which accelerate, PEFT and TRL know 4-bit weights.
+    """
 
     def make(cls: type[torch.Tensor], *args: object, **options: object) -> torch.Tensor:
         return parameter_class.__new__(parameter_class, *args, **options)
@@ -113,7 +116,7 @@ def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
         "__torch_dispatch__": FakeTensor.__torch_dispatch__,
         "__torch_function__": torch._C._disabled_torch_function_impl,
     }
-    return cast("type[torch.Tensor]", type(f"Fake{parameter_class.__name__}", (FakeTensor, parameter_class), body))
+    return cast("type[torch.Tensor]", type(parameter_class.__name__, (FakeTensor, parameter_class), body))
 
 
 def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConfig) -> PreTrainedModel:

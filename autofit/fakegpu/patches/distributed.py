@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -163,6 +163,30 @@ def sharded_layers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
                 gpu.layers.outermost(each)
 
     yield module.FSDPState, "init", init, "its hooks run around the layer's"
+
+
+def flat_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Categorise a rank's share of FSDP1's flat parameters as weights."""
+    owner = module.FlatParamHandle
+    shard = _then_weights(gpu, untouched(owner.shard), lambda handle: handle.flat_param)
+    yield owner, "shard", shard, "names the weights in the timeline"
+
+
+def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Categorise a rank's share of FSDP2's parameters as weights."""
+    owner = module.FSDPParam
+    init = _then_weights(gpu, untouched(owner._init_sharded_param), lambda parameter: parameter._sharded_param_data)
+    yield owner, "_init_sharded_param", init, "names the weights in the timeline"
+
+
+def _then_weights(
+    gpu: FakeGpu, original: Callable[..., object], share_of: Callable[[Any], torch.Tensor]
+) -> Callable[..., object]:
+    def shard(owner: object, *args: object, **kwargs: object) -> None:
+        original(owner, *args, **kwargs)
+        gpu.memory.mark(share_of(owner), "weights")
+
+    return shard
 
 
 def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:

@@ -215,6 +215,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     to_list = tensors.to_list(gpu.tracer, untouched(tensor.tolist))
     yield Patch(tensor, "tolist", to_list, parameter_list)
     yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
+    made = tensors.parameter_of_its_type(untouched(FakeTensor.__new__))
+    yield Patch(FakeTensor, "__new__", staticmethod(made), "the type of a fake parameter is not Parameter")
     yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, untouched(tensor.numpy)), parameter_list)
     yield Patch(tensor, "__array__", tensors.to_array(untouched(tensor.__array__)), parameter_list)
     yield Patch(tensor, "__format__", tensors.formatted(untouched(tensor.__format__)), parameter_list)
@@ -278,9 +280,10 @@ _LIBRARIES: dict[str, _Patches] = {
     "deepspeed.runtime.zero.stage_1_and_2": deepspeed.finite_gradients,
     "deepspeed.runtime.zero.stage3": deepspeed.finite_gradients,
     "torch.nn.parallel.distributed": distributed.data_parallel,
+    "torch.distributed.fsdp._fully_shard._fsdp_param": distributed.parameter_shards,
     "torch.distributed.fsdp._fully_shard._fsdp_state": distributed.sharded_layers,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": sharded_whole.fsdp2_groups,
-    "torch.distributed.fsdp._flat_param": sharded_whole.fsdp1_groups,
+    "torch.distributed.fsdp._flat_param": _both(distributed.flat_shards, sharded_whole.fsdp1_groups),
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
     "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
     "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,

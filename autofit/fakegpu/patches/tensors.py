@@ -74,7 +74,8 @@ def _converted(
     ):
         return parameter
     result = parameter
-    if isinstance(parameter, FakeTensor) and type(value) is FakeTensor and "meta" not in _types(parameter, value):
+    alike = type(value) in (FakeTensor, type(parameter)) and "meta" not in _types(parameter, value)
+    if isinstance(parameter, FakeTensor) and isinstance(value, FakeTensor) and alike:
         _become(parameter, value, shadows)
         if new_grad is not None:
             result.grad = None
@@ -97,10 +98,26 @@ def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _become(parameter: FakeTensor, value: FakeTensor, shadows: Shadows) -> None:
-    """Give a fake parameter the storage, device and values of another, but keep its identity (optimizers, ties)."""
+    """Give a fake parameter the storage, device and values of another, but keep its identity (optimizers, ties).
+
+    And those attributes that a subclass has (bitsandbytes' scales).
+    """
     parameter.data = value
+    if type(value) is not FakeTensor:
+        vars(parameter).update({name: held for name, held in vars(value).items() if held is not None})
     parameter.fake_device = value.fake_device
     shadows.give(parameter, shadows.of(value))
+
+
+def parameter_of_its_type(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`FakeTensor.__new__` that makes `type(parameter)(value, ...)`, with which accelerate makes a parameter, one."""
+
+    def new(cls: type[FakeTensor], *args: object, **options: object) -> torch.Tensor:
+        if args and isinstance(args[0], torch.Tensor):
+            return torch.nn.Parameter(args[0], requires_grad=bool(options.get("requires_grad", True)))
+        return original(cls, *args, **options)
+
+    return new
 
 
 def set_data(shadows: Shadows, original: property) -> property:
