@@ -215,9 +215,9 @@ class LayerRecorder:
 
     # ------------------------------------------------------------------ several layers in one tensor
     def several(self, weights: Iterable[torch.Tensor]) -> list[int]:
-        """The code of each of the `weights`, 0 outside the layers; [] where they are of one middle layer at most."""
+        """The code of each of the `weights`, 0 outside the layers; [] if they are of one layer or of no middle one."""
         codes = [self.of(weight) for weight in weights]
-        return codes if sum(self._is_middle(code) for code in set(codes)) > 1 else []
+        return codes if len({*codes} - {0}) > 1 and any(map(self._is_middle, codes)) else []
 
     @contextmanager
     def together(self, weights: Sequence[tuple[int, int]], *, in_one: bool = False) -> Iterator[None]:
