@@ -1,6 +1,5 @@
 """Jobs of Slurm: submitted by submitit, followed with one `squeue` for all, cancelled. Nothing else calls Slurm."""
 
-import functools
 import getpass
 import math
 import shlex
@@ -98,11 +97,14 @@ def limit_of_job_s(executor: Executor) -> float:
     return executor.time_s or min(_DAY_S, _partition_s(executor.partition))
 
 
-@functools.cache
 def _partition_s(name: str | None) -> float:
     """The longest time in seconds that the partition allows a job, of the default one without a `name`."""
-    found = _of_partition(name, "%l")
-    return _limit_s(found[0]) if found else math.inf
+    if name not in _KNOWN_LIMITS_S and (found := _of_partition(name, "%l")):  # where Slurm is silent, it is asked again
+        _KNOWN_LIMITS_S[name] = _limit_s(found[0])
+    return _KNOWN_LIMITS_S.get(name, math.inf)
+
+
+_KNOWN_LIMITS_S: dict[str | None, float] = {}
 
 
 def nodes_of(partition: str | None) -> frozenset[str]:
