@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -71,7 +71,7 @@ class _Started:
     began: float = math.inf
     looked: float = -math.inf
     answered: bool = False
-    log_starts: int = field(default=0)
+    log_starts: int = 0
 
     def start(self) -> int:
         """Start the command; its pid. Its processes get no signals of the job: the step at work needs the server."""

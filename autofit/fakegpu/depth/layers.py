@@ -201,16 +201,12 @@ class LayerRecorder:
         return tensor.numel() * tensor.element_size() == self.memory.allocations[index].nbytes
 
     def _add_shares(self, index: int, parts: Sequence[object]) -> None:
-        shares: dict[int, int] = {}
-        found = [(part, self.of(part)) for part in parts if isinstance(part, torch.Tensor)]
-        for part, code in found:
-            if self._is_middle(code):
-                stack = Tag.decode(code).stack
-                shares[stack] = shares.get(stack, 0) + part.numel() * part.element_size()
-        owners = {code for _, code in found if code}
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        found = [(self.of(tensor), tensor.numel() * tensor.element_size()) for tensor in tensors]
+        owners = {code for code, _ in found if code}
         if len(owners) == 1:  # a layer's own weights in one tensor
             self.memory.allocations[index].layer = owners.pop()
-        elif shares:
+        elif shares := self._of_middle_layers(found):
             self.shares[index] = shares
 
     # ------------------------------------------------------------------ several layers in one tensor
@@ -223,11 +219,7 @@ class LayerRecorder:
     def together(self, weights: Sequence[tuple[int, int]], *, in_one: bool = False) -> Iterator[None]:
         """Inside, operations are on all `weights`, (code, elements) of each; `in_one`: so are tensors made there."""
         first, elements = len(self.memory.allocations), sum(count for _, count in weights)
-        parts: dict[int, int] = {}
-        for code, count in weights:
-            if self._is_middle(code):
-                stack = Tag.decode(code).stack
-                parts[stack] = parts.get(stack, 0) + count
+        parts = self._of_middle_layers(weights)
         self._scale = 1 + sum(n * (self.stacks[stack].growth - 1) for stack, n in parts.items()) / elements
         try:
             yield
@@ -236,6 +228,15 @@ class LayerRecorder:
         for index in range(first, len(self.memory.allocations)) if in_one else ():
             nbytes = self.memory.allocations[index].nbytes
             self.shares[index] = {stack: nbytes * n // elements for stack, n in parts.items()}
+
+    def _of_middle_layers(self, parts: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """{stack: the sum of its middle layers' counts}, from (code, count) of each part."""
+        sums: dict[int, int] = {}
+        for code, count in parts:
+            if self._is_middle(code):
+                stack = Tag.decode(code).stack
+                sums[stack] = sums.get(stack, 0) + count
+        return sums
 
     def _is_middle(self, code: int) -> bool:
         return bool(code) and self.stacks[(tag := Tag.decode(code)).stack].unit(tag.layer) is not None
