@@ -11,6 +11,8 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_optimizer import OptimizerContext, _get_torchao_optimizer
 
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.patches.torchao import AdamW8bit
+from autofit.fakegpu.ranks import fake_ranks
 
 from .tiny_trainers import config
 
@@ -39,6 +41,23 @@ def test_torchaos_states_are_codes_with_a_scale_a_block_and_a_table(bits: int, t
     assert held == 2 * (count * bits // 8 + 4 * count // BLOCK + table_bytes) + 2 * 2 * BLOCK
     assert gpu.elapsed_s > first
     assert any("torchao" in note for note in gpu.notes)
+
+
+def test_torchaos_states_of_a_sharded_parameter_are_of_its_shard() -> None:
+    """torchao 0.18, optim/adam.py, _new_buffer: `p.to_local()` decides, and is what the state is like."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_ranks(4), fake_gpu("a100-80gb"):
+        layer = torch.nn.Linear(COLUMNS, ROWS, bias=False, device="cuda", dtype=torch.bfloat16)
+        fully_shard(layer, mesh=init_device_mesh("cuda", (4,)))
+        layer(torch.zeros(1, COLUMNS, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer = AdamW8bit(layer.parameters(), block_size=BLOCK)
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        held = torch.cuda.memory_allocated() - before
+    count = ROWS * COLUMNS // 4
+    assert held == 2 * (count + 4 * count // BLOCK + 4 * 256)
 
 
 def test_kernels_for_whole_layers_are_left_out_with_a_note() -> None:

@@ -41,20 +41,21 @@ class _LowBitAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter)
+                    self._update(parameter, *map(_own, (parameter, parameter.grad)))
         return loss
 
-    def _update(self, parameter: torch.Tensor) -> None:
+    def _update(self, parameter: torch.Tensor, own: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[parameter]
         if not state:
             for name in ("exp_avg", "exp_avg_sq"):
-                state |= {f"{name}.{part}": made for part, made in self._moment(parameter).items()}
+                state |= {f"{name}.{part}": made for part, made in self._moment(own).items()}
         gpu = active_gpu()
         assert gpu is not None
         clock = gpu.tracer.clock
-        clock.operation(torch.ops.aten.addcdiv_.default, (parameter, parameter.grad, *state.values()), {}, parameter)
+        clock.operation(torch.ops.aten.addcdiv_.default, (own, grad, *state.values()), {}, own)
 
     def _moment(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of a sharded parameter each rank has the moments of its own shard, and its size decides."""
         count = parameter.numel()
         if count < _SMALLEST or count % self.block_size:
             return {"whole": torch.zeros_like(parameter)}
@@ -64,6 +65,12 @@ class _LowBitAdamW(torch.optim.Optimizer):
             "scale": parameter.new_zeros(count // self.block_size, dtype=torch.float32),
             "qmap": parameter.new_zeros(_CODES[self.bits], dtype=torch.float32),
         }
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `tensor`: what a DTensor, whose import takes half a second, has beside other tensors."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else cast("torch.Tensor", to_local())
 
 
 class AdamW8bit(_LowBitAdamW):
