@@ -35,6 +35,7 @@ def of(found: list[Finding], key: str) -> Finding:
 
 
 FSDP2, ZERO3 = Launch(ranks=8, sharding="fsdp2"), Launch(ranks=8, sharding="zero3")
+OFFLOADED = replace(FSDP2, offload="parameters")
 FLAT: dict[str, Any] = {
     "bnb_4bit_quant_storage": "bfloat16",
     "load_in_4bit": True,
@@ -55,9 +56,10 @@ CASES = [
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(FSDP2, beta=0.0)),
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(FSDP2, beta=0.04, use_peft=True)),
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(ZERO3, beta=0.04)),
-    ("fsdp_config.fsdp_offload_params", "error", asked(replace(FSDP2, offload="parameters")), asked(FSDP2)),
-    ("fsdp_config.fsdp_offload_params", "error", asked(replace(FSDP2, offload="parameters")),
-     asked(replace(FSDP2, offload="parameters"), use_vllm=True)),
+    ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(FSDP2, use_vllm=False)),
+    ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(OFFLOADED, use_vllm=True)),
+    ("optim", "error", asked(FSDP2, optim="paged_adamw_8bit"), asked(optim="paged_adamw_8bit")),
+    ("optim", "error", asked(FSDP2, optim="adamw_8bit"), asked(FSDP2, optim="adamw_torch_8bit")),
     ("num_generations", "error", asked(num_generations=6), asked(num_generations=8)),
     ("model_init_kwargs.device_map", "warning", asked(model_init_kwargs={"device_map": "auto"}),
      asked(model_init_kwargs={"device_map": None})),

@@ -114,6 +114,15 @@ def test_offloading_is_tried_after_sharding() -> None:
     assert found["8 x rtx4090"].changes.get("offload") == "parameters"
 
 
+def test_settings_that_fail_together_are_not_simulated() -> None:
+    cards = Cards(states=400 * GB)
+    row = by_words(offers(cards, ["rtx4090"], use_vllm=False))["8 x rtx4090"]
+    assert "offload" not in row.changes
+    assert not [values for _, values in cards.asked if Launch.of(values).offload != "none"]
+    cards = Cards(states=400 * GB)
+    assert by_words(offers(cards, ["rtx4090"], use_vllm=True))["8 x rtx4090"].changes["offload"] == "parameters"
+
+
 def test_a_batch_that_cannot_be_split_is_said_in_its_row() -> None:
     row = offers(Cards(), ["h100"], counts=(3,))[0]
     assert row.verdict is Verdict.NONE

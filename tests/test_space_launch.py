@@ -11,6 +11,8 @@ from recipes import grpo_recipe
 from autofit.errors import ConfigError
 from autofit.forecast.host_steps import has_room, without_offload
 from autofit.forecast.predictions import Predictions
+from autofit.recipe.clashes import clashes
+from autofit.recipe.keys import Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.recipe.spread import with_launch
@@ -94,6 +96,42 @@ def test_without_deepspeed_zero_is_left_out_with_the_reason(monkeypatch: pytest.
         space = space_of(recipe_on(Launch(ranks=2)), device=device)
         assert not [kind for kind in kinds(space) if str(kind[0]).startswith("zero")]
         assert "needs deepspeed, which is not installed" in space.left_out["launch.sharding"]
+
+
+CLASHING = ("use_vllm", "use_transformers_continuous_batching", "optim", "quantization", "use_peft")
+
+
+@pytest.mark.parametrize("own", [{}, {"sharding": "fsdp2"}, {"sharding": "zero3", "offload": "parameters"}])
+@pytest.mark.parametrize("allow", ["neutral", "approximate"])
+def test_settings_that_fail_together_are_never_a_candidate(own: Mapping[str, object], allow: Tier) -> None:
+    recipe = recipe_on(
+        Launch.of({LAUNCH: {"ranks": 4, **own}}), use_vllm=False, use_transformers_continuous_batching=False,
+        optim="adamw_torch_fused", vllm_mode="colocate",
+    )  # fmt: skip
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name in NAMES + CLASHING or k.solved)
+    space = Space.of(recipe, knobs, device=SIM, allow=allow)
+    seen = set()
+    for candidate in space.allowed():
+        values = merge(recipe.values, space.yaml_changes(candidate))
+        assert not list(clashes(recipe, values))
+        assert space.settled(space.params(candidate)) == candidate
+        launch = Launch.of(values)
+        seen.add((launch.sharding, launch.offload, bool(values.get("use_vllm")), str(values.get("optim"))))
+    offloaded = {use_vllm for sharding, offload, use_vllm, _ in seen if (sharding, offload) == ("fsdp2", "parameters")}
+    assert offloaded == ({True} if allow == "approximate" else set())
+    assert ("zero3", "parameters", False, "adamw_torch_fused") in seen  # the others stay
+    assert "Expected all tensors to be on the same device" in str(space.left_out)
+    if allow == "approximate":
+        assert not [kind for kind in seen if kind[0] == "fsdp2" and kind[3].endswith("8bit")]
+        assert [kind for kind in seen if kind[0] == "ddp" and kind[3] == "adamw_8bit"]
+        assert "paged_adamw_8bit with launch.sharding fsdp2: optimizers of bitsandbytes" in space.left_out["optim"]
+
+
+def test_a_recipe_whose_own_settings_fail_together_keeps_them() -> None:
+    launch = Launch(ranks=4, sharding="fsdp2", offload="parameters")
+    recipe = recipe_on(launch, use_vllm=False, use_transformers_continuous_batching=False)
+    assert [clash.key for clash in clashes(recipe)] == ["launch.offload"]
+    assert ("fsdp2", True, "parameters") in kinds(space_of(recipe))
 
 
 def test_a_candidate_names_the_package_of_its_value_alone() -> None:

@@ -18,6 +18,7 @@ from autofit.hardware.hardware import Device
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.clashes import clashes
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
@@ -132,6 +133,9 @@ class Shop:
         for rung in rungs(recipe, f"sim:{spec.name}"):
             if tight is not None and rung.tier != tight.tier:
                 break
+            if clash := next(clashes(recipe, rung.values), None):
+                problem = clash.what
+                continue
             if (least := self._least_bytes(rung, spec)) is not None:
                 missed.append((least, rung))
                 continue

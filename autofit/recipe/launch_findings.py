@@ -14,6 +14,7 @@ from typing import cast
 
 from autofit.files import read_json
 from autofit.recipe.catalogue import architecture
+from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch, is_on
 from autofit.recipe.recipe import Recipe
@@ -90,7 +91,7 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _started, _packages, _batch, _loading, _whole_base, _reference, _quantised, _checkpointing, _saving, _rollout,
+        _started, _packages, _batch, _loading, _whole_base, _reference, _quantised, _checkpointing, _saving, _clashes,
         _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
@@ -340,19 +341,11 @@ def _saving(asked: Asked) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _rollout(asked: Asked) -> Iterator[Finding]:
-    """Generation by transformers with weights on the host (generation/utils.py, line 784: inputs to the model's)."""
-    launch = asked.launch
-    engines = ("use_vllm", "use_transformers_continuous_batching")
-    if launch.sharding != "fsdp2" or launch.offload == "none" or not asked.recipe.generates:
-        return
-    if not any(is_on(asked.value(engine)) for engine in engines):
-        yield Finding(
-            severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_offload_params"),
-            what="transformers 5.23 moves the inputs to the host, where the weights are, and the gathered weights "
-                 "are on the card: it ends with `Expected all tensors to be on the same device`",
-            fix="set fsdp_offload_params: false, or generate with vLLM (use_vllm: true)",
-        )  # fmt: skip
+def _clashes(asked: Asked) -> Iterator[Finding]:
+    """Settings that fail together."""
+    for clash in clashes(asked.recipe):
+        own = asked.in_config("fsdp_config.fsdp_offload_params") if clash.key == OFFLOAD else asked.in_recipe(clash.key)
+        yield Finding(severity=Severity.ERROR, where=own, what=clash.what, fix=clash.fix)
 
 
 def _engine(asked: Asked) -> Iterator[Finding]:

@@ -1,12 +1,14 @@
-"""Which values of the knobs `launch.*` go together: those that a Launch can have. No torch here."""
+"""Which values of knobs go together: launches that exist, and settings that do not clash. No torch here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from autofit.errors import ConfigError
+from autofit.recipe.clashes import CLASHES, Clash
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.space.knob import SERVER_RANKS, SHARED, Knob, Value
+from autofit.recipe.recipe import Recipe
+from autofit.space.knob import SERVER_RANKS, SHARED, Knob, Value, choices_of, own_value
 
 _MILDEST: dict[str, Value] = {"launch.offload": "none"}  # what goes with every sharding
 
@@ -50,3 +52,39 @@ class Launches:
         except ConfigError:
             return False
         return True
+
+
+def open_clashes(recipe: Recipe, knobs: Sequence[Knob]) -> tuple[Clash, ...]:
+    """The clashes that the `knobs` can bring about, by their values there. One of the recipe itself is its user's."""
+    found = []
+    for clash in CLASHES:
+        free = {
+            knob.name: tuple(value for value in choices_of(knob, recipe) if value in clash.settings[knob.name])
+            for knob in knobs if knob.name in clash.settings
+        }  # fmt: skip
+        met = all(own_value(key, recipe) in values for key, values in clash.settings.items() if key not in free)
+        if free and all(free.values()) and met and not clash.is_met(lambda key: own_value(key, recipe)):
+            found.append(replace(clash, settings=free))
+    return tuple(found)
+
+
+def without_clash(
+    clashes: Sequence[Clash], name: str, values: tuple[Value, ...], above: Mapping[str, Value]
+) -> tuple[Value, ...]:
+    """Those of `values` of the knob `name` that complete no clash with the knobs `above` it."""
+    for clash in clashes:
+        others = [key for key in clash.settings if key != name]
+        if name in clash.settings and all(key in above and above[key] in clash.settings[key] for key in others):
+            values = tuple(value for value in values if value not in clash.settings[name])
+    return values
+
+
+def describe_clash(clash: Clash) -> dict[str, str]:
+    """{the last of its knobs: its values there, the others they clash with, and why}: for what a space leaves out."""
+    *others, last = clash.settings
+    beside = " and ".join(f"{key} {_listed(clash.settings[key])}" for key in others)
+    return {last: f"{_listed(clash.settings[last])}{f' with {beside}' if beside else ''}: {clash.what}"}
+
+
+def _listed(values: Sequence[object]) -> str:
+    return " or ".join(map(str, values))

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import cast
 
 from autofit.errors import ConfigError
+from autofit.recipe.clashes import Clash
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import (
@@ -27,7 +28,7 @@ from autofit.space.knob import (
     own_value,
     scaled_value,
 )
-from autofit.space.launches import Launches
+from autofit.space.launches import Launches, describe_clash, open_clashes, without_clash
 from autofit.space.limits import MOST_CANDIDATES, check_size
 from autofit.space.narrow import checked, narrowed, packages_of, packages_of_value
 
@@ -72,6 +73,9 @@ class Space:
         declared = checked(knobs, recipe)
         free, left_out, idle = narrowed(declared, recipe, allow=allow, device=device, card=card)
         choices = tuple(choices_of(k, recipe) for k in free)
+        for clash in open_clashes(recipe, free):
+            for name, why in describe_clash(clash).items():
+                left_out[name] = f"{left_out[name]}; {why}" if name in left_out else why
         space = cls(recipe, free, choices, allow, declared, left_out, idle)
         bound = space._solved_places
         check_size(math.prod(len(choices[i]) for i in bound))
@@ -104,7 +108,7 @@ class Space:
         """
         values: list[Value] = []
         for place, knob in enumerate(self.knobs):
-            possible = self._possible(place, values)
+            possible = self._possible(place, values) or (params[knob.name],)
             values.append(params[knob.name] if params[knob.name] in possible else possible[0])
         return Candidate(tuple(values))
 
@@ -125,10 +129,26 @@ class Space:
         gates = self._gates[place]
         met = all(before[at] in wanted for at, wanted in gates)
         values = self._opened[place] if met else (self.baseline.values[place],)
-        if not self.knobs[place].name.startswith(SHARED):
+        if self.knobs[place].name not in self._bound:
             return values
-        given = {knob.name: value for knob, value in zip(self.knobs, before, strict=False)}
-        return self._launches.possible(place, values, given)
+        return self._together(place, values, dict(zip((knob.name for knob in self.knobs), before, strict=False)))
+
+    def _together(self, place: int, values: tuple[Value, ...], above: Mapping[str, Value]) -> tuple[Value, ...]:
+        """Those of `values` of knob `place` that go with the values of the knobs `above` it."""
+        name = self.knobs[place].name
+        if name.startswith(SHARED):
+            values = self._launches.possible(place, values, above)
+        return without_clash(self._clashes, name, values, above)
+
+    @cached_property
+    def _clashes(self) -> tuple[Clash, ...]:
+        return open_clashes(self.recipe, self.knobs)
+
+    @cached_property
+    def _bound(self) -> frozenset[str]:
+        """The knobs whose values depend on the values of others."""
+        clashing = [name for clash in self._clashes for name in clash.settings]
+        return frozenset(clashing) | {knob.name for knob in self.knobs if knob.name.startswith(SHARED)}
 
     @cached_property
     def _launches(self) -> Launches:
@@ -153,7 +173,7 @@ class Space:
     @cached_property
     def _conditional(self) -> tuple[int, ...]:
         """Places of the knobs that depend on others."""
-        return tuple(place for place, knob in enumerate(self.knobs) if knob.when or knob.name.startswith(SHARED))
+        return tuple(place for place, knob in enumerate(self.knobs) if knob.when or knob.name in self._bound)
 
     @cached_property
     def _opened(self) -> tuple[tuple[Value, ...], ...]:
@@ -238,7 +258,7 @@ class Space:
             longer = (
                 ((*row, value), max(least, rank))
                 for row, least in rows
-                for value, rank in self._launching(
+                for value, rank in self._beside(
                     place, places, row, pairs if all(row[at] in wanted for at, wanted in gates) else closed
                 )
             )
@@ -246,19 +266,22 @@ class Space:
             check_size(len(rows) * len(self._solved))
         return rows
 
-    def _launching(
+    def _beside(
         self, place: int, places: list[int], row: tuple[Value, ...], pairs: list[tuple[Value, int]]
     ) -> list[tuple[Value, int]]:
-        """Those of the (value, tier) `pairs` of knob `place` that go with the launch of `row`."""
-        if not self.knobs[place].name.startswith(SHARED):
+        """Those of the (value, tier) `pairs` of knob `place` that go with the `row` of the knobs above it."""
+        if self.knobs[place].name not in self._bound:
             return pairs
-        given = {self.knobs[at].name: value for at, value in zip(places, row, strict=False)}
-        possible = self._launches.possible(place, tuple(value for value, _ in pairs), given)
+        above = {self.knobs[at].name: value for at, value in zip(places, row, strict=False)}
+        possible = self._together(place, tuple(value for value, _ in pairs), above)
         tier, own = TIERS.index(self._tier_of(self.knobs[place].name)), self.baseline.values[place]
         return [(value, tier if value != own else 0) for value in possible]
 
     def violated(self, candidate: Candidate) -> str | None:
         """The first constraint that `candidate` breaks, in words, or None when it is valid."""
+        clash = next((clash for clash in self._clashes if clash.is_met(self.params(candidate).get)), None)
+        if clash is not None:
+            return clash.what
         for place in self._conditional:
             knob = self.knobs[place]
             if candidate.values[place] not in self._possible(place, candidate.values[:place]):

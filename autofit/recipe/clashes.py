@@ -1,0 +1,58 @@
+"""Settings that a training fails with once they come together, though each works by itself. No torch here."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.recipe import Recipe
+
+SHARDING, OFFLOAD = "launch.sharding", "launch.offload"
+_OF_BITSANDBYTES = (
+    "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
+    "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
+    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clash:
+    """Keys of a recipe, each with the values that clash: a training with all of them fails. Then what happens."""
+
+    settings: Mapping[str, tuple[object, ...]]
+    key: str  # that its user would change
+    what: str
+    fix: str
+
+    def is_met(self, value: Callable[[str], object]) -> bool:
+        """Whether a recipe with `value(key)` for each key has all of the settings."""
+        return all(value(key) in values for key, values in self.settings.items())
+
+
+CLASHES = (
+    Clash(  # transformers: generation/utils.py, line 784; continuous_batching/continuous_api.py, line 1211
+        settings={SHARDING: ("fsdp2",), OFFLOAD: ("parameters",), "use_vllm": (False,)},
+        key=OFFLOAD,
+        what="transformers 5.23 moves the inputs of a generation to the host, where the weights are, and the gathered "
+             "weights are on the card: it ends with `Expected all tensors to be on the same device`",
+        fix="set fsdp_offload_params: false, or generate with vLLM (use_vllm: true)",
+    ),
+    Clash(  # seen with bitsandbytes 0.50 and torch 2.13; github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
+        settings={SHARDING: ("fsdp2",), "optim": _OF_BITSANDBYTES},
+        key="optim",
+        what="optimizers of bitsandbytes cannot update the shards of FSDP2 (DTensors): it ends with `does not have a "
+             "sharding strategy registered` in the first optimizer step",
+        fix="set optim: adamw_torch_fused, or adamw_torch_8bit (torchao); or take multi_gpu",
+    ),
+)  # fmt: skip
+
+
+def clashes(recipe: Recipe, values: Mapping[str, object] | None = None) -> Iterator[Clash]:
+    """What fails in `recipe`, or where its YAML has `values`, in them."""
+    changed = recipe.values if values is None else values
+    launch = (recipe.launch if values is None else Launch.of(values)).to_values()
+
+    def value(key: str) -> object:
+        outer, _, inner = key.partition(".")
+        return launch.get(inner) if outer == LAUNCH else changed.get(key, recipe.resolved.get(key))
+
+    return (clash for clash in CLASHES if clash.is_met(value))
