@@ -12,7 +12,8 @@ from recipes import grpo_recipe, trl_facts
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
-from autofit.forecast.offers import Offer, Shop, Verdict, choice
+from autofit.forecast.offers import Offer, Verdict, choice
+from autofit.forecast.shop import Shop
 from autofit.hardware.prices import Price, prices
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.launch import Launch
@@ -38,7 +39,7 @@ class Cards:
         spec, launch = gpu_spec(device.removeprefix("sim:")), Launch.of(values)
         micro = int(str(values["per_device_train_batch_size"]))
         samples = micro * int(str(values["gradient_accumulation_steps"]))
-        states = 0 if launch.offload == "parameters" else self.states
+        states = 0 if launch.offload == "parameters" else self.states // 10 if values.get("use_peft") else self.states
         if launch.sharding == "fsdp2":
             states //= launch.ranks
         used = spec.context_bytes + states + self.activations_a_sample * micro
@@ -107,6 +108,24 @@ def test_a_card_that_is_too_small_alone_gets_the_mildest_change_that_fits_with_o
     assert (eight.verdict, eight.tier) == (Verdict.FITS, "neutral")
     assert eight.changes["sharding"] == "fsdp2"
     assert "offload" not in eight.changes
+
+
+def test_an_adapter_keeps_the_batch_where_it_has_room() -> None:
+    """80 GB of states are over a card of 24 GB with any batch; 8 GB with 4 samples of 3 GB are not."""
+    cards = Cards(states=80 * GB, activations_a_sample=3 * GB)
+    row = offers(cards, ["rtx4090"], counts=(1,), use_peft=False)[0]
+    assert (row.verdict, row.tier, row.changes["use_peft"]) == (Verdict.FITS, "recipe", True)
+    assert not set(row.changes) & {"per_device_train_batch_size", "gradient_accumulation_steps"}
+
+
+def test_of_changes_that_cannot_fit_the_first_and_the_leanest_are_simulated() -> None:
+    cards = Cards(states=400 * GB)
+    row = offers(cards, ["h100"], counts=(1,), use_peft=True, load_in_4bit=True, optim="adamw_8bit")[0]
+    assert row.verdict is Verdict.FITS  # with a tenth of the states
+    cards = Cards(states=4000 * GB)
+    row = offers(cards, ["h100"], counts=(1,), use_peft=True, load_in_4bit=True, optim="adamw_8bit")[0]
+    assert row.verdict is Verdict.OVER
+    assert [values["per_device_train_batch_size"] for _, values in cards.asked] == [4, 1]
 
 
 def test_offloading_is_tried_after_sharding() -> None:

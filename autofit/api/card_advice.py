@@ -15,7 +15,8 @@ from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
-from autofit.forecast.offers import STEPS, Choice, Offer, Shop, Verdict, choice
+from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
+from autofit.forecast.shop import Shop
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list

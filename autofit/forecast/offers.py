@@ -1,36 +1,14 @@
-"""Which cards, and how many of them, run a recipe at its effective batch: each offer is simulated.
+"""A number of cards for a recipe: what it needs there, takes and costs; and which of several offers stand out."""
 
-A card first gets the recipe as it is, then the mildest change that fits (autofit.forecast.rungs). What one card held
-tells which changes another need not try: of the same compute capability it holds as many bytes, as kernels, workspaces
-and the choice of attention are the same; of another, bytes differ by much less than `_OTHER_KERNELS`.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-from autofit.errors import ConfigError
-from autofit.fakegpu.specs import GpuSpec
-from autofit.forecast.margin import is_tight
-from autofit.forecast.rungs import Rung, rungs
-from autofit.hardware.hardware import Device
-from autofit.hardware.needs import card_needs
-from autofit.hardware.prices import Price
-from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.clashes import clashes
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.launch import Launch
-from autofit.recipe.recipe import Recipe
-from autofit.recipe.spread import spread
 from autofit.units import format_bytes, format_seconds
 
 STEPS = 1000  # that a cost is of
-_OTHER_KERNELS = 1.25  # a change that is over a card by more, as a card with other kernels held it, is not tried
 _HOUR_S = 3600.0
-_TRACED = 3  # micro-batches of a step that are simulated
-
-ProbeOn = Callable[[Device, int, Mapping[str, object]], ProbeResult]  # (device, capacity in bytes, values of a recipe)
 
 
 class Verdict(StrEnum):
@@ -91,138 +69,6 @@ class Offer:
             return f"{self.words}: {self.verdict}{f', {self.reason}' if self.reason else ''}"
         used = f"{format_bytes(self.device_used_bytes)} of {format_bytes(self.capacity_bytes)}"
         return f"{self.words}: {self.verdict}, {used}, {self.step_words} a step"
-
-
-@dataclass(frozen=True)
-class Shop:
-    """Makes the offers for one recipe. `probe` simulates; `tell` hears of each offer as soon as it is made."""
-
-    recipe: Recipe
-    probe: ProbeOn
-    prices: Mapping[str, Price]
-    tell: Callable[[str], None] = lambda _: None
-    workers: int = 2
-    # {values of a recipe: {compute capability: bytes held besides the context}}
-    _held: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
-
-    def offers(self, cards: Sequence[GpuSpec], counts: Iterable[int]) -> tuple[Offer, ...]:
-        """An offer for each card and count, by card in the order given. Each count is worked on by itself."""
-        by_size = sorted(cards, key=lambda spec: -spec.capacity_bytes)  # the largest tell the most of the others
-        with ThreadPoolExecutor(self.workers) as pool:
-            rows = list(pool.map(lambda count: [self.offer(spec, count) for spec in by_size], counts))
-        found = {(offer.card, offer.count): offer for row in rows for offer in row}
-        return tuple(found[spec.name, count] for spec in cards for count in counts)
-
-    def offer(self, spec: GpuSpec, count: int) -> Offer:
-        """The offer of `count` cards of one kind."""
-        made = self._offer(spec, count)
-        self.tell(str(made))
-        return made
-
-    def _offer(self, spec: GpuSpec, count: int) -> Offer:
-        lacking = card_needs(self.recipe.values).lacking(spec)
-        if lacking:
-            return self._none(spec, count, f"the card has no {', '.join(lacking)}")
-        try:
-            recipe = spread(self.recipe, count)
-        except ConfigError as error:
-            return self._none(spec, count, str(error))
-        tight: Offer | None = None
-        missed: list[tuple[int, Rung]] = []
-        problem = ""
-        for rung in rungs(recipe, f"sim:{spec.name}"):
-            if tight is not None and rung.tier != tight.tier:
-                break
-            if clash := next(clashes(recipe, rung.values), None):
-                problem = clash.what
-                continue
-            if (least := self._least_bytes(rung, spec)) is not None:
-                missed.append((least, rung))
-                continue
-            result = self._result(spec, rung, recipe)
-            if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
-                problem = result.reason
-                continue
-            self._learn(rung, spec, result)
-            if result.status is ProbeStatus.OOM:
-                missed.append((result.least_capacity_bytes or result.device_used_bytes or 0, rung))
-            elif not is_tight(result, spec.capacity_bytes):
-                return self._made(spec, count, rung, result, Verdict.FITS)
-            elif tight is None:
-                tight = self._made(spec, count, rung, result, Verdict.TIGHT)
-        return tight or self._over(spec, count, missed, problem)
-
-    def _result(self, spec: GpuSpec, rung: Rung, recipe: Recipe) -> ProbeResult:
-        """The simulation of a change; of many equal micro-batches in a step three are simulated.
-
-        Bytes do not depend on the number of micro-batches from two on, and each adds as many seconds as the one before.
-        """
-        device, keys, values = f"sim:{spec.name}", recipe.keys, rung.values
-        whole = int(str(values.get(keys.accumulation, recipe.grad_accum_steps)))
-        if recipe.generates or whole <= _TRACED:
-            return self.probe(device, spec.capacity_bytes, values)
-        found = self.probe(device, spec.capacity_bytes, {**values, keys.accumulation: _TRACED})
-        more_s = found.median_step_s
-        if found.status is not ProbeStatus.FIT or more_s is None:
-            return found
-        less = self.probe(device, spec.capacity_bytes, {**values, keys.accumulation: _TRACED - 1})
-        less_s = less.median_step_s
-        if less_s is None:
-            return less
-        return replace(found, step_s=(more_s + (whole - _TRACED) * (more_s - less_s),))
-
-    def _least_bytes(self, rung: Rung, spec: GpuSpec) -> int | None:
-        """Bytes of a change that is known not to fit the card; None where it has to be tried."""
-        weights = rung.least_bytes(self.recipe.weights_bytes) + spec.context_bytes
-        held = self._held.get(_key(rung), {})
-        same = held.get(spec.compute_capability)
-        other = min(held.values(), default=0)
-        if same is not None and same + spec.context_bytes > spec.capacity_bytes:
-            return same + spec.context_bytes
-        if same is None and other > _OTHER_KERNELS * spec.allocatable_bytes:
-            return other + spec.context_bytes
-        return weights if weights > spec.capacity_bytes else None
-
-    def _learn(self, rung: Rung, spec: GpuSpec, result: ProbeResult) -> None:
-        """Keep what a change needs: its least capacity, or if it fits with none known, what it used."""
-        needs = result.least_capacity_bytes or result.device_used_bytes or 0
-        held = self._held.setdefault(_key(rung), {})
-        held[spec.compute_capability] = min(held.get(spec.compute_capability, needs), needs - spec.context_bytes)
-
-    def _made(self, spec: GpuSpec, count: int, rung: Rung, result: ProbeResult, verdict: Verdict) -> Offer:
-        step_s = result.median_step_s
-        return Offer(
-            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=verdict, changes=rung.changes,
-            tier=rung.tier, device_used_bytes=result.device_used_bytes, step_s=step_s,
-            is_lower_bound=Launch.of(rung.values).offload != "none",
-            samples_per_s=None if step_s is None else self.recipe.effective_batch_size / step_s,
-            usd_per_hour=self._usd(spec, count),
-        )  # fmt: skip
-
-    def _over(self, spec: GpuSpec, count: int, missed: list[tuple[int, Rung]], problem: str) -> Offer:
-        least, rung = min(missed, key=lambda m: m[0], default=(0, None))
-        if rung is None:
-            return self._none(spec, count, problem or "nothing could be simulated")
-        failed = f"; not simulated: {problem}" if problem else ""
-        return Offer(
-            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=Verdict.OVER, changes=rung.changes,
-            tier=rung.tier, device_used_bytes=least, usd_per_hour=self._usd(spec, count),
-            reason=f"the smallest change tried needs {format_bytes(least)} a card{failed}",
-        )  # fmt: skip
-
-    def _none(self, spec: GpuSpec, count: int, reason: str) -> Offer:
-        return Offer(
-            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=Verdict.NONE, reason=reason,
-            usd_per_hour=self._usd(spec, count),
-        )  # fmt: skip
-
-    def _usd(self, spec: GpuSpec, count: int) -> float | None:
-        price = self.prices.get(spec.name)
-        return None if price is None else count * price.usd_per_hour
-
-
-def _key(rung: Rung) -> str:
-    return repr(sorted(rung.values.items(), key=lambda entry: entry[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from autofit.errors import ConfigError
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
@@ -26,29 +27,39 @@ class Rung:
     quantised: bool = False
     offloads: bool = False  # to host memory, which takes longest
 
+    @property
+    def key(self) -> str:
+        """The same for the same values."""
+        return repr(sorted(self.values.items(), key=lambda entry: entry[0]))
+
     def least_bytes(self, weights_bytes: int | None) -> int:
         """Bytes of the weights alone, where a rank holds them all as they are loaded; else 0."""
         return 0 if self.shards_weights or self.quantised or self.changes.get("dtype") else weights_bytes or 0
 
 
-def rungs(recipe: Recipe, device: Device) -> list[Rung]:
-    """The recipe as it is, then changes of it: the highest tier first, within one the mildest first.
+Ladder = tuple[Rung, ...]  # of one tier: each needs less memory than the one before it, and loses more speed
 
-    Neutral ones shard what several ranks hold, checkpoint activations, shrink the micro-batch, and at last offload;
-    approximate ones load bfloat16 or keep the optimizer in 8 bits; those of the recipe train an adapter, then on
-    weights of 4 bits.
+
+def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
+    """The recipe as it is and with less and less memory for its batch, then so with other changes: the mildest first.
+
+    Neutral ones shard what several ranks hold, checkpoint activations, shrink the micro-batch, then the rollout, and at
+    last offload; approximate ones load bfloat16 or keep the optimizer in 8 bits; those of the recipe train an adapter,
+    then on weights of 4 bits.
     """
     try:
         levers = Levers.of(recipe, device)
     except ConfigError:  # nothing of this recipe can vary but its launch
         levers = None
-    own = recipe.launch
-    found: dict[str, Rung] = {}
-    for at in _settings(levers):
-        for launch in _launches(own, quantised=at.get(QUANTIZATION) == "4bit"):
-            rung = _rung(recipe, levers, launch, at)
-            found.setdefault(repr(sorted(rung.values.items(), key=lambda e: e[0])), rung)
-    return sorted(found.values(), key=lambda rung: (TIERS.index(rung.tier), rung.offloads))
+    seen: set[str] = set()
+    found: list[Ladder] = []
+    for at in _bases(levers):
+        for launch in _launches(recipe.launch, quantised=at.get(QUANTIZATION) == "4bit"):
+            made = [_rung(recipe, levers, launch, setting) for setting in _leaner(levers, at)]
+            new = {rung.key: rung for rung in made if rung.key not in seen}
+            seen |= new.keys()
+            found += [tuple(rungs) for _, rungs in groupby(new.values(), lambda rung: rung.tier)]
+    return sorted(found, key=lambda ladder: (TIERS.index(ladder[0].tier), ladder[0].offloads))
 
 
 def _launches(own: Launch, *, quantised: bool) -> list[Launch]:
@@ -70,27 +81,34 @@ def _shards(launch: Launch) -> bool:
     return launch.sharding in ("fsdp1", "fsdp2", "zero3")
 
 
-def _settings(levers: Levers | None) -> Iterator[Assignment]:
-    """Settings besides the launch, mildest first: each with what makes room before it."""
+def _bases(levers: Levers | None) -> Iterator[Assignment]:
+    """Settings besides the launch and the batch, mildest first: each with what makes room before it."""
     yield {}
     if levers is None:
         return
     strongest = {name: values[-1] for name, values in levers.strengths.items()}
-    checkpointing = {n: strongest[n] for n in CHECKPOINTING if n in strongest}
-    least = {n: strongest[n] for n in (MICRO, ROLLOUT) if n in strongest}
-    ladder: list[dict[str, Value]] = [checkpointing, {**checkpointing, **least}]
-    room = ladder[-1]
+    base: dict[str, Value] = {}
     if "dtype" in strongest:
-        ladder += [{**room, "dtype": strongest["dtype"]}]
-        room = ladder[-1]
+        base = {"dtype": strongest["dtype"]}
+        yield base
     if EIGHT_BIT in (levers.strengths.get("optim") or ()):
-        ladder += [{**room, "optim": EIGHT_BIT}]
+        yield {**base, "optim": EIGHT_BIT}
     if strongest.get("use_peft") is True:
-        ladder += [{**room, "use_peft": True}]
-        room = ladder[-1]
+        base = {**base, "use_peft": True}
+        yield base
     if QUANTIZATION in strongest:
-        ladder += [{**room, QUANTIZATION: strongest[QUANTIZATION]}]
-    for at in ladder:
+        yield {**base, QUANTIZATION: strongest[QUANTIZATION]}
+
+
+def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
+    """The settings `base`, then with less and less memory for the batch, as far as there are such candidates."""
+    at: dict[str, Value] = dict(base)
+    if levers is None or not at or levers.candidate(at) is not None:
+        yield at
+    if levers is None:
+        return
+    for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,)):
+        at |= {name: levers.strengths[name][-1] for name in names if name in levers.strengths}
         if at and levers.candidate(at) is not None:
             yield at
 

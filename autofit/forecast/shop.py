@@ -1,0 +1,185 @@
+"""Which cards, and how many of them, run a recipe at its effective batch: each offer is simulated.
+
+A card first gets the recipe as it is, then the mildest change that fits (autofit.forecast.ladders). What one card held
+tells which changes another need not try: of the same compute capability it holds as many bytes, as kernels, workspaces
+and the choice of attention are the same; of another, bytes differ by much less than `_OTHER_KERNELS`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from autofit.errors import ConfigError
+from autofit.fakegpu.specs import GpuSpec
+from autofit.forecast.ladders import Ladder, Rung, ladders
+from autofit.forecast.margin import is_tight
+from autofit.forecast.offers import Offer, Verdict
+from autofit.hardware.hardware import Device
+from autofit.hardware.needs import card_needs
+from autofit.hardware.prices import Price
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.clashes import clashes
+from autofit.recipe.launch import Launch
+from autofit.recipe.recipe import Recipe
+from autofit.recipe.spread import spread
+from autofit.units import format_bytes
+
+_OTHER_KERNELS = 1.25  # a change that is over a card by more, as a card with other kernels held it, is not tried
+_TRACED = 3  # micro-batches of a step that are simulated
+
+ProbeOn = Callable[[Device, int, Mapping[str, object]], ProbeResult]  # (device, capacity in bytes, values of a recipe)
+
+
+@dataclass(frozen=True)
+class Shop:
+    """Makes the offers for one recipe. `probe` simulates; `tell` hears of each offer as soon as it is made."""
+
+    recipe: Recipe
+    probe: ProbeOn
+    prices: Mapping[str, Price]
+    tell: Callable[[str], None] = lambda _: None
+    workers: int = 2
+    # {values of a recipe: {compute capability: bytes held besides the context}}
+    _held: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
+
+    def offers(self, cards: Sequence[GpuSpec], counts: Iterable[int]) -> tuple[Offer, ...]:
+        """An offer for each card and count, by card in the order given. Each count is worked on by itself."""
+        by_size = sorted(cards, key=lambda spec: -spec.capacity_bytes)  # the largest tell the most of the others
+        with ThreadPoolExecutor(self.workers) as pool:
+            rows = list(pool.map(lambda count: [self.offer(spec, count) for spec in by_size], counts))
+        found = {(offer.card, offer.count): offer for row in rows for offer in row}
+        return tuple(found[spec.name, count] for spec in cards for count in counts)
+
+    def offer(self, spec: GpuSpec, count: int) -> Offer:
+        """The offer of `count` cards of one kind."""
+        made = self._offer(spec, count)
+        self.tell(str(made))
+        return made
+
+    def _offer(self, spec: GpuSpec, count: int) -> Offer:
+        lacking = card_needs(self.recipe.values).lacking(spec)
+        if lacking:
+            return self._none(spec, count, f"the card has no {', '.join(lacking)}")
+        try:
+            recipe = spread(self.recipe, count)
+        except ConfigError as error:
+            return self._none(spec, count, str(error))
+        row = _Row(spec=spec, count=count, recipe=recipe)
+        for ladder in ladders(recipe, f"sim:{spec.name}"):
+            if row.tight is not None and ladder[0].tier != row.tight.tier:
+                break
+            if (made := self._mildest(row, ladder)) is not None:
+                return made
+        return row.tight or self._over(row)
+
+    def _mildest(self, row: "_Row", ladder: Ladder) -> Offer | None:
+        """The offer with the mildest rung that fits. Where the first does not, the last says whether any can."""
+        first, *others = ladder
+        if (made := self._tried(row, first)) is not None or not others:
+            return made
+        leanest = self._tried(row, others[-1])
+        if row.missed and row.missed[-1][1] is others[-1]:
+            return None
+        return next((made for rung in others[:-1] if (made := self._tried(row, rung)) is not None), leanest)
+
+    def _tried(self, row: "_Row", rung: Rung) -> Offer | None:
+        """The offer with this change if it fits; else the row has what came of it."""
+        if clash := next(clashes(row.recipe, rung.values), None):
+            row.problem = clash.what
+            return None
+        if (least := self._least_bytes(rung, row.spec)) is not None:
+            row.missed.append((least, rung))
+            return None
+        result = self._result(row.spec, rung, row.recipe)
+        if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
+            row.problem = result.reason
+            return None
+        self._learn(rung, row.spec, result)
+        if result.status is ProbeStatus.OOM:
+            row.missed.append((result.least_capacity_bytes or result.device_used_bytes or 0, rung))
+            return None
+        if not is_tight(result, row.spec.capacity_bytes):
+            return self._made(row, rung, result, Verdict.FITS)
+        tight = self._made(row, rung, result, Verdict.TIGHT)
+        row.tight = min(row.tight or tight, tight, key=lambda offer: offer.device_used_bytes or 0)
+        return None
+
+    def _result(self, spec: GpuSpec, rung: Rung, recipe: Recipe) -> ProbeResult:
+        """The simulation of a change; of many equal micro-batches in a step three are simulated.
+
+        Bytes do not depend on the number of micro-batches from two on, and each adds as many seconds as the one before.
+        """
+        device, keys, values = f"sim:{spec.name}", recipe.keys, rung.values
+        whole = int(str(values.get(keys.accumulation, recipe.grad_accum_steps)))
+        if recipe.generates or whole <= _TRACED:
+            return self.probe(device, spec.capacity_bytes, values)
+        found = self.probe(device, spec.capacity_bytes, {**values, keys.accumulation: _TRACED})
+        more_s = found.median_step_s
+        if found.status is not ProbeStatus.FIT or more_s is None:
+            return found
+        less = self.probe(device, spec.capacity_bytes, {**values, keys.accumulation: _TRACED - 1})
+        less_s = less.median_step_s
+        if less_s is None:
+            return less
+        return replace(found, step_s=(more_s + (whole - _TRACED) * (more_s - less_s),))
+
+    def _least_bytes(self, rung: Rung, spec: GpuSpec) -> int | None:
+        """Bytes of a change that is known not to fit the card; None where it has to be tried."""
+        weights = rung.least_bytes(self.recipe.weights_bytes) + spec.context_bytes
+        held = self._held.get(rung.key, {})
+        same = held.get(spec.compute_capability)
+        other = min(held.values(), default=0)
+        if same is not None and same + spec.context_bytes > spec.capacity_bytes:
+            return same + spec.context_bytes
+        if same is None and other > _OTHER_KERNELS * spec.allocatable_bytes:
+            return other + spec.context_bytes
+        return weights if weights > spec.capacity_bytes else None
+
+    def _learn(self, rung: Rung, spec: GpuSpec, result: ProbeResult) -> None:
+        """Keep what a change needs: its least capacity, or if it fits with none known, what it used."""
+        needs = result.least_capacity_bytes or result.device_used_bytes or 0
+        held = self._held.setdefault(rung.key, {})
+        held[spec.compute_capability] = min(held.get(spec.compute_capability, needs), needs - spec.context_bytes)
+
+    def _made(self, row: "_Row", rung: Rung, result: ProbeResult, verdict: Verdict) -> Offer:
+        step_s = result.median_step_s
+        return Offer(
+            card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
+            changes=rung.changes, tier=rung.tier, device_used_bytes=result.device_used_bytes, step_s=step_s,
+            is_lower_bound=Launch.of(rung.values).offload != "none",
+            samples_per_s=None if step_s is None else self.recipe.effective_batch_size / step_s,
+            usd_per_hour=self._usd(row.spec, row.count),
+        )  # fmt: skip
+
+    def _over(self, row: "_Row") -> Offer:
+        least, rung = min(row.missed, key=lambda m: m[0], default=(0, None))
+        if rung is None:
+            return self._none(row.spec, row.count, row.problem or "nothing could be simulated")
+        failed = f"; not simulated: {row.problem}" if row.problem else ""
+        return Offer(
+            card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=Verdict.OVER,
+            changes=rung.changes, tier=rung.tier, device_used_bytes=least, usd_per_hour=self._usd(row.spec, row.count),
+            reason=f"the smallest change tried needs {format_bytes(least)} a card{failed}",
+        )  # fmt: skip
+
+    def _none(self, spec: GpuSpec, count: int, reason: str) -> Offer:
+        return Offer(
+            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=Verdict.NONE, reason=reason,
+            usd_per_hour=self._usd(spec, count),
+        )  # fmt: skip
+
+    def _usd(self, spec: GpuSpec, count: int) -> float | None:
+        price = self.prices.get(spec.name)
+        return None if price is None else count * price.usd_per_hour
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """What was tried for a number of cards of one kind, and did not fit."""
+
+    spec: GpuSpec
+    count: int
+    recipe: Recipe  # on so many cards
+    tight: Offer | None = None  # what fits with too little to spare, with the most of it
+    missed: list[tuple[int, Rung]] = field(default_factory=list)  # (the bytes it needs, a change)
+    problem: str = ""  # why one could not be simulated
