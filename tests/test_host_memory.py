@@ -5,7 +5,9 @@ import torch
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
+from autofit.fakegpu.ranks import fake_ranks
 from autofit.probing.host_memory import host_memory, shortage
+from autofit.probing.simulated import saved_bytes
 from autofit.recipe.launch import Launch
 
 GIB = 1 << 30
@@ -57,3 +59,45 @@ def test_tensors_on_the_host_are_followed_to_their_end() -> None:
         assert (host.live_bytes, host.peak_bytes) == (4 << 20, 8 << 20)
         del view
         assert (host.live_bytes, host.pinned_bytes, host.peak_pinned_bytes) == (0, 0, 4 << 20)
+
+
+def test_the_peak_of_loading_and_that_of_training_are_counted_apart() -> None:
+    host = HostTensors()
+    with fake_gpu("a100-80gb") as gpu:
+        gpu.tracer.host = host
+        loaded = torch.empty(2 << 20)
+        kept = torch.empty(1 << 20, pin_memory=True)
+        del loaded
+        assert host.take_peak() == 12 << 20
+        held = torch.empty(10)
+        assert (host.peak_bytes, host.peak_pinned_bytes) == ((4 << 20) + 40, 4 << 20)
+        del kept, held
+
+
+def test_a_save_gathers_the_larger_of_the_model_and_the_optimizer() -> None:
+    """accelerate saves one after the other: the moments of AdamW are two more models in the trained dtype."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    launch = Launch(ranks=4, sharding="fsdp2")
+    with fake_ranks(4), fake_gpu("a100-80gb"):
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 10)).cuda()
+        model[1].requires_grad_(requires_grad=False)
+        fully_shard(model, mesh=init_device_mesh("cuda", (4,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.zeros(1, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        both, alone = (saved_bytes(model, optimizer, launch, with_optimizer=asked) for asked in (True, False))
+    trained, frozen = 4 * (1024 * 512 + 512), 4 * (512 * 10 + 10)
+    assert alone == trained + frozen
+    assert both == 2 * (trained + 4)  # each of the two parameters counts its steps in 4 bytes
+
+
+def test_what_is_loaded_saved_and_kept_is_told_by_the_largest() -> None:
+    fsdp2 = Launch(ranks=8, sharding="fsdp2")
+    found = host_memory(fsdp2, 16 * GIB, kept_bytes=0, load_bytes=33 * GIB, whole_bytes=64 * GIB)
+    assert (found.load_bytes, found.save_bytes, found.machine_bytes) == (33 * GIB, 64 * GIB, 64 * GIB)
+    assert "rank 0 gathers 68.72 GB to save" in found.told
+    assert "8 of its 8 ranks load 17.18 GB" in host_memory(Launch(ranks=8), 16 * GIB, kept_bytes=0).told
+    zero3 = host_memory(Launch(ranks=8, sharding="zero3"), 16 * GIB, kept_bytes=0, whole_bytes=64 * GIB)
+    assert zero3.save_bytes == 16 * GIB  # each rank writes its own shard of the optimizer's state

@@ -20,6 +20,11 @@ class HostMemory:
         self.peak_pinned_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    def take_peak(self) -> int:
+        """The most bytes since the last call; from here on the peak is counted anew."""
+        peak, self.peak_bytes, self.peak_pinned_bytes = self.peak_bytes, self.live_bytes, self.pinned_bytes
+        return peak
+
     def follow(self, out: object) -> None:
         """See the outputs of an operation."""
         if isinstance(out, FakeTensor):

@@ -11,9 +11,9 @@ from autofit.units import format_bytes
 class HostMemory:
     """Bytes of host memory; those of Python and its libraries, about the same for every rank, are not among them.
 
-    `load_bytes` is one copy of the model as it is loaded, which `loading_ranks` of the machine's `ranks` have. While it
+    `load_bytes` is what each of the `loading_ranks` of the machine's `ranks` holds while it loads its models. While it
     trains each rank holds `kept_bytes` at its peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds
-    `save_bytes` more while it saves a model that is spread over the ranks.
+    `save_bytes` more while it saves what is spread over the ranks: the model, then the optimizer's state.
     """
 
     ranks: int
@@ -37,28 +37,36 @@ class HostMemory:
     def told(self) -> str:
         """One sentence for people."""
         unknown = "" if self.kept_bytes is not None else "; what is offloaded is not known and not among them"
+        if self.machine_bytes > self.load_bytes * self.loading_ranks and self.save_bytes:
+            why = f"rank 0 gathers {format_bytes(self.save_bytes)} to save"
+        else:
+            why = f"{self.loading_ranks} of its {self.ranks} ranks load {format_bytes(self.load_bytes)}"
         return (
             f"host memory: at most {format_bytes(self.rank_bytes)} per rank and {format_bytes(self.machine_bytes)} on "
-            f"the machine, as {self.loading_ranks} of its {self.ranks} ranks load the whole model{unknown}"
+            f"the machine, as {why}{unknown}"
         )
 
 
 def host_memory(
-    launch: Launch, weights_bytes: int, *, kept_bytes: int | None = None, pinned_bytes: int = 0
-) -> HostMemory:
-    """The host memory of a launch that trains a model of `weights_bytes`, as loaded.
+    launch: Launch, weights_bytes: int, *, kept_bytes: int | None = None, pinned_bytes: int = 0,
+    load_bytes: int = 0, whole_bytes: int | None = None,
+) -> HostMemory:  # fmt: skip
+    """The host memory of a launch that trains a model of `weights_bytes`, as loaded; `load_bytes` are seen to load it.
 
     transformers loads on the CPU in every rank of a distributed training (TRL sets device_map to None), but under FSDP
     with `fsdp_cpu_ram_efficient_loading` in the first rank of each machine only, and under ZeRO-3 with
     `zero3_init_flag` in rank 0 only (transformers 5.23, modeling_utils.py). A safetensors file is mapped besides: its
-    pages are the kernel's to take back, and not counted. FSDP's full state dict and ZeRO-3's 16-bit model are gathered
-    in the host memory of rank 0 when they are saved.
+    pages are the kernel's to take back, and not counted. FSDP's full state dicts (of the model, then of the optimizer:
+    accelerate 1.15, save_fsdp_model and save_fsdp_optimizer) and ZeRO-3's 16-bit model are gathered in the host memory
+    of rank 0 when they are saved; `whole_bytes` are the larger of FSDP's two, where it is known.
     """
     ranks = launch.ranks // launch.machines
-    spread = launch.sharding == "zero3" or launch.sharding.startswith("fsdp")
+    fsdp = launch.sharding.startswith("fsdp")
+    save_bytes = whole_bytes if fsdp and whole_bytes is not None else weights_bytes
     return HostMemory(
-        ranks=ranks, load_bytes=weights_bytes, loading_ranks=1 if loads_once(launch) else ranks, kept_bytes=kept_bytes,
-        pinned_bytes=pinned_bytes, save_bytes=weights_bytes if spread and _saves_whole(launch) else 0,
+        ranks=ranks, load_bytes=max(load_bytes, weights_bytes), loading_ranks=1 if loads_once(launch) else ranks,
+        kept_bytes=kept_bytes, pinned_bytes=pinned_bytes,
+        save_bytes=save_bytes if (fsdp or launch.sharding == "zero3") and _saves_whole(launch) else 0,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
@@ -69,6 +70,7 @@ class SimMemory:
         self._replay: Unlimited | None = None
         self.least_of_fits = True
         self._host: HostMemory | None = None
+        self._host_load_bytes = 0
 
     def card_state(self) -> None:
         return None
@@ -91,15 +93,26 @@ class SimMemory:
             with shallow_models(pattern=pattern) if shallow else nullcontext():
                 yield
 
-    def note_host(self, launch: Launch, weights_bytes: int, *, shallow: bool) -> None:
-        """Note the host memory of all ranks after this one has trained a model of `weights_bytes`, as loaded."""
+    def host_has_loaded(self) -> None:
+        """The models are loaded: what the host holds from here on is counted by itself."""
+        if self._gpu is not None and self._gpu.tracer.host is not None:
+            self._host_load_bytes = self._gpu.tracer.host.take_peak()
+
+    def note_host(self, launch: Launch, loaded: "Loaded", *, whole_bytes: int | None, shallow: bool) -> None:
+        """Note the host memory of all ranks after this one has trained the model `loaded`.
+
+        `whole_bytes` are the most that a rank gathers to save it. Of the copies that a shallow model was seen to take
+        while it was loaded, each has all layers; the rest is taken as it is.
+        """
         host = self._gpu.tracer.host if self._gpu is not None else None
         if host is None:
             return
+        copies, rest = divmod(self._host_load_bytes, max(1, loaded.traced_bytes))
         counted = not shallow or launch.offload == "none"
         self._host = host_memory(
-            launch, weights_bytes, kept_bytes=host.peak_bytes if counted else None,
-            pinned_bytes=host.peak_pinned_bytes if counted else 0,
+            launch, loaded.whole_bytes, kept_bytes=host.peak_bytes if counted else None,
+            pinned_bytes=host.peak_pinned_bytes if counted else 0, load_bytes=copies * loaded.whole_bytes + rest,
+            whole_bytes=whole_bytes,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -217,15 +230,41 @@ def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
     yield SimMemory(device, limit_bytes)
 
 
-def loaded_bytes(model: Any) -> int:
-    """Bytes of one copy of a transformers model as it is loaded, with all layers of a shallow one."""
-    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
-    standing = stands_for(text_config()) if text_config is not None else {}
-    total = 0.0
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Bytes of one copy of a transformers model as it is loaded: as it was traced, and with all layers."""
+
+    traced_bytes: int
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, model: Any) -> "Loaded":
+        standing = _standing(model)
+        traced = whole = 0.0
+        for name, parameter in model.named_parameters():
+            numel = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the parameter itself is empty
+            traced += numel * parameter.element_size()
+            whole += numel * parameter.element_size() * repeats(name, standing)
+        return cls(round(traced), round(whole))
+
+
+def saved_bytes(model: Any, optimizer: Any, launch: Launch, *, with_optimizer: bool) -> int:
+    """Bytes of the model as it is trained, or of the optimizer's state if it has more and is saved too: of all layers
+    and ranks. FSDP1 leaves each rank a flat piece of a parameter, whose size says little of one and is right in sum.
+    """
+    standing, pieces = _standing(model), launch.ranks if launch.sharding == "fsdp1" else 1
+    weights = moments = 0.0
     for name, parameter in model.named_parameters():
-        numel = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the parameter itself is empty
-        total += numel * parameter.element_size() * repeats(name, standing)
-    return round(total)
+        copies = pieces * repeats(name, standing)
+        weights += parameter.nbytes * copies
+        state = optimizer.state.get(parameter, {}) if with_optimizer else {}
+        moments += sum(value.nbytes for value in state.values() if isinstance(value, Tensor)) * copies
+    return round(max(weights, moments))
+
+
+def _standing(model: Any) -> dict[int, float]:
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    return stands_for(text_config()) if text_config is not None else {}
 
 
 def needs_all_layers(values: Mapping[str, object]) -> bool:

@@ -28,7 +28,7 @@ from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
 from autofit.probing.steps import StepClock
 from autofit.probing.supervise import die_with_parent
-from autofit.recipe.launch import Launch, split
+from autofit.recipe.launch import Launch, is_on, split
 from autofit.recipe.secrets import opened
 
 _MOST_ROUNDS = 8  # of the measured steps, where they are too short for a card to be observed
@@ -206,7 +206,7 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
     from autofit.probing.rank import simulated_rank
-    from autofit.probing.simulated import layers_alike, loaded_bytes
+    from autofit.probing.simulated import Loaded, layers_alike
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
     launch, values = split(request.values)
@@ -214,10 +214,12 @@ def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, train
     with simulated_rank(launch, memory.rank, device=request.device), card:
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
-        weights_bytes = loaded_bytes(run.model)
-        run.train(_StepMarks(recorder, memory, measure_after=1))
+        loaded = Loaded.of(run.model)
+        marks = _StepMarks(recorder, memory, measure_after=1)
+        run.train(marks)
         recorder.enter("end")
-        memory.note_host(launch, weights_bytes, shallow=shallow)
+        whole_bytes = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))
+        memory.note_host(launch, loaded, whole_bytes=whole_bytes, shallow=shallow)
         return run
 
 
@@ -234,9 +236,22 @@ class _StepMarks(Followed):
     def __init__(self, recorder: Recorder, memory: Any, *, measure_after: int) -> None:
         super().__init__(recorder)
         self._memory, self._measure_after = memory, measure_after
+        self._trained: tuple[object, object] | None = None
+
+    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+        super().gradient_is_whole(model, optimizer)
+        self._trained = model, optimizer
+
+    def saved_bytes(self, launch: Launch, *, with_optimizer: bool) -> int | None:
+        """The most bytes of what was trained that a save gathers; None for a run that did not tell of it."""
+        from autofit.probing.simulated import saved_bytes
+
+        return None if self._trained is None else saved_bytes(*self._trained, launch, with_optimizer=with_optimizer)
 
     def step_begins(self, step: int) -> None:
         super().step_begins(step)
+        if step == 0:
+            self._memory.host_has_loaded()
         if step >= self._measure_after:
             self._memory.mark_step()
 
