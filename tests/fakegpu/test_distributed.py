@@ -115,6 +115,37 @@ def test_ddp_holds_the_same_at_any_world_size(world_size: int) -> None:
     assert held == pytest.approx(64 * 3 + WORKSPACES_MIB, abs=0.5)
 
 
+@pytest.mark.parametrize("rows", [4096, 4099])
+def test_a_save_of_fsdp2_gathers_two_parameters_at_a_time(rows: int) -> None:
+    """The full state dicts that accelerate asks torch for: why a save is no phase of a simulated probe."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_ranks(4), fake_gpu("a100-80gb"):
+        mesh = init_device_mesh("cuda", (4,))
+        model = nn.Sequential(nn.Linear(4096, rows, bias=False), *[nn.Linear(rows, rows, bias=False) for _ in range(2)])
+        model.cuda()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+        for saved in (lambda: get_model_state_dict(model, options=whole),
+                      lambda: get_optimizer_state_dict(model, optimizer, options=whole)):  # fmt: skip
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            saved()
+            gathered = (torch.cuda.max_memory_allocated() - before) / MIB
+            assert gathered == pytest.approx(2 * 4 * rows * rows / MIB, rel=0.002)
+            assert torch.cuda.memory_allocated() == before
+
+
 def test_a_loop_that_halves_its_batch_finds_one_that_fits() -> None:
     with fake_gpu("t4") as gpu:
         model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]).cuda()
