@@ -79,6 +79,7 @@ CASES = [
     ("bnb_4bit_quant_storage", "error", asked(Launch(ranks=2, sharding="fsdp1"), **QLORA),
      asked(Launch(ranks=2, sharding="fsdp1"), **FLAT)),
     ("load_in_4bit", "warning", asked(ZERO3, **QLORA), asked(**QLORA)),
+    ("load_in_4bit", "note", asked(FSDP2, **FLAT), asked(FSDP2, **QLORA)),
     ("fsdp_config.fsdp_activation_checkpointing", "error",
      asked(FSDP2, config={"fsdp_config": {"fsdp_activation_checkpointing": True}}, gradient_checkpointing=True),
      asked(FSDP2, config={"fsdp_config": {"fsdp_activation_checkpointing": True}})),
