@@ -31,10 +31,11 @@ def asked(launch: Launch | None = None, *, config: Any = None, name: str = "run.
 
 
 def of(found: list[Finding], key: str) -> Finding:
-    return next(f for f in found if f.where.endswith(f": {key}"))
+    return next(f for f in found if f.where.endswith((f": {key}", f".{key}")))
 
 
 FSDP2, ZERO3 = Launch(ranks=8, sharding="fsdp2"), Launch(ranks=8, sharding="zero3")
+SYNCED = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 OFFLOADED = replace(FSDP2, offload="parameters")
 FLAT: dict[str, Any] = {
     "bnb_4bit_quant_storage": "bfloat16",
@@ -53,6 +54,10 @@ CASES = [
     ("num_processes", "error", asked(Launch(), config={"distributed_type": "MULTI_GPU", "num_processes": 1}),
      asked(config={"distributed_type": "MULTI_GPU", "num_processes": 1}, num_processes=4)),
     ("num_machines", "note", asked(Launch(ranks=16, machines=2)), asked(Launch(ranks=16))),
+    ("sync_each_batch", "warning", asked(FSDP2), asked(FSDP2, gradient_accumulation_steps=1)),
+    ("sync_each_batch", "warning", asked(FSDP2), asked(FSDP2, accelerator_config=SYNCED)),
+    ("sync_each_batch", "warning", asked(Launch(ranks=8, sharding="fsdp1")), asked(ZERO3)),
+    ("sync_each_batch", "warning", asked(FSDP2), asked(FSDP2, use_peft=True)),
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(FSDP2, beta=0.0)),
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(FSDP2, beta=0.04, use_peft=True)),
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(ZERO3, beta=0.04)),
@@ -115,7 +120,7 @@ def test_each_finding_is_where_it_belongs_and_not_elsewhere(
     assert found.what
     assert found.fix
     assert len(str(found)) <= 320
-    assert all(not f.where.endswith(f": {key}") or f.severity != severity for f in findings(right))
+    assert all(not f.where.endswith((f": {key}", f".{key}")) or f.severity != severity for f in findings(right))
 
 
 def test_the_host_memory_of_all_ranks_is_computed() -> None:

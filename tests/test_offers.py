@@ -16,8 +16,9 @@ from autofit.forecast.offers import Offer, Verdict, choice
 from autofit.forecast.shop import Shop
 from autofit.hardware.prices import Price, prices
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.keys import SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, inner_value
 
 GB = 10**9
 SPACE = Path(__file__).parents[1] / "search_spaces" / "grpo.yaml"
@@ -30,6 +31,7 @@ class Cards:
 
     states: int = 40 * GB
     activations_a_sample: int = 5 * GB
+    gradients: int = 0  # that FSDP holds between two micro-batches, unless each is synced
     asked: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -42,6 +44,8 @@ class Cards:
         states = 0 if launch.offload == "parameters" else self.states // 10 if values.get("use_peft") else self.states
         if launch.sharding == "fsdp2":
             states //= launch.ranks
+            if values["gradient_accumulation_steps"] != 1 and not inner_value(values, SYNC_EACH_BATCH):
+                states += self.gradients
         used = spec.context_bytes + states + self.activations_a_sample * micro
         step_s = samples * 1e15 / spec.half_flops_per_s + (0.1 if launch.ranks > 1 else 0.0)
         step_s += 5.0 if launch.offload == "parameters" else 0.0
@@ -126,6 +130,18 @@ def test_of_changes_that_cannot_fit_the_first_and_the_leanest_are_simulated() ->
     row = offers(cards, ["h100"], counts=(1,), use_peft=True, load_in_4bit=True, optim="adamw_8bit")[0]
     assert row.verdict is Verdict.OVER
     assert [values["per_device_train_batch_size"] for _, values in cards.asked] == [4, 1]
+
+
+def test_gradients_that_fsdp_keeps_whole_are_added_up_as_shards() -> None:
+    cards = Cards(states=200 * GB, activations_a_sample=2 * GB, gradients=60 * GB)
+    found = by_words(offers(cards, ["h100"], counts=(4, 8, 16), gradient_accumulation_steps=16))
+    four, eight, sixteen = found["4 x h100"], found["8 x h100"], found["16 x h100"]
+    assert four.fits
+    assert (four.changes["sharding"], four.changes[SYNC_EACH_BATCH]) == ("fsdp2", True)
+    assert "gradient_accumulation_steps" not in four.changes
+    assert eight.changes[SYNC_EACH_BATCH] is True
+    assert sixteen.fits  # 64 completions of 4 on 16 cards are one micro-batch: nothing is held in between
+    assert SYNC_EACH_BATCH not in sixteen.changes
 
 
 def test_offloading_is_tried_after_sharding() -> None:

@@ -12,13 +12,15 @@ from autofit.probing.fork_server import ForkServer
 from autofit.proof.few_ranks import on_few_ranks, reach_of_launch
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove_changes
 from autofit.proof.proof_keys import Reach
-from autofit.recipe.keys import BatchKeys
+from autofit.recipe.keys import SYNC_EACH_BATCH, BatchKeys
 from autofit.trainers.keys import ROLLOUTS, SAMPLES
 
 BATCH: dict[str, object] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 ROLLOUT: dict[str, object] = {**BATCH, "steps_per_generation": 4, "num_generations": 4}
 TWO: dict[str, object] = {"launch.ranks": 2, "gradient_accumulation_steps": 2}
-COMPARED = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+COMPARED = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "accelerator_config",
+)  # fmt: skip
 RECIPES: dict[str, dict[str, object]] = {
     "sft": BATCH, "dpo": BATCH, "reward": BATCH,
     "grpo": {**ROLLOUT, "loss_type": "dapo", "reward_funcs": ["a.b"]}, "rloo": {**ROLLOUT, "reward_funcs": ["a.b"]},
@@ -76,6 +78,14 @@ def test_sharding_on_the_recipes_own_ranks_is_proven_and_told(tiny_model: Path) 
     assert "compared: launch.sharding ddp -> fsdp2" in text
     assert "4 gloo ranks of one CPU in the trial, not 8: the accumulation is larger" in text
     assert "not compared: launch.offload: neutral by construction" in text
+
+
+def test_a_sync_in_every_micro_batch_is_proven_on_sharded_ranks(tiny_model: Path) -> None:
+    proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2", SYNC_EACH_BATCH: True}, recipe="grpo")
+    assert proof.verdict is Verdict.PROVEN, proof.sentence
+    assert proof.compared[SYNC_EACH_BATCH] is True
+    assert proof.relative_difference is not None
+    assert 0 < proof.relative_difference < ROUNDING
 
 
 @pytest.mark.parametrize("wrong", ["wrong_ranks:SCALED", pytest.param("wrong_ranks:SAME", marks=pytest.mark.slow)])

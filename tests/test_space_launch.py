@@ -12,9 +12,9 @@ from autofit.errors import ConfigError
 from autofit.forecast.host_steps import has_room, without_offload
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.clashes import clashes
-from autofit.recipe.keys import Tier
+from autofit.recipe.keys import SYNC_EACH_BATCH, Tier
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
 from autofit.space import narrow
 from autofit.space.knob import Knob
@@ -96,6 +96,35 @@ def test_without_deepspeed_zero_is_left_out_with_the_reason(monkeypatch: pytest.
         space = space_of(recipe_on(Launch(ranks=2)), device=device)
         assert not [kind for kind in kinds(space) if str(kind[0]).startswith("zero")]
         assert "needs deepspeed, which is not installed" in space.left_out["launch.sharding"]
+
+
+@pytest.mark.parametrize("given", [None, {"even_batches": False}, '{"even_batches": false}'])
+def test_gradients_are_synced_in_every_micro_batch_where_they_are_sharded(given: object) -> None:
+    own = {} if given is None else {"accelerator_config": given}
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name in (*NAMES, SYNC_EACH_BATCH) or k.solved)
+    resolved: dict[str, object] = {"accelerator_config": {"even_batches": True, "gradient_accumulation_kwargs": None}}
+    recipe = recipe_on(Launch(ranks=4), **own)
+    recipe = replace(recipe, resolved={**recipe.resolved, **resolved})
+    space = Space.of(recipe, knobs, device=SIM)
+    seen = set()
+    for candidate in space.allowed():
+        values = merge(recipe.values, space.yaml_changes(candidate))
+        synced = inner_value(values, SYNC_EACH_BATCH)
+        seen.add((Launch.of(values).sharding, synced))
+        if synced:
+            assert space.tiers[candidate] == "neutral"
+            kept = {} if given is None else {"even_batches": False}
+            assert values["accelerator_config"] == {**kept, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert {synced for sharding, synced in seen if sharding == "fsdp2"} == {False, True}
+    assert {synced for sharding, synced in seen if sharding != "fsdp2"} == {None}
+
+
+def test_a_file_of_accelerator_settings_leaves_the_sync_as_it_is() -> None:
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name in (*NAMES, SYNC_EACH_BATCH) or k.solved)
+    recipe = recipe_on(Launch(ranks=4), accelerator_config="settings.json")
+    space = Space.of(recipe, knobs, device=SIM)
+    assert SYNC_EACH_BATCH not in [knob.name for knob in space.knobs]
+    assert "accelerator_config must be a mapping" in space.left_out[SYNC_EACH_BATCH]
 
 
 CLASHING = ("use_vllm", "use_transformers_continuous_batching", "optim", "quantization", "use_peft")

@@ -26,6 +26,7 @@ TILE_TOKENS = 4096
 COMPARED = (
     SPLIT, "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "activation_checkpointing", "activation_checkpointing_kwargs", "pad_to_multiple_of", "router_aux_loss_coef",
+    "accelerator_config",
 )  # fmt: skip
 
 

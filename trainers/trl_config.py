@@ -7,7 +7,7 @@ import os
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
 from autofit.errors import ConfigError, nearest
@@ -54,6 +54,8 @@ def plain(value: object) -> object:
         return [plain(v) for v in value]
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):  # transformers' AcceleratorConfig
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     return str(value)
 
 

@@ -7,9 +7,9 @@ from itertools import groupby
 from autofit.errors import ConfigError
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
 from autofit.hardware.hardware import Device
-from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, Tier
 from autofit.recipe.launch import Launch, Sharding
-from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
 from autofit.space.space import QUANTIZATION, Value
 
@@ -43,9 +43,9 @@ Ladder = tuple[Rung, ...]  # of one tier: each needs less memory than the one be
 def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     """The recipe as it is and with less and less memory for its batch, then so with other changes: the mildest first.
 
-    Neutral ones shard what several ranks hold, checkpoint activations, shrink the micro-batch, then the rollout, and at
-    last offload; approximate ones load bfloat16 or keep the optimizer in 8 bits; those of the recipe train an adapter,
-    then on weights of 4 bits.
+    Neutral ones shard what several ranks hold (with FSDP the gradients too, in every micro-batch), checkpoint
+    activations, shrink the micro-batch, then the rollout, and at last offload; approximate ones load bfloat16 or keep
+    the optimizer in 8 bits; those of the recipe train an adapter, then on weights of 4 bits.
     """
     try:
         levers = Levers.of(recipe, device)
@@ -55,7 +55,9 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     found: list[Ladder] = []
     for at in _bases(levers):
         for launch in _launches(recipe.launch, quantised=at.get(QUANTIZATION) == "4bit"):
-            made = [_rung(recipe, levers, launch, setting) for setting in _leaner(levers, at)]
+            settings = list(_leaner(levers, at))
+            mildest = [_rung(recipe, levers, launch, setting) for setting in settings[:1]]
+            made = mildest + [_rung(recipe, levers, launch, setting, leaner=True) for setting in settings]
             new = {rung.key: rung for rung in made if rung.key not in seen}
             seen |= new.keys()
             found += [tuple(rungs) for _, rungs in groupby(new.values(), lambda rung: rung.tier)]
@@ -108,18 +110,21 @@ def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
     if levers is None:
         return
     for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,)):
-        at |= {name: levers.strengths[name][-1] for name in names if name in levers.strengths}
+        at = {**at, **{name: levers.strengths[name][-1] for name in names if name in levers.strengths}}
         if at and levers.candidate(at) is not None:
             yield at
 
 
-def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment) -> Rung:
+def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment, *, leaner: bool = False) -> Rung:
+    """The rung with these settings; a `leaner` one under FSDP adds up shards of gradients, not whole ones."""
     changed = with_launch(recipe, launch)
     changes: dict[str, object] = {}
     values, tier = changed.values, TIERS[0]
     if levers is not None and at:
         changes = dict(levers.changes(at))
         values, tier = merge(changed.values, levers.changes(at, yaml=True)), levers.tier(at)
+    if leaner and launch.sharding.startswith("fsdp") and _keeps_gradients(values, recipe):
+        values, changes[SYNC_EACH_BATCH] = merge(values, {SYNC_EACH_BATCH: True}), True
     if launch.sharding != recipe.launch.sharding:
         changes["sharding"] = launch.sharding
     if launch.offload != recipe.launch.offload:
@@ -129,3 +134,12 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment)
         offloads=launch.offload != recipe.launch.offload,
         quantised=bool(values.get("load_in_4bit") or values.get("load_in_8bit")),
     )  # fmt: skip
+
+
+def _keeps_gradients(values: Mapping[str, object], recipe: Recipe) -> bool:
+    """Whether whole gradients are held between two micro-batches, and can be kept from it."""
+    micro_batches = values.get(recipe.keys.accumulation, recipe.grad_accum_steps)
+    try:
+        return micro_batches != 1 and not inner_value(values, SYNC_EACH_BATCH)
+    except ConfigError:  # a file has the settings that it belongs to
+        return False

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Tier = Literal["neutral", "approximate", "recipe"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # the key of transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

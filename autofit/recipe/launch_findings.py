@@ -15,9 +15,9 @@ from typing import cast
 from autofit.files import read_json
 from autofit.recipe.catalogue import architecture
 from autofit.recipe.clashes import OFFLOAD, clashes
-from autofit.recipe.keys import divisors
+from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
 from autofit.recipe.launch import Launch, is_on
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
@@ -91,8 +91,8 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _started, _packages, _batch, _loading, _whole_base, _reference, _quantised, _checkpointing, _saving, _clashes,
-        _engine, _cards,
+        _started, _packages, _batch, _loading, _whole_base, _reference, _between_syncs, _quantised, _checkpointing,
+        _saving, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -235,6 +235,21 @@ def _reference(asked: Asked) -> Iterator[Finding]:
                  f"{format_bytes(weights)}, for a while twice",
             fix="set precompute_ref_log_probs: true, or train with LoRA, which needs no second model" if dpo else
                 "set beta: 0, or train with LoRA, which needs no second model",
+        )  # fmt: skip
+
+
+def _between_syncs(asked: Asked) -> Iterator[Finding]:
+    """Gradients between two micro-batches (transformers/trainer.py, line 1896: no_sync unless sync_each_batch)."""
+    recipe, weights = asked.recipe, asked.recipe.weights_bytes
+    if not asked.launch.sharding.startswith("fsdp") or recipe.uses_lora or weights is None:
+        return
+    given = inner_value({"accelerator_config": asked.value("accelerator_config")}, SYNC_EACH_BATCH)
+    if recipe.grad_accum_steps > 1 and not is_on(given):
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_recipe(SYNC_EACH_BATCH),
+            what="between two micro-batches FSDP keeps the gradients of all weights on every card, about "
+                 f"{format_bytes(weights)}",
+            fix="set it to true, which costs a reduction for each micro-batch, or take one micro-batch for each step",
         )  # fmt: skip
 
 

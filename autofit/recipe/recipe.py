@@ -228,9 +228,10 @@ def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
 
 
 def inner_value(values: Mapping[str, object], key: str) -> object:
-    """The value of `outer.inner` inside the mapping `outer`; None if it is not given."""
+    """The value of `outer.inner` inside the mapping `outer`, or of a key further inside; None if it is not given."""
     outer, _, inner = key.partition(".")
-    return _inside(values.get(outer), key).get(inner)
+    found = _inside(values.get(outer), key)
+    return inner_value(found, inner) if "." in inner and inner not in found else found.get(inner)
 
 
 def _inside(value: object, key: str) -> dict[str, object]:

@@ -19,12 +19,13 @@ def describe_changes(changes: Mapping[str, object], original: Mapping[str, objec
     parts = []
     for key, value in changes.items():
         own = inner_value(original, key) if "." in key else original.get(key)
+        name = key.rpartition(".")[2] if key.count(".") > 1 else key  # far inside: long, and known by its last part
         if key == "env" and isinstance(value, Mapping):
-            parts += [f"{name}={setting}" for name, setting in value.items()]
+            parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
-            parts.append(f"{key} {value}")
+            parts.append(f"{name} {value}")
         else:
-            parts.append(f"{key} {own} -> {value}")
+            parts.append(f"{name} {own} -> {value}")
     return ", ".join(parts) or "the recipe as it is"
 
 

@@ -16,7 +16,7 @@ from autofit.hardware.needs import BFLOAT16_CAPABILITY
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.launch_findings import attention_heads
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, inner_value
 from autofit.space.knob import ENV, QUANTIZATION, SHARED, Condition, Knob, Value, choices_of, own_value
 from autofit.space.limits import check_values
 
@@ -136,6 +136,11 @@ def why_left_out(knob: Knob, recipe: Recipe, device: str, card: str | None = Non
     said = recipe.left_out.get(knob.name)
     if said or not _known(knob.name, recipe):
         return said or f"{recipe.version or 'the installed version'} has no such key"
+    if "." in knob.name and not knob.name.startswith((ENV, SHARED)):
+        try:  # a change of it goes into the mapping as the recipe has it
+            inner_value(recipe.values, knob.name)
+        except ConfigError as error:
+            return str(error)
     found = (_missing(need, recipe, device, card) for need in knob.needs)
     return next((reason for reason in found if reason), "")
 
