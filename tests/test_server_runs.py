@@ -53,14 +53,14 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
         wait(folder, lambda: steps(folder) >= 2)
         assert len(servers_of(folder)) == 2
         job.kill()
-    wait(folder, gone(folder), within_s=10)
+    wait(folder, gone(folder), within_s=60)
     with started(folder) as job:
         wait(folder, lambda: resumed(folder))
         [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.serving" in p.cmdline()]
         keeper.kill()
-        job.wait(timeout=20)
+        job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"
-    wait(folder, gone(folder), within_s=10)
+    wait(folder, gone(folder), within_s=60)
     with started(folder):
         pass
     assert (read_json(folder / "final.json") or {}).get("steps") == 30, logs(folder)
