@@ -111,7 +111,10 @@ def test_gradients_are_synced_in_every_micro_batch_where_they_are_sharded(given:
         values = merge(recipe.values, space.yaml_changes(candidate))
         synced = inner_value(values, SYNC_EACH_BATCH)
         seen.add((Launch.of(values).sharding, synced))
+        assert space.settled(space.params(candidate)) == candidate
+        assert space.violated(candidate) is None
         if synced:
+            assert space.split(candidate)[1] > 1  # with one micro-batch it would be the same training
             assert space.tiers[candidate] == "neutral"
             kept = {} if given is None else {"even_batches": False}
             assert values["accelerator_config"] == {**kept, "gradient_accumulation_kwargs": {"sync_each_batch": True}}

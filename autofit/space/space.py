@@ -14,7 +14,7 @@ from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.recipe.clashes import Clash
-from autofit.recipe.keys import TIERS, BatchKeys, Tier
+from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import (
     ENV,
@@ -138,7 +138,17 @@ class Space:
         name = self.knobs[place].name
         if name.startswith(SHARED):
             values = self._launches.possible(place, values, above)
+        if name == SYNC_EACH_BATCH and self._is_one_micro_batch(above):
+            values = (self.baseline.values[place],)
         return without_clash(self._clashes, name, values, above)
+
+    def _is_one_micro_batch(self, above: Mapping[str, Value]) -> bool:
+        """Whether an optimizer step is one micro-batch, so that there is nothing between two; False if not known."""
+        varies = any(knob.name == self.keys.micro_batch for knob in self.knobs)
+        micro = above.get(self.keys.micro_batch, None if varies else own_value(self.keys.micro_batch, self.recipe))
+        if not isinstance(micro, int) or self._divides_cards:
+            return False
+        return micro * self.recipe.world_size == self.recipe.effective_batch_size
 
     @cached_property
     def _clashes(self) -> tuple[Clash, ...]:
@@ -148,7 +158,8 @@ class Space:
     def _bound(self) -> frozenset[str]:
         """The knobs whose values depend on the values of others."""
         clashing = [name for clash in self._clashes for name in clash.settings]
-        return frozenset(clashing) | {knob.name for knob in self.knobs if knob.name.startswith(SHARED)}
+        launching = [knob.name for knob in self.knobs if knob.name.startswith(SHARED)]
+        return frozenset((*clashing, *launching, SYNC_EACH_BATCH))
 
     @cached_property
     def _launches(self) -> Launches:
@@ -220,11 +231,20 @@ class Space:
         where = [*self._solved_places, *free]
         order = [where.index(i) for i in range(len(where))]
         others = [(values, tier) for values, tier in self._other_values(free) if tier <= most]
+        alone = self._of_one_micro_batch(others, free)
         for solved, tier in self._solved:
             if tier <= most:
-                for values, other in others:
+                above = {self.knobs[at].name: value for at, value in zip(self._solved_places, solved, strict=True)}
+                for values, other in alone if self._is_one_micro_batch(above) else others:
                     row = solved + values
                     yield Candidate(tuple([row[i] for i in order])), max(tier, other)
+
+    def _of_one_micro_batch(
+        self, rows: list[tuple[tuple[Value, ...], int]], places: list[int]
+    ) -> list[tuple[tuple[Value, ...], int]]:
+        """Those of the (values, tier) `rows` of the knobs at `places` that differ where there is one micro-batch."""
+        at = next((at for at, place in enumerate(places) if self.knobs[place].name == SYNC_EACH_BATCH), None)
+        return rows if at is None else [row for row in rows if row[0][at] == self.baseline.values[places[at]]]
 
     @property
     def _solved_places(self) -> list[int]:
