@@ -80,8 +80,11 @@ def test_sharding_on_the_recipes_own_ranks_is_proven_and_told(tiny_model: Path) 
     assert "not compared: launch.offload: neutral by construction" in text
 
 
-def test_a_sync_in_every_micro_batch_is_proven_on_sharded_ranks(tiny_model: Path) -> None:
-    proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2", SYNC_EACH_BATCH: True}, recipe="grpo")
+@pytest.mark.parametrize(
+    "recipe", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "dpo", "reward", "rloo"))]
+)
+def test_a_sync_in_every_micro_batch_is_proven_on_sharded_ranks(recipe: str, tiny_model: Path) -> None:
+    proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2", SYNC_EACH_BATCH: True}, recipe=recipe)
     assert proof.verdict is Verdict.PROVEN, proof.sentence
     assert proof.compared[SYNC_EACH_BATCH] is True
     assert proof.relative_difference is not None
