@@ -25,7 +25,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, list(known), n=8, cutoff=0.5)
     # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
     close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))
-    return f"; the nearest valid one is {close[0]!r}" if close else ""
+    return f"; the nearest valid one is {close[0]!r}" if close and close[0] != given else ""
 
 
 def printable(text: str, most: int) -> str:

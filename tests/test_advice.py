@@ -8,7 +8,10 @@ from recipes import grpo_recipe
 
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, cheapest_changes
+from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.levers import Assignment
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.keys import SYNC_EACH_BATCH
 from autofit.recipe.recipe import merge
 
 Values = Mapping[str, object]
@@ -159,3 +162,13 @@ def test_float32_under_lora_is_approximate_and_its_dtype_is_advised() -> None:
     found = advice(30 * GB, law=float32, dtype=None, gradient_checkpointing=True, max_completion_length=64).changes
     assert found[0].changes == {"dtype": "bfloat16"}
     assert found[0].tier == "approximate"
+
+
+def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> None:
+    known = Known(
+        at={}, parts={"update": {"weights": 10**10, "optimizer": 10**11}}, outside_bytes=10**9, context_bytes=5
+    )
+    own = {"launch.sharding": "ddp", "launch.offload": "none", SYNC_EACH_BATCH: False}
+    bounds = Bounds(grpo_recipe(world_size=8), own)
+    changes: list[Assignment] = [{"launch.sharding": "fsdp2"}, {"launch.offload": "parameters"}, {SYNC_EACH_BATCH: True}]
+    assert [bounds.least_bytes(known, change) for change in changes] == [5, 5, 5]

@@ -21,7 +21,11 @@ GIB = 1 << 30
         (Launch(ranks=8, sharding="zero3"), 1, True),
         (Launch(ranks=8, sharding="zero3", config={"deepspeed_config": {"zero3_init_flag": False}}), 8, True),
         (Launch(ranks=8, sharding="fsdp2"), 1, True),
-        (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}), 8, True),
+        (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}), 8,
+         False),
+        (Launch(ranks=8, sharding="fsdp1", config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}}), 8, True),
+        (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}}), 1,
+         True),
         (Launch(ranks=8, sharding="fsdp2", config={"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}), 1,
          False),
     ],
@@ -99,5 +103,7 @@ def test_what_is_loaded_saved_and_kept_is_told_by_the_largest() -> None:
     assert (found.load_bytes, found.save_bytes, found.machine_bytes) == (33 * GIB, 64 * GIB, 64 * GIB)
     assert "rank 0 gathers 68.72 GB to save" in found.told
     assert "8 of its 8 ranks load 17.18 GB" in host_memory(Launch(ranks=8), 16 * GIB, kept_bytes=0).told
+    offloaded = host_memory(Launch(ranks=8, sharding="fsdp2", offload="parameters"), 16 * GIB)
+    assert "more than 17.18 GB per rank" in offloaded.told
     zero3 = host_memory(Launch(ranks=8, sharding="zero3"), 16 * GIB, kept_bytes=0, whole_bytes=64 * GIB)
     assert zero3.save_bytes == 16 * GIB  # each rank writes its own shard of the optimizer's state

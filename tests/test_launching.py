@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,68 @@ def test_ranks_alone_are_ddp_and_torchruns_environment_counts_where_nothing_else
     assert read({"fsdp": True}, {"WORLD_SIZE": "4"}).launch.sharding == "fsdp2"
     assert read({"num_processes": 2}, {"WORLD_SIZE": "4"}).launch.ranks == 2
     assert read({}, {"WORLD_SIZE": "1"}).launch.is_plain
+
+
+def fsdp(folder: Path, **keys: object) -> Launch:
+    """The launch of an accelerate config with these keys of `fsdp_config`, as `accelerate launch` reads it."""
+    path = folder / "accelerate.yaml"
+    config = {"distributed_type": "FSDP", "num_processes": 4, "gpu_ids": "0,1,2,3", "fsdp_config": keys}
+    path.write_text(yaml.safe_dump(config))
+    return read({}, accelerate_config=str(path)).launch
+
+
+def test_what_an_fsdp_config_leaves_out_is_left_to_accelerate(tmp_path: Path) -> None:
+    """accelerate 1.15: without a policy the model is one group, and FSDP2 saves in shards."""
+    launch = fsdp(tmp_path, fsdp_version=2)
+    written = launch.to_accelerate()["fsdp_config"]
+    assert written == {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+    ours = Launch(ranks=4, sharding="fsdp2").to_accelerate()["fsdp_config"]
+    assert isinstance(ours, dict)
+    assert (ours["fsdp_auto_wrap_policy"], ours["fsdp_state_dict_type"]) == (
+        "TRANSFORMER_BASED_WRAP",
+        "FULL_STATE_DICT",
+    )
+
+
+def test_keys_of_fsdp_may_lack_their_prefix(tmp_path: Path) -> None:
+    launch = fsdp(tmp_path, version=2, reshard_after_forward=False, offload_params=True)
+    assert (launch.sharding, launch.reshard_after_forward, launch.offload) == ("fsdp2", False, "parameters")
+    written = replace(launch, offload="none", reshard_after_forward=True).to_accelerate()["fsdp_config"]
+    assert written == {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+
+
+def test_each_version_of_fsdp_has_its_own_key_for_resharding(tmp_path: Path) -> None:
+    """`accelerate launch` always sets FSDP_SHARDING_STRATEGY, which FSDP1 prefers and FSDP2 does not know."""
+    assert fsdp(tmp_path, fsdp_version=2, fsdp_sharding_strategy="SHARD_GRAD_OP").reshard_after_forward
+    assert fsdp(tmp_path, fsdp_version=1, fsdp_reshard_after_forward="SHARD_GRAD_OP").reshard_after_forward
+    kept = fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy="SHARD_GRAD_OP")
+    assert not kept.reshard_after_forward
+    for launch, strategy in ((kept, "SHARD_GRAD_OP"), (replace(kept, reshard_after_forward=True), "FULL_SHARD")):
+        written = launch.to_accelerate()["fsdp_config"]
+        assert isinstance(written, dict)
+        assert written["fsdp_sharding_strategy"] == strategy
+        assert "fsdp_reshard_after_forward" not in written
+    with pytest.raises(ConfigError, match="fsdp_sharding_strategy must be true"):
+        fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy="HYBRID_SHARD")
+
+
+def test_the_cards_of_a_config_go_with_their_number(tmp_path: Path) -> None:
+    launch = fsdp(tmp_path, fsdp_version=2)
+    assert launch.to_accelerate()["gpu_ids"] == "0,1,2,3"
+    assert "gpu_ids" not in replace(launch, ranks=8).to_accelerate()
+
+
+def test_what_is_offloaded_to_nvme_stays_there(tmp_path: Path) -> None:
+    zero = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"}
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": zero}))
+    launch = read({}, accelerate_config=str(path)).launch
+    written = launch.to_accelerate()["deepspeed_config"]
+    assert isinstance(written, dict)
+    assert (written["offload_param_device"], written["offload_optimizer_device"]) == ("nvme", "cpu")
+    none = replace(launch, offload="none").to_accelerate()["deepspeed_config"]
+    assert isinstance(none, dict)
+    assert none["offload_param_device"] == "none"
 
 
 def test_flags_of_accelerate_lie_over_its_config() -> None:

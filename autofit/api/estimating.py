@@ -10,7 +10,15 @@ from rich.table import Table
 
 from autofit.api.arguments import at_least_one, named_as_arguments, seconds, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given, describe_device, fork_server, launch_options, read_recipe, source_of
+from autofit.api.reading import (
+    Given,
+    check_prompt_tokens,
+    describe_device,
+    fork_server,
+    launch_options,
+    read_recipe,
+    source_of,
+)
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
@@ -122,6 +130,7 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
         source = source_of(asked.recipe)
         needs = card_needs({**source.values, **(asked.changes or {})})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
+        check_prompt_tokens(asked.prompt_tokens, device)
         server = fork_server(folder)
         try:
             stated = read_recipe(

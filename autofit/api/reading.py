@@ -22,6 +22,8 @@ from autofit.units import format_bytes
 
 Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
 
+_MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
+
 
 def fork_server(folder: Path) -> ForkServer:
     """A fork server whose log is in `folder`, which is made."""
@@ -106,6 +108,8 @@ def describe_device(device: str, target_bytes: int, cards: int = 1) -> str:
 
 
 def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
-    """Refuse synthetic prompts on a device that trains on real ones."""
+    """Refuse synthetic prompts that are too long to make, or on a device that trains on real ones."""
+    if prompt_tokens is not None and prompt_tokens > _MOST_PROMPT_TOKENS:
+        raise ConfigError(f"--prompt-tokens must be at most {_MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
     if prompt_tokens is not None and not device.startswith("sim:"):
         raise ConfigError(f"--prompt-tokens is for simulated cards only, and the device is {device}")

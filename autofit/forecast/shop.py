@@ -19,6 +19,7 @@ from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
+from autofit.recipe.keys import TIERS
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.spread import spread
@@ -66,8 +67,8 @@ class Shop:
             return self._none(spec, count, str(error))
         row = _Row(spec=spec, count=count, recipe=recipe)
         for ladder in ladders(recipe, f"sim:{spec.name}"):
-            if row.tight is not None and ladder[0].tier != row.tight.tier:
-                break
+            if row.tight is not None and ladder[0].tier == TIERS[-1] != row.tight.tier:
+                break  # rather with too little to spare than another training
             if (made := self._mildest(row, ladder)) is not None:
                 return made
         return row.tight or self._over(row)

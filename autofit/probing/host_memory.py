@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofit.recipe.launch import Launch, is_on
+from autofit.recipe.launch import Launch, is_on, state_dict_type
 from autofit.units import format_bytes
 
 
@@ -36,13 +36,14 @@ class HostMemory:
     @property
     def told(self) -> str:
         """One sentence for people."""
-        unknown = "" if self.kept_bytes is not None else "; what is offloaded is not known and not among them"
+        unknown = "" if self.kept_bytes is not None else "; what is offloaded comes on top, and is not counted"
         if self.machine_bytes > self.load_bytes * self.loading_ranks and self.save_bytes:
             why = f"rank 0 gathers {format_bytes(self.save_bytes)} to save"
         else:
             why = f"{self.loading_ranks} of its {self.ranks} ranks load {format_bytes(self.load_bytes)}"
+        most = "at most" if self.kept_bytes is not None else "more than"
         return (
-            f"host memory: at most {format_bytes(self.rank_bytes)} per rank and {format_bytes(self.machine_bytes)} on "
+            f"host memory: {most} {format_bytes(self.rank_bytes)} per rank and {format_bytes(self.machine_bytes)} on "
             f"the machine, as {why}{unknown}"
         )
 
@@ -91,9 +92,7 @@ def loads_once(launch: Launch) -> bool:
 def _saves_whole(launch: Launch) -> bool:
     if launch.sharding == "zero3":
         return _flag(launch, "deepspeed_config", "zero3_save_16bit_model", default=True)
-    given = launch.config.get("fsdp_config")
-    kind = given.get("fsdp_state_dict_type") if isinstance(given, Mapping) else None
-    return str(kind or "FULL_STATE_DICT") == "FULL_STATE_DICT"
+    return state_dict_type(launch.config.get("fsdp_config"), launch.sharding) == "FULL_STATE_DICT"
 
 
 def _flag(launch: Launch, section: str, key: str, *, default: bool) -> bool:

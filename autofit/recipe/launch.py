@@ -139,6 +139,8 @@ class Launch:
         """The launch that an accelerate config means; `what` names it in errors. Raises ConfigError."""
         kind = str(config.get("distributed_type", "NO"))
         rest = dict(config)
+        if isinstance(given := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
+            rest["fsdp_config"] = {k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in given.items()}
         ranks = _integer(rest.pop("num_processes", 1), "num_processes", what)
         machines = _integer(rest.get("num_machines", 1), "num_machines", what)
         if kind == "NO":  # accelerate starts one process, whatever num_processes says
@@ -148,7 +150,7 @@ class Launch:
             raise ConfigError(
                 f"{what}: distributed_type must be NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED; got {quoted(kind)}"
             )
-        fields = shared[kind](config, what) if kind in shared else {}
+        fields = shared[kind](rest, what) if kind in shared else {}
         try:
             return cls(ranks=ranks, machines=machines, config=rest, **fields)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -159,6 +161,9 @@ class Launch:
         config = {**_LOCAL, **self.config, "num_processes": self.ranks, "num_machines": self.machines}
         if self.machines > 1:
             config.setdefault("main_process_port", 29500)  # the default of torch's launcher
+        ids = [part for part in str(config.get("gpu_ids", "all")).split(",") if part.strip()]
+        if ids != ["all"] and len(ids) != self.ranks // self.machines:
+            config.pop("gpu_ids")  # of another number of cards
         config.setdefault("mixed_precision", "no")  # transformers decides by the recipe's bf16 and fp16
         for key in ("fsdp_config", "deepspeed_config"):
             config.pop(key, None)
@@ -194,15 +199,16 @@ class Launch:
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
         }  # fmt: skip
+        own: dict[str, object] = {"fsdp_version": version, "fsdp_offload_params": self.offload == "parameters"}
         if version == 1:
             usual |= {"fsdp_use_orig_params": True, "fsdp_sync_module_states": True,
                       "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False}  # fmt: skip
-            reshard: object = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+            own["fsdp_sharding_strategy"] = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
         else:
-            reshard = self.reshard_after_forward
-        own = {"fsdp_version": version, "fsdp_reshard_after_forward": reshard,
-               "fsdp_offload_params": self.offload == "parameters"}  # fmt: skip
-        return {**usual, **given, **own}
+            own["fsdp_reshard_after_forward"] = self.reshard_after_forward
+        other = {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"} - own.keys()
+        given = {key: value for key, value in given.items() if key not in other}
+        return {**({} if given else usual), **given, **own}  # what the user's file leaves out, accelerate fills in
 
     def _zero_config(self) -> dict[str, object]:
         stage = int(self.sharding[-1])
@@ -213,11 +219,20 @@ class Launch:
             return {**usual, "deepspeed_config_file": json.dumps(content)}
         if stage == 3:
             usual["zero3_save_16bit_model"] = True
-        own = {
-            "zero_stage": stage, "offload_optimizer_device": "none" if self.offload == "none" else "cpu",
-            "offload_param_device": "cpu" if self.offload == "parameters" else "none",
-        }  # fmt: skip
-        return {**usual, **given, **own}
+        moved = {
+            "offload_optimizer_device": self.offload != "none",
+            "offload_param_device": self.offload == "parameters",
+        }
+        places = {key: ("nvme" if given.get(key) == "nvme" else "cpu") if on else "none" for key, on in moved.items()}
+        return {**usual, **given, "zero_stage": stage, **places}
+
+
+def state_dict_type(config: object, sharding: str) -> str:
+    """How FSDP saves with this `fsdp_config` (accelerate 1.15, set_state_dict_type); whole where it is ours."""
+    if not isinstance(config, Mapping) or not config:
+        return "FULL_STATE_DICT"
+    usual = "FULL_STATE_DICT" if sharding == "fsdp1" else "SHARDED_STATE_DICT"
+    return str(config.get("fsdp_state_dict_type") or usual).upper()
 
 
 ONE_RANK = Launch()
@@ -277,13 +292,12 @@ def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
     version = _integer(inner.get("fsdp_version", 1), "fsdp_version", what)
     if version not in (1, 2):
         raise ConfigError(f"{what}: fsdp_version must be 1 or 2; got {version}")
-    reshard = inner.get("fsdp_reshard_after_forward", inner.get("fsdp_sharding_strategy", True))
+    # accelerate launch sets FSDP_SHARDING_STRATEGY for FSDP1 whatever the file says, and it wins; FSDP2 has no such key
+    key, usual = ("fsdp_sharding_strategy", "FULL_SHARD") if version == 1 else ("fsdp_reshard_after_forward", True)
+    reshard = inner.get(key, usual)
     kept = {"FULL_SHARD": True, "1": True, "TRUE": True, "SHARD_GRAD_OP": False, "2": False, "FALSE": False}
     if str(reshard).upper() not in kept:
-        raise ConfigError(
-            f"{what}: fsdp_reshard_after_forward must be true (FULL_SHARD) or false (SHARD_GRAD_OP); got "
-            f"{quoted(reshard)}"
-        )
+        raise ConfigError(f"{what}: {key} must be true (FULL_SHARD) or false (SHARD_GRAD_OP); got {quoted(reshard)}")
     offload = "parameters" if is_on(inner.get("fsdp_offload_params", False)) else "none"
     return {
         "sharding": f"fsdp{version}", "reshard_after_forward": kept[str(reshard).upper()], "offload": offload,

@@ -16,7 +16,7 @@ from autofit.files import read_json
 from autofit.recipe.catalogue import architecture
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
-from autofit.recipe.launch import Launch, is_on
+from autofit.recipe.launch import Launch, is_on, state_dict_type
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
 
@@ -91,8 +91,8 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _started, _packages, _batch, _loading, _whole_base, _reference, _between_syncs, _quantised, _checkpointing,
-        _saving, _clashes, _engine, _cards,
+        _started, _wrapped, _packages, _batch, _loading, _whole_base, _reference, _between_syncs, _quantised,
+        _checkpointing, _saving, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -109,7 +109,13 @@ def _started(asked: Asked) -> Iterator[Finding]:
             what=f"NO starts one process, whatever num_processes={wanted} says",
             fix="set distributed_type: MULTI_GPU, or take --accelerate_config multi_gpu, fsdp2 or zero3",
         )  # fmt: skip
-    if kind == "MULTI_GPU" and wanted == 1:
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not asked.num_processes and "num_processes" not in asked.config:
+        yield Finding(  # accelerate/commands/launch.py: "You need to manually pass in `--num_processes`"
+            severity=Severity.ERROR, where=asked.in_config("num_processes"),
+            what="it is missing, and accelerate refuses a distributed launch without it",
+            fix=f"set it to the number of cards{_or_here(asked)}, or pass --num_processes",
+        )  # fmt: skip
+    elif kind == "MULTI_GPU" and wanted == 1:
         # the flag --multi_gpu with one process is refused, a config file with both is not (launch.py, line 1208)
         yield Finding(
             severity=Severity.ERROR, where=asked.in_config("num_processes"),
@@ -127,6 +133,19 @@ def _started(asked: Asked) -> Iterator[Finding]:
 
 def _or_here(asked: Asked) -> str:
     return f" (here {asked.cards_here})" if asked.cards_here > 1 else ""
+
+
+def _wrapped(asked: Asked) -> Iterator[Finding]:
+    """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
+    section, weights = asked.section("fsdp_config"), asked.recipe.weights_bytes
+    policy = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
+    if asked.launch.sharding.startswith("fsdp") and section and policy == "NO_WRAP":
+        size = "" if weights is None else f", {format_bytes(weights)}"
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_auto_wrap_policy"),
+            what=f"without a policy the model is sharded in one piece: each card gathers all its weights at once{size}",
+            fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which gathers a layer at a time",
+        )  # fmt: skip
 
 
 def _packages(asked: Asked) -> Iterator[Finding]:
@@ -346,7 +365,7 @@ def _saving(asked: Asked) -> Iterator[Finding]:
                 what="false: the model is saved as ZeRO shards, which from_pretrained cannot read",
                 fix="set it to true, or run zero_to_fp32.py on each checkpoint",
             )  # fmt: skip
-    state = str(asked.section("fsdp_config").get("fsdp_state_dict_type", "FULL_STATE_DICT"))
+    state = state_dict_type(asked.section("fsdp_config"), launch.sharding)
     if launch.sharding.startswith("fsdp") and "SHARDED" in state:
         where = asked.in_config("fsdp_config.fsdp_state_dict_type")
         if only_model:  # transformers/trainer.py, line 907

@@ -53,6 +53,10 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
     classes = named.get("fsdp_transformer_layer_cls_to_wrap")
     if isinstance(classes, list):
         named["fsdp_transformer_layer_cls_to_wrap"] = ",".join(map(str, classes))
+    if version == 1 and "fsdp_reshard_after_forward" in named:  # by the name that accelerate's own files have
+        strategies = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}
+        strategy = str(named.pop("fsdp_reshard_after_forward")).upper()
+        named["fsdp_sharding_strategy"] = strategies.get(strategy, strategy)
     return {**named, "fsdp_version": version}
 
 
