@@ -170,5 +170,5 @@ def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> N
     )
     own = {"launch.sharding": "ddp", "launch.offload": "none", SYNC_EACH_BATCH: False}
     bounds = Bounds(grpo_recipe(world_size=8), own)
-    changes: list[Assignment] = [{"launch.sharding": "fsdp2"}, {"launch.offload": "parameters"}, {SYNC_EACH_BATCH: True}]
-    assert [bounds.least_bytes(known, change) for change in changes] == [5, 5, 5]
+    settings: Assignment = {"launch.sharding": "fsdp2", "launch.offload": "parameters", SYNC_EACH_BATCH: True}
+    assert [bounds.least_bytes(known, {name: value}) for name, value in settings.items()] == [5, 5, 5]
