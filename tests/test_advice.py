@@ -168,7 +168,7 @@ def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> N
     known = Known(
         at={}, parts={"update": {"weights": 10**10, "optimizer": 10**11}}, outside_bytes=10**9, context_bytes=5
     )
-    own = {"launch.sharding": "ddp", "launch.offload": "none", SYNC_EACH_BATCH: False}
+    own: Assignment = {"launch.sharding": "ddp", "launch.offload": "none", SYNC_EACH_BATCH: False}
     bounds = Bounds(grpo_recipe(world_size=8), own)
     settings: Assignment = {"launch.sharding": "fsdp2", "launch.offload": "parameters", SYNC_EACH_BATCH: True}
     assert [bounds.least_bytes(known, {name: value}) for name, value in settings.items()] == [5, 5, 5]
