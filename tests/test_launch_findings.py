@@ -88,6 +88,14 @@ CASES = [
      asked(ZERO3, config={"deepspeed_config": {"zero3_init_flag": True}})),
     ("deepspeed_config.zero_stage", "warning", asked(Launch(ranks=8, sharding="zero2"), use_peft=True),
      asked(ZERO3, use_peft=True)),
+    ("ds3_gather_for_generation", "warning", asked(ZERO3, ds3_gather_for_generation=True),
+     asked(ZERO3, ds3_gather_for_generation=True, use_vllm=True)),
+    ("ds3_gather_for_generation", "warning", asked(ZERO3, ds3_gather_for_generation=True),
+     asked(ZERO3, ds3_gather_for_generation=False)),
+    ("deepspeed_config.zero_stage", "note", asked(ZERO3, ds3_gather_for_generation=False, use_peft=True),
+     asked(ZERO3, ds3_gather_for_generation=False)),
+    ("num_proceses", "error", asked(config={"num_processes": 4, "num_proceses": 8}),
+     asked(config={"num_processes": 4, "of_a_newer_release": 1})),
     ("distributed_type", "note", asked(use_peft=True), asked(FSDP2, use_peft=True)),
     ("bnb_4bit_quant_storage", "warning", asked(FSDP2, **QLORA), asked(FSDP2, **FLAT)),
     ("bnb_4bit_quant_storage", "error", asked(Launch(ranks=2, sharding="fsdp1"), **QLORA),
@@ -247,3 +255,9 @@ def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
     recipe.write_text(recipe.read_text() + "gradient_checkpointing: false\n")
     assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 0
     assert "error" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "multi_gpu", "single_gpu", "zero1", "zero2", "zero3"])
+def test_no_key_of_a_config_that_trl_ships_is_unknown(name: str) -> None:
+    config, _ = read_accelerate_config(name)
+    assert not [f for f in findings(asked(config=config)) if "a key that it does not know" in f.what]

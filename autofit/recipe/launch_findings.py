@@ -7,6 +7,7 @@ Every finding is what the installed libraries do, read in their source or run: a
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,13 @@ from autofit.units import format_bytes
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+_CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 too
+    "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
+    "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids", "machine_rank",
+    "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config", "mixed_precision",
+    "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend", "same_network", "tpu_env",
+    "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
+)  # fmt: skip
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -91,11 +99,22 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _started, _wrapped, _packages, _batch, _loading, _whole_base, _reference, _between_syncs, _quantised,
-        _checkpointing, _saving, _clashes, _engine, _cards,
+        _known, _started, _wrapped, _packages, _batch, _loading, _whole_base, _gathered, _reference, _between_syncs,
+        _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
+
+
+def _known(asked: Asked) -> Iterator[Finding]:
+    """Keys that are misspelt. Others that are not known here may be of a newer accelerate."""
+    for key in asked.config:
+        close = get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)
+        if key not in _CONFIG_KEYS and close:
+            yield Finding(  # accelerate/commands/config/config_args.py, from_yaml_file
+                severity=Severity.ERROR, where=asked.in_config(str(key)),
+                what="accelerate refuses a config with a key that it does not know", fix=f"write {close[0]}",
+            )  # fmt: skip
 
 
 def _started(asked: Asked) -> Iterator[Finding]:
@@ -238,6 +257,27 @@ def _whole_base(asked: Asked) -> Iterator[Finding]:
             severity=Severity.NOTE, where=asked.in_config("distributed_type"),
             what=f"DDP keeps the frozen weights whole: {format_bytes(weights)} on each of {launch.ranks} cards",
             fix="if that does not fit, take --accelerate_config fsdp2",
+        )  # fmt: skip
+
+
+def _gathered(asked: Asked) -> Iterator[Finding]:
+    """ZeRO-3 where it saves least: TRL gathers the weights to generate, and LoRA leaves little else to shard."""
+    if asked.launch.sharding != "zero3" or asked.recipe.weights_bytes is None:
+        return
+    size = format_bytes(asked.recipe.weights_bytes)
+    gathers = is_on(asked.value("ds3_gather_for_generation")) and not is_on(asked.value("use_vllm"))
+    if asked.recipe.generates and gathers:  # trl/models/utils.py, unwrap_model_for_generation
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_recipe("ds3_gather_for_generation"),
+            what=f"TRL gathers all weights on every card to generate, {size}: as much as on one card",
+            fix="set it to false, which is slower, or generate with vLLM (use_vllm: true)",
+        )  # fmt: skip
+    elif asked.recipe.uses_lora:
+        yield Finding(
+            severity=Severity.NOTE, where=asked.in_config("deepspeed_config.zero_stage"),
+            what=f"under LoRA ZeRO-3 shards the frozen weights ({size}) and little else: activations and logits stay "
+                 "as on one card, and up to 1e9 parameters (stage3_max_live_parameters) stay gathered",
+            fix="shrink the micro-batch or checkpoint activations where it does not fit",
         )  # fmt: skip
 
 
