@@ -215,7 +215,8 @@ def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, train
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
         loaded = Loaded.of(run.model)
-        marks = _StepMarks(recorder, memory, measure_after=1)
+        engine = launch.sharding.startswith("zero")  # DeepSpeed's makes what it keeps on the host before the first step
+        marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=not engine)
         run.train(marks)
         recorder.enter("end")
         whole_bytes = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))
@@ -231,11 +232,14 @@ class _SaveNow(Followed):
 
 
 class _StepMarks(Followed):
-    """Marks on the simulated card the begin and end of each optimizer step after number `measure_after`."""
+    """Marks on the simulated card the begin and end of each optimizer step after number `measure_after`.
 
-    def __init__(self, recorder: Recorder, memory: Any, *, measure_after: int) -> None:
+    With `loads_apart` what the host holds before the first step is gone when it begins.
+    """
+
+    def __init__(self, recorder: Recorder, memory: Any, *, measure_after: int, loads_apart: bool) -> None:
         super().__init__(recorder)
-        self._memory, self._measure_after = memory, measure_after
+        self._memory, self._measure_after, self._loads_apart = memory, measure_after, loads_apart
         self._trained: tuple[object, object] | None = None
 
     def gradient_is_whole(self, model: object, optimizer: object) -> None:
@@ -250,7 +254,7 @@ class _StepMarks(Followed):
 
     def step_begins(self, step: int) -> None:
         super().step_begins(step)
-        if step == 0:
+        if step == 0 and self._loads_apart:
             self._memory.host_has_loaded()
         if step >= self._measure_after:
             self._memory.mark_step()
