@@ -53,8 +53,10 @@ CASES = [
      asked(Launch(), config={"distributed_type": "NO", "num_processes": 1})),
     ("num_processes", "error", asked(Launch(), config={"distributed_type": "MULTI_GPU", "num_processes": 1}),
      asked(config={"distributed_type": "MULTI_GPU", "num_processes": 1}, num_processes=4)),
-    ("num_processes", "error", asked(FSDP2, config={"distributed_type": "FSDP"}),
+    ("num_processes", "error", asked(replace(FSDP2, ranks=1), config={"distributed_type": "FSDP"}),
      asked(FSDP2, config={"distributed_type": "FSDP"}, num_processes=8)),
+    ("num_processes", "error", asked(replace(FSDP2, ranks=1), config={"distributed_type": "FSDP"}),
+     asked(FSDP2, config={"distributed_type": "FSDP"})),  # the recipe's YAML or WORLD_SIZE has said it
     ("fsdp_config.fsdp_auto_wrap_policy", "warning", asked(FSDP2, config={"fsdp_config": {"fsdp_version": 2}}),
      asked(FSDP2)),
     ("fsdp_config.fsdp_auto_wrap_policy", "warning",
@@ -255,6 +257,15 @@ def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
     recipe.write_text(recipe.read_text() + "gradient_checkpointing: false\n")
     assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 0
     assert "error" not in capsys.readouterr().out
+
+
+def test_keys_of_fsdp_without_their_prefix_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    keys = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": keys}))
+    config, _ = read_accelerate_config(str(path))
+    found = findings(asked(FSDP2, config=config))
+    assert not [f for f in found if f.where.endswith(("fsdp_auto_wrap_policy", "fsdp_state_dict_type"))]
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "multi_gpu", "single_gpu", "zero1", "zero2", "zero3"])

@@ -27,13 +27,14 @@ from autofit.files import cache_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.host_steps import OFFLOAD, WHY, has_room, without_offload
+from autofit.forecast.host_steps import WHY, has_room, without_offload
 from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
+from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, Trier
-from autofit.forecast.host_steps import OFFLOAD
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.probing.result import ProbeResult
+from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.space import QUANTIZATION
 

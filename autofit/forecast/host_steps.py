@@ -4,9 +4,9 @@ import numpy as np
 
 from autofit.forecast.predictions import Predictions
 from autofit.forecast.structures import without
+from autofit.recipe.clashes import OFFLOAD
 from autofit.space.space import Space
 
-OFFLOAD = "launch.offload"
 WHY = "candidates without it fit, and the seconds of the host's step are not known"
 
 

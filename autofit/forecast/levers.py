@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
-from autofit.forecast.host_steps import OFFLOAD
 from autofit.hardware.hardware import Device
+from autofit.recipe.clashes import OFFLOAD, SHARDING
 from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
@@ -18,14 +18,14 @@ SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # The order in which a practitioner tries settings of one tier. Others come after them.
 LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, "launch.sharding", SYNC_EACH_BATCH, "vllm_max_model_length",
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, SHARDING, SYNC_EACH_BATCH, "vllm_max_model_length",
     SHARE, SLEEP, "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft",
     QUANTIZATION, OFFLOAD,
 )  # fmt: skip
 # Knobs without a memory order whose other values may need less memory.
 _MAY_HELP = {
     ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
-    "padding_free", "use_peft", SLEEP, "vllm_max_model_length", "launch.sharding", OFFLOAD,
+    "padding_free", "use_peft", SLEEP, "vllm_max_model_length", SHARDING, OFFLOAD,
 }  # fmt: skip
 _OF_FSDP2 = ((OFFLOAD, "parameters"), (SYNC_EACH_BATCH, True))
 _ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
@@ -81,7 +81,7 @@ class Levers:
         """A candidate's settings with this value of `name`, and what it needs of others; {} if there is none."""
         micro: dict[str, Value] = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
         adapter: dict[str, Value] = {"use_peft": True} if name == QUANTIZATION and "use_peft" in self.own else {}
-        shared: dict[str, Value] = {"launch.sharding": "fsdp2"} if (name, value) in _OF_FSDP2 else {}
+        shared: dict[str, Value] = {SHARDING: "fsdp2"} if (name, value) in _OF_FSDP2 else {}
         tries: list[dict[str, Value]] = [{name: value}, {**micro, **adapter, **shared, name: value}]
         return next((at for at in tries if self.candidate(at) is not None), {})
 

@@ -139,8 +139,6 @@ class Launch:
         """The launch that an accelerate config means; `what` names it in errors. Raises ConfigError."""
         kind = str(config.get("distributed_type", "NO"))
         rest = dict(config)
-        if isinstance(given := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
-            rest["fsdp_config"] = {k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in given.items()}
         ranks = _integer(rest.pop("num_processes", 1), "num_processes", what)
         machines = _integer(rest.get("num_machines", 1), "num_machines", what)
         if kind == "NO":  # accelerate starts one process, whatever num_processes says
@@ -150,7 +148,7 @@ class Launch:
             raise ConfigError(
                 f"{what}: distributed_type must be NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED; got {quoted(kind)}"
             )
-        fields = shared[kind](rest, what) if kind in shared else {}
+        fields = shared[kind](config, what) if kind in shared else {}
         try:
             return cls(ranks=ranks, machines=machines, config=rest, **fields)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -277,7 +275,10 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
                 f"{nearest(given, shipped)}"
             )
         path = shipped[given]
-    return read_yaml_mapping(path, what="accelerate config"), f"the accelerate config {given}"
+    config = read_yaml_mapping(path, what="accelerate config")
+    if isinstance(inner := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
+        config["fsdp_config"] = {k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in inner.items()}
+    return config, f"the accelerate config {given}"
 
 
 def _shipped_with_trl() -> dict[str, Path]:

@@ -109,8 +109,7 @@ def findings(asked: Asked) -> list[Finding]:
 def _known(asked: Asked) -> Iterator[Finding]:
     """Keys that are misspelt. Others that are not known here may be of a newer accelerate."""
     for key in asked.config:
-        close = get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)
-        if key not in _CONFIG_KEYS and close:
+        if key not in _CONFIG_KEYS and (close := get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)):
             yield Finding(  # accelerate/commands/config/config_args.py, from_yaml_file
                 severity=Severity.ERROR, where=asked.in_config(str(key)),
                 what="accelerate refuses a config with a key that it does not know", fix=f"write {close[0]}",
@@ -128,7 +127,7 @@ def _started(asked: Asked) -> Iterator[Finding]:
             what=f"NO starts one process, whatever num_processes={wanted} says",
             fix="set distributed_type: MULTI_GPU, or take --accelerate_config multi_gpu, fsdp2 or zero3",
         )  # fmt: skip
-    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and not asked.num_processes and "num_processes" not in asked.config:
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and asked.launch.ranks == 1 and "num_processes" not in asked.config:
         yield Finding(  # accelerate/commands/launch.py: "You need to manually pass in `--num_processes`"
             severity=Severity.ERROR, where=asked.in_config("num_processes"),
             what="it is missing, and accelerate refuses a distributed launch without it",

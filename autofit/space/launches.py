@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.recipe.clashes import CLASHES, Clash
+from autofit.recipe.clashes import CLASHES, OFFLOAD, Clash
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import SERVER_RANKS, SHARED, Knob, Value, choices_of, own_value
 
-_MILDEST: dict[str, Value] = {"launch.offload": "none"}  # what goes with every sharding
+_MILDEST: dict[str, Value] = {OFFLOAD: "none"}  # what goes with every sharding
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def without_clash(
     return values
 
 
-def describe_clash(clash: Clash) -> dict[str, str]:
-    """{the last of its knobs: its values there, the others they clash with, and why}: for what a space leaves out."""
+def describe_clash(clash: Clash) -> tuple[str, str]:
+    """(the last of its knobs, its values there with the others they clash with, and why): what a space leaves out."""
     *others, last = clash.settings
     beside = " and ".join(f"{key} {_listed(clash.settings[key])}" for key in others)
-    return {last: f"{_listed(clash.settings[last])}{f' with {beside}' if beside else ''}: {clash.what}"}
+    return last, f"{_listed(clash.settings[last])}{f' with {beside}' if beside else ''}: {clash.what}"
 
 
 def _listed(values: Sequence[object]) -> str:

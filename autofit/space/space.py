@@ -73,9 +73,8 @@ class Space:
         declared = checked(knobs, recipe)
         free, left_out, idle = narrowed(declared, recipe, allow=allow, device=device, card=card)
         choices = tuple(choices_of(k, recipe) for k in free)
-        for clash in open_clashes(recipe, free):
-            for name, why in describe_clash(clash).items():
-                left_out[name] = f"{left_out[name]}; {why}" if name in left_out else why
+        for name, why in map(describe_clash, open_clashes(recipe, free)):
+            left_out[name] = f"{left_out[name]}; {why}" if name in left_out else why
         space = cls(recipe, free, choices, allow, declared, left_out, idle)
         bound = space._solved_places
         check_size(math.prod(len(choices[i]) for i in bound))
