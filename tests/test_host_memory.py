@@ -51,31 +51,43 @@ def test_a_machine_too_small_to_load_the_model_in_every_rank_is_told_so() -> Non
     assert shortage(Launch(), 16 * GIB, GIB) == ()
 
 
+def live_bytes(host: HostTensors) -> tuple[int, int]:
+    """(bytes alive, pinned ones among them)."""
+    log = list(zip(host.log.ids, host.log.nbytes, strict=True))
+    return sum(nbytes for _, nbytes in log), sum(nbytes for number, nbytes in log if host.pinned[number])
+
+
 def test_tensors_on_the_host_are_followed_to_their_end() -> None:
     with fake_gpu("a100-80gb") as gpu:
-        gpu.tracer.host = host = HostTensors()
+        host = gpu.follow_host()
         kept = torch.empty(1 << 20, pin_memory=True)
         copied = torch.ones(1 << 20, device="cuda").cpu()
-        assert (host.live_bytes, host.pinned_bytes) == (8 << 20, 4 << 20)
+        assert live_bytes(host) == (8 << 20, 4 << 20)
         del copied
         view = kept[:10]
         del kept
-        assert (host.live_bytes, host.peak_bytes) == (4 << 20, 8 << 20)
+        assert live_bytes(host) == (4 << 20, 4 << 20)
+        assert view.is_pinned()
         del view
-        assert (host.live_bytes, host.pinned_bytes, host.peak_pinned_bytes) == (0, 0, 4 << 20)
+        assert live_bytes(host) == (0, 0)
 
 
-def test_the_peak_of_loading_and_that_of_training_are_counted_apart() -> None:
-    host = HostTensors()
+def test_memory_is_pinned_where_it_was_asked_for_or_nobody_waits_for_the_copy() -> None:
+    with fake_gpu("a100-80gb"):
+        on_card, on_host = torch.ones(1 << 20, device="cuda"), torch.ones(1 << 20)
+        assert not on_host.is_pinned()
+        assert on_host.pin_memory().is_pinned()
+        assert not on_card.to("cpu").is_pinned()
+        assert on_card.to("cpu", non_blocking=True).is_pinned()  # as torch's _to_copy does
+
+
+def test_copies_from_pinned_memory_take_the_time_of_the_link_and_others_are_not_simulated() -> None:
     with fake_gpu("a100-80gb") as gpu:
-        gpu.tracer.host = host
-        loaded = torch.empty(2 << 20)
-        kept = torch.empty(1 << 20, pin_memory=True)
-        del loaded
-        assert host.take_peak() == 12 << 20
-        held = torch.empty(10)
-        assert (host.peak_bytes, host.peak_pinned_bytes) == ((4 << 20) + 40, 4 << 20)
-        del kept, held
+        link_s = (400 << 20) / gpu.spec.host_link_bytes_per_s
+        pinned = torch.ones(100 << 20).pin_memory()
+        before = gpu.elapsed_s
+        pinned.view(10, -1).to("cuda", non_blocking=True)
+        assert gpu.elapsed_s - before == pytest.approx(link_s, rel=0.05)
 
 
 def test_a_save_gathers_the_larger_of_the_model_and_the_optimizer() -> None:

@@ -137,6 +137,38 @@ def test_ranks_hold_to_the_byte_from_few_layers_what_they_hold_with_all(
     every = with_all_layers(tmp_path / "run")
     assert few.phases == every.phases
     assert few.step_s[0] == pytest.approx(every.step_s[0], rel=0.005)
+    assert_same_host(few, every)
+
+
+SCALARS = 4096  # bytes of single numbers on the host, some of which belong to no layer
+
+
+def assert_same_host(few: ProbeResult, every: ProbeResult) -> None:
+    """The host's memory that few layers stand for is that of all layers."""
+    assert few.host is not None
+    assert every.host is not None
+    for name in ("load_bytes", "kept_bytes", "pinned_bytes", "save_bytes"):
+        assert getattr(few.host, name) == pytest.approx(getattr(every.host, name), abs=SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes"),
+    [("sft", {}), pytest.param("reward", {"use_peft": True}, marks=pytest.mark.slow)],
+)
+def test_what_is_offloaded_is_counted_on_the_host(
+    tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object]
+) -> None:
+    launch = Launch(ranks=4, sharding="fsdp2", offload="parameters")
+    few = probe(tmp_path / "moved", fork_server, launch, trainer=trainer, **changes)
+    every = with_all_layers(tmp_path / "moved")
+    assert few.phases == every.phases
+    assert_same_host(few, every)
+    assert few.host is not None
+    if not changes:  # bfloat16 shards of weights, gradients and two moments; the first two are pinned
+        share = 2 * PARAMETERS // launch.ranks
+        assert few.host.kept_bytes == pytest.approx(4 * share, rel=0.01)
+        assert few.host.pinned_bytes == pytest.approx(2 * share, rel=0.01)
+        assert few.host.machine_bytes > 4 * share * launch.ranks
 
 
 @pytest.mark.slow

@@ -166,6 +166,24 @@ def test_a_recipe_whose_own_settings_fail_together_keeps_them() -> None:
     assert ("fsdp2", True, "parameters") in kinds(space_of(recipe))
 
 
+@pytest.mark.parametrize(
+    ("model", "trainer", "use_peft", "fails"),
+    [
+        ("Qwen/Qwen3-8B", "sft", True, True),  # an LM head of its own
+        ("Qwen/Qwen3-0.6B", "sft", True, False),  # the head is the input embeddings
+        ("Qwen/Qwen3-8B", "sft", False, False),
+        ("Qwen/Qwen3-8B", "reward", True, False),  # no LM head
+        ("nobody/knows", "sft", True, False),
+    ],
+)
+def test_an_lm_head_that_no_module_gathers_clashes_with_offload(
+    model: str, trainer: str, *, use_peft: bool, fails: bool
+) -> None:
+    launch = Launch(ranks=4, sharding="fsdp2", offload="parameters")
+    recipe = replace(recipe_on(launch, use_vllm=True, use_peft=use_peft), model=model, trainer=trainer)
+    assert [clash.key for clash in clashes(recipe)] == ["launch.offload"] * fails
+
+
 def test_a_candidate_names_the_package_of_its_value_alone() -> None:
     space = space_of(recipe_on(Launch(ranks=2)))
     for candidate in space.allowed():

@@ -17,6 +17,7 @@ from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.communicators import nccl_bytes, nccl_note
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
+from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.rates.cards import stand_in
@@ -185,6 +186,13 @@ class FakeGpu:
             + (f", and one expert {most:g} times its share" if most != 1.0 else "")
             + "; see expert_imbalance of fake_gpu"
         )
+
+    def follow_host(self) -> HostMemory:
+        """Follow the tensors in the memory of the host from here on."""
+        host = self.tracer.host = HostMemory()
+        if self.layers is not None:
+            self.layers.host, host.layer_at_work = host, self.layers.code
+        return host
 
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats; the peaks of this object are not reset."""

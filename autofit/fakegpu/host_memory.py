@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.host_copies import is_pinned
+from autofit.fakegpu.replay import EventLog
 
 
 class HostMemory:
-    """Follows the storages of fake tensors on the CPU, from the operation that made each to its end."""
+    """Follows the storages of fake tensors on the CPU, from the operation that made each to its end.
+
+    `owners` has the layer of each storage and `pinned` whether it is pinned, by its number in the log.
+    """
 
     def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.pinned_bytes = 0  # of the live ones
-        self.peak_pinned_bytes = 0
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def take_peak(self) -> int:
-        """The most bytes since the last call; from here on the peak is counted anew."""
-        peak, self.peak_bytes, self.peak_pinned_bytes = self.peak_bytes, self.live_bytes, self.pinned_bytes
-        return peak
+        self.log = EventLog()
+        self.owners: list[int] = []
+        self.pinned: list[bool] = []
+        self.layer_at_work: Callable[[], int] = lambda: 0
+        self._live: dict[int, int] = {}  # storage -> its number
+        self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def follow(self, out: object) -> None:
         """See the outputs of an operation."""
@@ -33,24 +34,26 @@ class HostMemory:
             for item in out:
                 self.follow(item)
 
+    def give(self, tensor: torch.Tensor, layer: int) -> None:
+        """Attribute the storage of a tensor, if it is one of these, to a layer."""
+        number = self._live.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self.owners[number] = layer
+
     def _see(self, tensor: FakeTensor) -> None:
         if tensor.fake_device.type != "cpu" or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        key, nbytes, pinned = storage._cdata, storage.nbytes(), is_pinned(tensor)
+        key, nbytes = storage._cdata, storage.nbytes()
         if key in self._live or not nbytes:
             return
+        number, layer = len(self.owners), self.layer_at_work()
 
         def died(_: object) -> None:
-            del self._live[key]
-            self._add(-nbytes, pinned)
+            del self._live[key], self._guards[key]
+            self.log.add(number, -nbytes, self.layer_at_work())
 
-        self._live[key] = weakref.ref(storage, died)
-        self._add(nbytes, pinned)
-
-    def _add(self, nbytes: int, pinned: bool) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if pinned:
-            self.pinned_bytes += nbytes
-            self.peak_pinned_bytes = max(self.peak_pinned_bytes, self.pinned_bytes)
+        self._live[key], self._guards[key] = number, weakref.ref(storage, died)
+        self.owners.append(layer)
+        self.pinned.append(is_pinned(tensor))
+        self.log.add(number, nbytes, layer)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import yaml
 from torch import Tensor
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
-from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.stack import repeats, shallow_models, stands_for
+from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.rates.error import log_error
@@ -27,7 +28,7 @@ from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
-from autofit.plugin.protocol import ROLLOUT, SCORING, SYNC, WAKE_UP
+from autofit.plugin.protocol import ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
@@ -70,7 +71,8 @@ class SimMemory:
         self._replay: Unlimited | None = None
         self.least_of_fits = True
         self._host: HostMemory | None = None
-        self._host_load_bytes = 0
+        self._host_tensors: HostTensors | None = None
+        self._host_loaded = 0
 
     def card_state(self) -> None:
         return None
@@ -88,31 +90,36 @@ class SimMemory:
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
         ) as gpu:
             self._gpu = gpu
-            gpu.tracer.host = HostTensors() if follow_host else None
+            self._host_tensors = gpu.follow_host() if follow_host else None
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
             with shallow_models(pattern=pattern) if shallow else nullcontext():
                 yield
 
     def host_has_loaded(self) -> None:
         """The models are loaded: what the host holds from here on is counted by itself."""
-        if self._gpu is not None and self._gpu.tracer.host is not None:
-            self._host_load_bytes = self._gpu.tracer.host.take_peak()
+        if self._host_tensors is not None:
+            self._host_loaded = len(self._host_tensors.log)
 
-    def note_host(self, launch: Launch, loaded: "Loaded", *, whole_bytes: int | None, shallow: bool) -> None:
-        """Note the host memory of all ranks after this one has trained the model `loaded`.
+    def note_host(self, launch: Launch, loaded_bytes: int, *, saved_bytes: int | None) -> None:
+        """Note the host memory of all ranks after this one has trained a model that was loaded with `loaded_bytes`.
 
-        `whole_bytes` are the most that a rank gathers to save it. Of the copies that a shallow model was seen to take
-        while it was loaded, each has all layers; the rest is taken as it is.
+        `saved_bytes` are the most that a rank gathers to save it.
         """
-        host = self._gpu.tracer.host if self._gpu is not None else None
-        if host is None:
+        host = self._host_tensors
+        if host is None or self._gpu is None or self._gpu.layers is None:
             return
-        copies, rest = divmod(self._host_load_bytes, max(1, loaded.traced_bytes))
-        counted = not shallow or launch.offload == "none"
+        marks = [Mark(name=UPDATE, event=event, stretch=0) for event in (self._host_loaded, len(host.log))]
+        try:
+            run = expanded_host(host, self._gpu.layers, marks)
+        except NotRepeatingError:
+            self._host = host_memory(launch, loaded_bytes, whole_bytes=saved_bytes)
+            return
+        trains = run.marks[0].event
+        held = np.cumsum(run.nbytes)
+        pinned = np.cumsum(run.nbytes * run.categories)
         self._host = host_memory(
-            launch, loaded.whole_bytes, kept_bytes=host.peak_bytes if counted else None,
-            pinned_bytes=host.peak_pinned_bytes if counted else 0, load_bytes=copies * loaded.whole_bytes + rest,
-            whole_bytes=whole_bytes,
+            launch, loaded_bytes, whole_bytes=saved_bytes, load_bytes=int(held[:trains].max(initial=0)),
+            kept_bytes=int(held[trains:].max(initial=0)), pinned_bytes=int(pinned[trains:].max(initial=0)),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -230,22 +237,14 @@ def simulated(device: str, limit_bytes: int | None) -> Iterator[SimMemory]:
     yield SimMemory(device, limit_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Bytes of one copy of a transformers model as it is loaded: as it was traced, and with all layers."""
-
-    traced_bytes: int
-    whole_bytes: int
-
-    @classmethod
-    def of(cls, model: Any) -> "Loaded":
-        standing = _standing(model)
-        traced = whole = 0.0
-        for name, parameter in model.named_parameters():
-            numel = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the parameter itself is empty
-            traced += numel * parameter.element_size()
-            whole += numel * parameter.element_size() * repeats(name, standing)
-        return cls(round(traced), round(whole))
+def loaded_bytes(model: Any) -> int:
+    """Bytes of one copy of a transformers model as it is loaded, with all layers."""
+    standing = _standing(model)
+    whole = 0.0
+    for name, parameter in model.named_parameters():
+        numel = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the parameter itself is empty
+        whole += numel * parameter.element_size() * repeats(name, standing)
+    return round(whole)
 
 
 def saved_bytes(model: Any, optimizer: Any, launch: Launch, *, with_optimizer: bool) -> int:

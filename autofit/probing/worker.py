@@ -206,7 +206,7 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
     from autofit.probing.rank import simulated_rank
-    from autofit.probing.simulated import Loaded, layers_alike
+    from autofit.probing.simulated import layers_alike, loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
     launch, values = split(request.values)
@@ -214,13 +214,13 @@ def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, train
     with simulated_rank(launch, memory.rank, device=request.device), card:
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
-        loaded = Loaded.of(run.model)
+        loaded = loaded_bytes(run.model)
         engine = launch.sharding.startswith("zero")  # DeepSpeed's makes what it keeps on the host before the first step
         marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=not engine)
         run.train(marks)
         recorder.enter("end")
-        whole_bytes = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))
-        memory.note_host(launch, loaded, whole_bytes=whole_bytes, shallow=shallow)
+        saved = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))
+        memory.note_host(launch, loaded, saved_bytes=saved)
         return run
 
 

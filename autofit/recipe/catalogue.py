@@ -1,12 +1,16 @@
 """Architectures known without a download: facts from published config.json files, by model name. No torch."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import cast
 
 import yaml
+
+from autofit.files import read_json
 
 Config = Mapping[str, object]
 
@@ -29,6 +33,21 @@ def architecture(name: str) -> Architecture | None:
     """The entry of the model `name`, in any case, or None."""
     found = _all()
     return found.get(name) or {key.lower(): value for key, value in found.items()}.get(name.lower())
+
+
+def text_config(model: str) -> Config:
+    """The config.json of the text model in a folder, or as the catalogue has it; {} where neither knows `model`."""
+    path = Path(model) / "config.json"
+    known = architecture(model)
+    config = read_json(path) if os.path.isfile(path) else None if known is None else known.config
+    inner = (config or {}).get("text_config", config)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def attention_heads(model: str) -> int | None:
+    """Attention heads of a model; None where they are not known."""
+    heads = text_config(model).get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
 
 
 @cache

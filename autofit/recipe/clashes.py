@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from autofit.recipe.catalogue import text_config
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe
 
@@ -16,16 +17,26 @@ _OF_BITSANDBYTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Keys of a recipe, each with the values that clash: a training with all of them fails. Then what happens."""
+    """Keys of a recipe, each with the values that clash: a training with all of them fails. Then what happens.
+
+    `when` says for which recipes.
+    """
 
     settings: Mapping[str, tuple[object, ...]]
     key: str  # that its user would change
     what: str
     fix: str
+    when: Callable[[Recipe], bool] = lambda recipe: True
 
     def is_met(self, value: Callable[[str], object]) -> bool:
         """Whether a recipe with `value(key)` for each key has all of the settings."""
         return all(value(key) in values for key, values in self.settings.items())
+
+
+def _has_own_lm_head(recipe: Recipe) -> bool:
+    """Whether TRL's loss takes the LM head of the model, and that is known not to be the input embeddings."""
+    by_head = (recipe.trainer_name or recipe.trainer) in ("sft", "dpo", "grpo", "rloo")
+    return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 
 CLASHES = (
@@ -35,6 +46,14 @@ CLASHES = (
         what="transformers 5.23 moves the inputs of a generation to the host, where the weights are, and the gathered "
              "weights are on the card: it ends with `Expected all tensors to be on the same device`",
         fix="set fsdp_offload_params: false, or generate with vLLM (use_vllm: true)",
+    ),
+    Clash(  # accelerate/utils/fsdp_utils.py, line 733, sees no norm in a PeftModel; trl/trainer/utils.py, line 1615
+        settings={SHARDING: ("fsdp2",), OFFLOAD: ("parameters",), "use_peft": (True,)},
+        key=OFFLOAD,
+        what="under PEFT accelerate 1.15 makes the LM head a group of its own, which TRL's loss does not gather: it "
+             "moves the hidden states to the host, where the head's shard is, and ends with tensors on two devices",
+        fix="set fsdp_offload_params: false, or train all weights",
+        when=_has_own_lm_head,
     ),
     Clash(  # seen with bitsandbytes 0.50 and torch 2.13; github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
         settings={SHARDING: ("fsdp2",), "optim": _OF_BITSANDBYTES},
@@ -55,4 +74,9 @@ def clashes(recipe: Recipe, values: Mapping[str, object] | None = None) -> Itera
         outer, _, inner = key.partition(".")
         return launch.get(inner) if outer == LAUNCH else changed.get(key, recipe.resolved.get(key))
 
-    return (clash for clash in CLASHES if clash.is_met(value))
+    return (clash for clash in clashes_of(recipe) if clash.is_met(value))
+
+
+def clashes_of(recipe: Recipe) -> Iterator[Clash]:
+    """The clashes that the recipe's trainer and model can have."""
+    return (clash for clash in CLASHES if clash.when(recipe))

@@ -4,17 +4,14 @@ Every finding is what the installed libraries do, read in their source or run: a
 1.16, torch 2.13. Where the libraries raise an error, theirs comes late (after the weights are loaded) or names no key.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
-from pathlib import Path
 from typing import cast
 
-from autofit.files import read_json
-from autofit.recipe.catalogue import architecture
+from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
 from autofit.recipe.launch import Launch, is_on, state_dict_type
@@ -453,16 +450,6 @@ def _engine(asked: Asked) -> Iterator[Finding]:
             what=f"{size} must divide the {heads} attention heads of {asked.recipe.model}",
             fix=f"take one of {', '.join(map(str, works))}",
         )  # fmt: skip
-
-
-def attention_heads(model: str) -> int | None:
-    """Attention heads of a model in a folder or in the catalogue; None where neither tells."""
-    path = Path(model) / "config.json"
-    known = architecture(model)
-    config = read_json(path) if os.path.isfile(path) else None if known is None else known.config
-    text = (config or {}).get("text_config", config)
-    heads = text.get("num_attention_heads") if isinstance(text, Mapping) else None
-    return heads if isinstance(heads, int) else None
 
 
 def _cards(asked: Asked) -> Iterator[Finding]:

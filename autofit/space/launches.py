@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.recipe.clashes import CLASHES, OFFLOAD, Clash
+from autofit.recipe.clashes import OFFLOAD, Clash, clashes_of
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import SERVER_RANKS, SHARED, Knob, Value, choices_of, own_value
@@ -57,7 +57,7 @@ class Launches:
 def open_clashes(recipe: Recipe, knobs: Sequence[Knob]) -> tuple[Clash, ...]:
     """The clashes that the `knobs` can bring about, by their values there. One of the recipe itself is its user's."""
     found = []
-    for clash in CLASHES:
+    for clash in clashes_of(recipe):
         free = {
             knob.name: tuple(value for value in choices_of(knob, recipe) if value in clash.settings[knob.name])
             for knob in knobs if knob.name in clash.settings

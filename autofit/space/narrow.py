@@ -13,9 +13,9 @@ from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import simulated_twin
 from autofit.hardware.needs import BFLOAT16_CAPABILITY
+from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import Launch
-from autofit.recipe.launch_findings import attention_heads
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.space.knob import ENV, QUANTIZATION, SHARED, Condition, Knob, Value, choices_of, own_value
 from autofit.space.limits import check_values

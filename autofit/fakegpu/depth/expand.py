@@ -21,6 +21,7 @@ import numpy.typing as npt
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, Repeat, Tag
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
+from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.replay import EventLog
 
@@ -90,42 +91,51 @@ class Run:
 
 def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     """The recorded run of a card made with `follow_layers`."""
-    category = gpu.category_numbers()
-    clock, log, allocations = gpu.clock, gpu.memory.log, gpu.memory.allocations
+    clock, allocations = gpu.clock, gpu.memory.allocations
     assert isinstance(clock, LayerClock)
     clock.cut()
+    run = _attributed(gpu.memory.log, [a.layer for a in allocations], gpu.category_numbers(), marks)
+    return replace(
+        run, stretches=tuple(clock.stretches), repeats=tuple(clock.repeats), streams=dict(gpu.memory.log.streams)
+    )
+
+
+def _attributed(log: EventLog, layers: Sequence[int], categories: Ints, marks: Sequence[Mark]) -> Run:
+    """The events of a log up to the last mark with layers; storage number n has `layers[n]` and `categories[n]`."""
     end = marks[-1].event if marks else len(log)
     ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
-    owner = np.asarray([_data_code(a.layer) for a in allocations], np.int64)
+    owner = np.asarray([_data_code(layer) for layer in layers], np.int64)
     for _ in range(2):
         tags = np.where(known == 0, owner[ids], known) if len(ids) else ids
         order = _canonical_order(ids, nbytes, tags, [mark.event for mark in marks])
         ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
         _own_what_loops_take(owner, ids, nbytes, tags)
-    tags = with_what_loops_give_back(nbytes, tags)
     return Run(
-        ids=ids,
-        nbytes=nbytes,
-        tags=tags,
-        categories=category[ids] if len(ids) else ids,
-        stretches=tuple(clock.stretches),
-        repeats=tuple(clock.repeats),
-        marks=tuple(marks),
-        streams=dict(log.streams),
-    )
+        ids=ids, nbytes=nbytes, tags=with_what_loops_give_back(nbytes, tags), stretches=(), marks=tuple(marks),
+        categories=categories[ids] if len(ids) else ids,
+    )  # fmt: skip
 
 
 def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     """The run at full depth; the recorded run itself if no model was shrunk."""
-    layers, run = gpu.layers, run_of(gpu, marks)
-    assert layers is not None
+    assert gpu.layers is not None
+    return _deep(run_of(gpu, marks), gpu.layers, gpu.layers.shares)
+
+
+def expanded_host(host: HostMemory, layers: LayerRecorder, marks: Sequence[Mark]) -> Run:
+    """The events of the host's memory at full depth; the category of each is 1 if its storage is pinned, else 0."""
+    return _deep(_attributed(host.log, host.owners, np.asarray(host.pinned, np.int64), marks), layers, {})
+
+
+def _deep(run: Run, layers: LayerRecorder, shares: Mapping[int, Mapping[int, int]]) -> Run:
+    """The run with all layers of what `layers` followed, with the tensors of several layers in `shares`."""
     if not layers.stacks:
         if layers.is_shrunk:
             raise NotRepeatingError("the layers of a model that was built with few of them were not found")
         return run
     if layers.problem:
         raise NotRepeatingError(layers.problem)
-    return Expansion(_grown(run, layers.shares, layers.stacks), layers.stacks).run()
+    return Expansion(_grown(run, shares, layers.stacks), layers.stacks).run()
 
 
 def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints, marks: Sequence[int]) -> Ints:

@@ -19,6 +19,7 @@ import torch
 from autofit.fakegpu.autograd import in_backward
 from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
+from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.memory import SimulatedMemory
 
 __all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
@@ -49,6 +50,7 @@ class LayerRecorder:
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
         self.clock: LayerClock | None = None
+        self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.stacks: list[Stack] = []
         self.problem = ""
         self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes from middle layers
@@ -157,6 +159,8 @@ class LayerRecorder:
     def give(self, tensor: torch.Tensor, code: int) -> None:
         """Attribute a tensor, on the card or not, to the layer of `code`."""
         cast("Any", tensor)._autofit_layer = code
+        if self.host is not None:
+            self.host.give(tensor, code)
         index = self.memory.index_of(tensor)
         if index is not None:
             self.memory.allocations[index].layer = code

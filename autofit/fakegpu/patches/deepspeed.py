@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
 
-import torch
-
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_copies import is_pinned
+from autofit.fakegpu.host_copies import is_pinned, pinned
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
@@ -44,13 +42,9 @@ def cuda_accelerator(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     def available_memory(self: object, device_index: object = None) -> int:
         return gpu.spec.capacity_bytes - gpu.memory.allocator.allocated_bytes
 
-    def pin_memory(self: object, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return copied.copy_(tensor)
-
     yield owner, "_init_pynvml", lambda self: None, reason
     yield owner, "available_memory", available_memory, reason
-    yield owner, "pin_memory", pin_memory, reason
+    yield owner, "pin_memory", lambda self, tensor, align_bytes=1: pinned(tensor), reason
     yield owner, "is_pinned", lambda self, tensor: is_pinned(tensor), reason
 
 

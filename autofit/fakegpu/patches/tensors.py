@@ -202,11 +202,6 @@ def deep_copied(memory: SimulatedMemory, original: Callable[..., torch.Tensor]) 
     return deep_copy
 
 
-def itself(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """`Tensor.pin_memory`: host memory is not simulated."""
-    return tensor
-
-
 def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> Callable[..., object]:
     """`UntypedStorage.resize_`: FSDP frees and refills parameters through it."""
 
