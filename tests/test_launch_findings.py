@@ -172,6 +172,20 @@ def test_cards_without_peer_to_peer_are_told_and_others_are_not() -> None:
     assert findings(asked(Launch(), card="rtx4090")) == []
 
 
+def test_a_finding_on_keys_of_the_recipe_names_them_as_written() -> None:
+    values = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": False}}
+    launch = replace(FSDP2, config={"fsdp_config": {"fsdp_cpu_ram_efficient_loading": False}})
+    told = replace(asked(launch, name="run.yaml"), values=values)
+    assert of(findings(told), "cpu_ram_efficient_loading").where == "run.yaml: fsdp_config.cpu_ram_efficient_loading"
+
+
+def test_a_flag_of_the_recipe_counts_more_than_the_accelerate_config_below_it() -> None:
+    launch = replace(FSDP2, config={"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}})
+    flagged = asked(launch, config={"fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}})
+    told = replace(flagged, values={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})
+    assert of(findings(told), "fsdp_state_dict_type").where == "run.yaml: fsdp_state_dict_type"
+
+
 def test_the_worst_is_said_first() -> None:
     found = findings(asked(FSDP2, **QLORA, save_only_model=True, load_best_model_at_end=True))
     order = [list(Severity).index(f.severity) for f in found]

@@ -10,6 +10,7 @@ import yaml
 
 from autofit.errors import ConfigError
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launch_places import TYPES
 from autofit.recipe.launching import Launched, LaunchOptions, launched
 
 NOWHERE: Mapping[str, str] = {}
@@ -282,5 +283,5 @@ def test_the_flags_that_are_read_are_flags_of_accelerate() -> None:
     from autofit.recipe import launching
 
     known = {name.lstrip("-").replace("-", "_") for a in launch_command_parser()._actions for name in a.option_strings}
-    asked = {name for names in launching._FLAGS.values() for name in names} | set(launching._TYPES)
+    asked = {name for names in launching._FLAGS.values() for name in names} | set(TYPES)
     assert asked <= known

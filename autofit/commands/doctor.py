@@ -62,7 +62,7 @@ def _findings(
     given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
     config = read_accelerate_config(str(given))[0] if given is not None else {}
     asked = Asked(
-        recipe=recipe, file=str(options.recipe), config=config, num_processes=options.num_processes,
+        recipe=recipe, file=str(options.recipe), values=values, config=config, num_processes=options.num_processes,
         config_name=f"the accelerate config {given}" if given is not None else f"{options.recipe} (launch)",
         card=device.removeprefix("sim:") if device.startswith("sim:") else "", cards_here=len(gpus()),
     )  # fmt: skip

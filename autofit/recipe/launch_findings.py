@@ -15,6 +15,7 @@ from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
 from autofit.recipe.launch import Launch, is_on, state_dict_type
+from autofit.recipe.launch_places import place
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
 
@@ -61,12 +62,14 @@ class Finding:
 class Asked:
     """A recipe with its launch, and what the user's own files said before they were read.
 
-    `config` is the accelerate config as it stands in the file `config_name` ({} without one); `cards_here` are the
-    cards of this machine, `card` the model of the card that is trained on (as autofit names it), where it is known.
+    `values` is the recipe as it stands in `file`, `config` the accelerate config in the file `config_name` ({} without
+    one); `cards_here` are the cards of this machine, `card` the model of the card that is trained on (as autofit names
+    it), where it is known.
     """
 
     recipe: Recipe
-    file: str = "the recipe"  # that the recipe is in
+    file: str = "the recipe"
+    values: Mapping[str, object] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     config_name: str = "the accelerate config"
     num_processes: int | None = None  # of the command line
@@ -78,8 +81,8 @@ class Asked:
         return self.recipe.launch
 
     def section(self, name: str) -> Mapping[str, object]:
-        """A section of the accelerate config, such as fsdp_config; {} without it."""
-        found = {**self.launch.config, **self.config}.get(name)
+        """A section of the accelerate config, such as fsdp_config, with what the recipe changes; {} without it."""
+        found = {**self.config, **self.launch.config}.get(name)
         return cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
 
     def value(self, key: str) -> object:
@@ -90,7 +93,10 @@ class Asked:
         return f"{self.file}: {key}"
 
     def in_config(self, key: str) -> str:
-        return f"{self.config_name}: {key}"
+        """Where the user says a key of an accelerate config: there, or in the recipe."""
+        if key == "num_processes" and self.num_processes is not None:
+            return "--num_processes"
+        return place(key, self.values, file=self.file, config=self.config, config_name=self.config_name)
 
 
 def findings(asked: Asked) -> list[Finding]:
@@ -130,7 +136,7 @@ def _started(asked: Asked) -> Iterator[Finding]:
             what="it is missing, and accelerate refuses a distributed launch without it",
             fix=f"set it to the number of cards{_or_here(asked)}, or pass --num_processes",
         )  # fmt: skip
-    elif kind == "MULTI_GPU" and wanted == 1:
+    elif kind == "MULTI_GPU" and asked.launch.ranks == 1:
         # the flag --multi_gpu with one process is refused, a config file with both is not (launch.py, line 1208)
         yield Finding(
             severity=Severity.ERROR, where=asked.in_config("num_processes"),
@@ -362,7 +368,7 @@ def _checkpointing(asked: Asked) -> Iterator[Finding]:
         yield Finding(
             severity=Severity.NOTE, where=asked.in_recipe(key),
             what="with FSDP the recipe's own checkpointing gathers the parameters once more in the backward pass",
-            fix=f"set {key}: false, and fsdp_config.fsdp_activation_checkpointing: true in {asked.config_name}",
+            fix=f"set {key}: false, and true for {asked.in_config('fsdp_config.fsdp_activation_checkpointing')}",
         )  # fmt: skip
     kwargs = next((v for k in _CHECKPOINTING_KWARGS if isinstance(v := asked.value(k), Mapping)), {})
     if (

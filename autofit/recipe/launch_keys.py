@@ -60,6 +60,27 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
     return {**named, "fsdp_version": version}
 
 
+def fsdp_place(values: Mapping[str, object], key: str, file: str, known: bool) -> str | None:
+    """Where `fsdp` and `fsdp_config` of the recipe in `file` say accelerate's `key`; None where they do not.
+
+    They could say any key unless it is `known` from an accelerate config.
+    """
+    words = _words(values.get("fsdp"))
+    if words is None:
+        return None
+    given = values.get("fsdp_config")
+    base = f"{given}: " if isinstance(given, str) and not given.lstrip().startswith("{") else f"{file}: fsdp_config."
+    key = key.replace("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+    names = {name for name, known_as in _FSDP_KEYS.items() if known_as == key}
+    written = [name for name in _json_mapping(given, "fsdp_config") if name.removeprefix("fsdp_") in names]
+    if written:
+        return base + written[0]
+    option = {"fsdp_offload_params": ("offload",), "fsdp_reshard_after_forward": _STRATEGIES}.get(key, ())
+    if set(words) & set(option):
+        return f"{file}: fsdp"
+    return None if known or not names else base + key.removeprefix("fsdp_")
+
+
 def _words(fsdp: object) -> list[str] | None:
     """The options that `fsdp` lists; [] for true; None where it is not given."""
     if fsdp is None or fsdp is False or (isinstance(fsdp, str | list) and not fsdp):

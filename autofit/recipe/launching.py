@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import deepspeed_config, deepspeed_fields, fsdp_config, read_deepspeed_file
+from autofit.recipe.launch_places import TYPES
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
-_TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
 # Flags of `accelerate launch` with a value, which TRL passes on from the YAML: {section of an accelerate config: names}
 _FLAGS: dict[str, tuple[str, ...]] = {
@@ -91,7 +91,7 @@ def launched(
     rest = dict(values)
     kept = {} if of_trl else {key: rest.pop(key) for key in values if key != LAUNCH}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
-    flags = {key: rest.pop(key) for key in list(rest) if key in _flag_names() or key in _TYPES or key in _REFUSED}
+    flags = {key: rest.pop(key) for key in list(rest) if key in _flag_names() or key in TYPES or key in _REFUSED}
     _apply_flags(found, flags)
     _apply_trainers(found, {key: rest.pop(key) for key in _TRAINERS if key in rest})
     _apply_ranks(found, "num_processes" in flags, options, environment)
@@ -134,11 +134,11 @@ def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
     refused = [key for key in flags if key in _REFUSED]
     if refused:
         raise ConfigError(f"{refused[0]} is not supported: autofit launches DDP, FSDP and DeepSpeed ZeRO; omit it")
-    on = [key for key in _TYPES if _is_true(key, flags.get(key))]
+    on = [key for key in TYPES if _is_true(key, flags.get(key))]
     if len(on) > 1:
-        raise ConfigError(f"only one of {', '.join(_TYPES)} can be true; got {' and '.join(on)}")
+        raise ConfigError(f"only one of {', '.join(TYPES)} can be true; got {' and '.join(on)}")
     if on:
-        found.config["distributed_type"] = _TYPES[on[0]]
+        found.config["distributed_type"] = TYPES[on[0]]
         found.notes.append(
             f"`trl` cannot take {on[0]}: true from a YAML (accelerate gets `--{on[0]} True` and takes True for the "
             "script); the accelerate config that is written with the tuned recipe says it"
