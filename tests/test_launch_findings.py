@@ -99,6 +99,18 @@ CASES = [
      asked(ZERO3, ds3_gather_for_generation=False)),
     ("num_proceses", "error", asked(config={"num_processes": 4, "num_proceses": 8}),
      asked(config={"num_processes": 4, "of_a_newer_release": 1})),
+    ("fsdp_config.fsdp_sync_module_states", "error",
+     asked(FSDP2, config={"distributed_type": "FSDP", "fsdp_config": {"fsdp_sync_module_states": False}}),
+     asked(FSDP2, config={"distributed_type": "FSDP", "fsdp_config": {
+         "fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}})),
+    ("fsdp_config.fsdp_offload_param", "warning", asked(config={"fsdp_config": {"fsdp_offload_param": True}}),
+     asked(config={"fsdp_config": {"fsdp_ignored_modules": "a", "of_a_newer_release": 1}})),
+    ("deepspeed_config.zero3_save_16bit", "warning",
+     asked(ZERO3, config={"deepspeed_config": {"zero3_save_16bit": True}}),
+     asked(ZERO3, config={"deepspeed_config": {"zero3_save_16bit_model": True, "gradient_accumulation_steps": 1}})),
+    ("deepspeed_config.offload_param_nvme_path", "warning",
+     asked(ZERO3, config={"deepspeed_config": {"offload_param_device": "nvme", "offload_param_nvme_path": "/n"}}),
+     asked(ZERO3, config={"deepspeed_config": {"offload_param_device": "cpu", "offload_param_nvme_path": "/n"}})),
     ("distributed_type", "note", asked(use_peft=True), asked(FSDP2, use_peft=True)),
     ("bnb_4bit_quant_storage", "warning", asked(FSDP2, **QLORA), asked(FSDP2, **FLAT)),
     ("bnb_4bit_quant_storage", "error", asked(Launch(ranks=2, sharding="fsdp1"), **QLORA),
@@ -287,3 +299,10 @@ def test_keys_of_fsdp_without_their_prefix_are_seen(tmp_path: Path) -> None:
 def test_no_key_of_a_config_that_trl_ships_is_unknown(name: str) -> None:
     config, _ = read_accelerate_config(name)
     assert not [f for f in findings(asked(config=config)) if "a key that it does not know" in f.what]
+
+
+def test_accelerate_launch_passes_no_path_of_nvme_on() -> None:
+    from accelerate.utils import launch as of_accelerate
+
+    assert of_accelerate.__file__ is not None
+    assert "NVME_PATH" not in Path(of_accelerate.__file__).read_text()

@@ -11,6 +11,7 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launch_places import TYPES
+from autofit.recipe.launch_values import FLAGS
 from autofit.recipe.launching import Launched, LaunchOptions, launched
 
 NOWHERE: Mapping[str, str] = {}
@@ -98,7 +99,7 @@ def test_each_version_of_fsdp_has_its_own_key_for_resharding(tmp_path: Path) -> 
         assert isinstance(written, dict)
         assert written["fsdp_sharding_strategy"] == strategy
         assert "fsdp_reshard_after_forward" not in written
-    with pytest.raises(ConfigError, match="fsdp_sharding_strategy must be true"):
+    with pytest.raises(ConfigError, match="fsdp_sharding_strategy must be FULL_SHARD or"):
         fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy="HYBRID_SHARD")
 
 
@@ -280,8 +281,6 @@ def test_other_trainers_keep_keys_of_the_same_names() -> None:
 def test_the_flags_that_are_read_are_flags_of_accelerate() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    from autofit.recipe import launching
-
     known = {name.lstrip("-").replace("-", "_") for a in launch_command_parser()._actions for name in a.option_strings}
-    asked = {name for names in launching._FLAGS.values() for name in names} | set(TYPES)
+    asked = {name for names in FLAGS.values() for name in names} | set(TYPES)
     assert asked <= known

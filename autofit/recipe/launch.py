@@ -15,6 +15,7 @@ from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.keys import BatchKeys
+from autofit.recipe.launch_values import STATE_DICT_TYPES
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -230,7 +231,8 @@ def state_dict_type(config: object, sharding: str) -> str:
     if not isinstance(config, Mapping) or not config:
         return "FULL_STATE_DICT"
     usual = "FULL_STATE_DICT" if sharding == "fsdp1" else "SHARDED_STATE_DICT"
-    return str(config.get("fsdp_state_dict_type") or usual).upper()
+    given = str(config.get("fsdp_state_dict_type") or usual).upper()
+    return STATE_DICT_TYPES[int(given) - 1] if given in ("1", "2", "3") else given
 
 
 ONE_RANK = Launch()
@@ -276,6 +278,10 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
             )
         path = shipped[given]
     config = read_yaml_mapping(path, what="accelerate config")
+    if "distributed_type" not in config:
+        raise ConfigError(f"the accelerate config {given}: distributed_type is missing, and accelerate refuses that")
+    if config["distributed_type"] is False:  # NO without quotes, which accelerate takes too
+        config["distributed_type"] = "NO"
     if isinstance(inner := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
         config["fsdp_config"] = {k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in inner.items()}
     return config, f"the accelerate config {given}"
@@ -288,31 +294,34 @@ def _shipped_with_trl() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in (Path(folder) / "accelerate_configs").glob("*.yaml")}
 
 
+_RESHARDS = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}  # of FSDP1, by name or number in torch
+
+
 def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
     inner = _mapping(config.get("fsdp_config"), "fsdp_config", what)
-    version = _integer(inner.get("fsdp_version", 1), "fsdp_version", what)
-    if version not in (1, 2):
-        raise ConfigError(f"{what}: fsdp_version must be 1 or 2; got {version}")
+    version = str(inner.get("fsdp_version", 1))
     # accelerate launch sets FSDP_SHARDING_STRATEGY for FSDP1 whatever the file says, and it wins; FSDP2 has no such key
-    key, usual = ("fsdp_sharding_strategy", "FULL_SHARD") if version == 1 else ("fsdp_reshard_after_forward", True)
-    reshard = inner.get(key, usual)
-    kept = {"FULL_SHARD": True, "1": True, "TRUE": True, "SHARD_GRAD_OP": False, "2": False, "FALSE": False}
-    if str(reshard).upper() not in kept:
-        raise ConfigError(f"{what}: {key} must be true (FULL_SHARD) or false (SHARD_GRAD_OP); got {quoted(reshard)}")
+    reshard = is_on(inner.get("fsdp_reshard_after_forward", True))
+    if version == "1":
+        strategy = str(inner.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+        if strategy not in _RESHARDS:
+            raise ConfigError(
+                f"{what}: fsdp_sharding_strategy must be FULL_SHARD or SHARD_GRAD_OP; got {quoted(strategy)}"
+            )
+        reshard = _RESHARDS[strategy]
     offload = "parameters" if is_on(inner.get("fsdp_offload_params", False)) else "none"
-    return {
-        "sharding": f"fsdp{version}", "reshard_after_forward": kept[str(reshard).upper()], "offload": offload,
-    }  # fmt: skip
+    return {"sharding": f"fsdp{version}", "reshard_after_forward": reshard, "offload": offload}
 
 
 def _zero(config: Mapping[str, object], what: str) -> dict[str, object]:
     inner = _mapping(config.get("deepspeed_config"), "deepspeed_config", what)
-    stage = _integer(inner.get("zero_stage", 2), "zero_stage", what)
+    stage = _integer(2 if inner.get("zero_stage") is None else inner["zero_stage"], "zero_stage", what)
     if stage == 0:
         return {}
     if stage not in (1, 2, 3):
         raise ConfigError(f"{what}: zero_stage must be 0, 1, 2 or 3; got {stage}")
-    moved = [key for key in ("optimizer", "param") if str(inner.get(f"offload_{key}_device", "none")) != "none"]
+    devices = {key: str(inner.get(f"offload_{key}_device") or "none") for key in ("optimizer", "param")}
+    moved = [key for key, device in devices.items() if device.lower() != "none"]
     offload = "parameters" if "param" in moved else "optimizer" if moved else "none"
     return {"sharding": f"zero{stage}", "offload": offload}
 
@@ -333,4 +342,4 @@ def _mapping(value: object, key: str, what: str) -> Mapping[str, object]:
 
 def is_on(value: object) -> bool:
     """Whether a key is on, as YAML or text says it."""
-    return str(value).lower() in ("true", "1", "yes")
+    return str(value).lower() in ("true", "1", "yes", "on", "y", "t")

@@ -16,17 +16,18 @@ from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
 from autofit.recipe.launch import Launch, is_on, state_dict_type
 from autofit.recipe.launch_places import place
+from autofit.recipe.launch_values import SECTION_KEYS
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-_CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 too
+_CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 and dynamo_backend too
     "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
-    "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids", "machine_rank",
-    "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config", "mixed_precision",
-    "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend", "same_network", "tpu_env",
-    "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
+    "dynamo_backend", "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids",
+    "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config",
+    "mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend",
+    "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
 )  # fmt: skip
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -102,20 +103,36 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _known, _started, _wrapped, _packages, _batch, _loading, _whole_base, _gathered, _reference, _between_syncs,
-        _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
+        _known, _started, _wrapped, _broadcast, _packages, _batch, _loading, _whole_base, _gathered, _reference,
+        _between_syncs, _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
 
 
 def _known(asked: Asked) -> Iterator[Finding]:
-    """Keys that are misspelt. Others that are not known here may be of a newer accelerate."""
+    """Keys that are misspelt, or lost on their way. Others that are not known here may be of a newer accelerate."""
     for key in asked.config:
         if key not in _CONFIG_KEYS and (close := get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)):
             yield Finding(  # accelerate/commands/config/config_args.py, from_yaml_file
                 severity=Severity.ERROR, where=asked.in_config(str(key)),
                 what="accelerate refuses a config with a key that it does not know", fix=f"write {close[0]}",
+            )  # fmt: skip
+    for section, known in SECTION_KEYS.items():
+        inner = asked.config.get(section)
+        for key in inner if isinstance(inner, Mapping) else ():
+            if key not in known and (close := get_close_matches(str(key), known, n=1, cutoff=0.7)):
+                yield Finding(  # accelerate/commands/launch.py, line 1269: an argument that nobody reads
+                    severity=Severity.WARNING, where=asked.in_config(f"{section}.{key}"),
+                    what="accelerate ignores a key that it does not know", fix=f"write {close[0]}",
+                )  # fmt: skip
+    zero = asked.section("deepspeed_config")
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(f"{key}_device") == "nvme" and zero.get(f"{key}_nvme_path"):
+            yield Finding(  # accelerate/utils/launch.py, prepare_deepspeed_cmd_env, sets no such variable
+                severity=Severity.WARNING, where=asked.in_config(f"deepspeed_config.{key}_nvme_path"),
+                what="accelerate launch does not pass it on: DeepSpeed writes to a folder named none",
+                fix=f"export ACCELERATE_DEEPSPEED_{key.upper()}_NVME_PATH, or name a deepspeed_config_file with it",
             )  # fmt: skip
 
 
@@ -166,6 +183,18 @@ def _wrapped(asked: Asked) -> Iterator[Finding]:
             severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_auto_wrap_policy"),
             what=f"without a policy the model is sharded in one piece: each card gathers all its weights at once{size}",
             fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which gathers a layer at a time",
+        )  # fmt: skip
+
+
+def _broadcast(asked: Asked) -> Iterator[Finding]:
+    """Weights that rank 0 alone loads and nobody sends on."""
+    inner = asked.config.get("fsdp_config")
+    fsdp = inner if asked.config.get("distributed_type") == "FSDP" and isinstance(inner, Mapping) else {}
+    if fsdp.get("fsdp_cpu_ram_efficient_loading", True) and not fsdp.get("fsdp_sync_module_states", True):
+        yield Finding(  # accelerate/utils/launch.py, prepare_multi_gpu_env, whatever the version of FSDP
+            severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_sync_module_states"),
+            what="accelerate refuses false unless fsdp_cpu_ram_efficient_loading is false too",
+            fix="remove it, or set both to false",
         )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ _JSON = {  # accelerate/utils/dataclasses.py, DeepSpeedPlugin: plugin_to_config_
 
 
 def place(
-    path: str, values: Mapping[str, object], *, file: str, config: Mapping[str, object], config_name: str
+    path: str, values: Mapping[str, object], *, config: Mapping[str, object], config_name: str,
+    file: str = "the recipe",
 ) -> str:  # fmt: skip
     """Where the user says, or could say, what the key `path` of an accelerate config says.
 

@@ -7,31 +7,16 @@ the recipe's YAML, those of the command line, transformers' keys fsdp and deepsp
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import deepspeed_config, deepspeed_fields, fsdp_config, read_deepspeed_file
-from autofit.recipe.launch_places import TYPES
+from autofit.recipe.launch_places import TYPES, place
+from autofit.recipe.launch_values import FLAGS, check_values
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
-# Flags of `accelerate launch` with a value, which TRL passes on from the YAML: {section of an accelerate config: names}
-_FLAGS: dict[str, tuple[str, ...]] = {
-    "": ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
-         "gpu_ids", "rdzv_backend", "num_cpu_threads_per_process", "main_training_function"),
-    "fsdp_config": (
-        "fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy",
-        "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap",
-        "fsdp_backward_prefetch", "fsdp_state_dict_type", "fsdp_forward_prefetch", "fsdp_use_orig_params",
-        "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing",
-    ),
-    "deepspeed_config": (
-        "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
-        "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping", "zero3_init_flag",
-        "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_multinode_launcher",
-        "deepspeed_moe_layer_cls_names",
-    ),
-}  # fmt: skip
 _REFUSED = ("tpu", "use_megatron_lm", "use_parallelism_config", "parallelism_config", "megatron_lm_config")
 _OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
@@ -74,6 +59,7 @@ class _Reading:
     config: dict[str, object] = field(default_factory=dict)
     what: str = "the recipe"
     named: bool = False  # by an accelerate config
+    file: Mapping[str, object] = field(default_factory=dict)  # that config as it was read
     notes: list[str] = field(default_factory=list)
 
 
@@ -96,6 +82,9 @@ def launched(
     _apply_trainers(found, {key: rest.pop(key) for key in _TRAINERS if key in rest})
     _apply_ranks(found, "num_processes" in flags, options, environment)
     given = rest.pop(LAUNCH, None)
+    _read_json(found)
+    if of_trl:
+        check_values(found.config, partial(place, values=values, config=found.file, config_name=found.what))
     launch = _made(found, given)
     alone = launch.ranks == 1 and options.gpus in (None, 1) and given is None
     if alone and launch.sharding.startswith("fsdp") and not found.named:
@@ -105,7 +94,7 @@ def launched(
 
 
 def _flag_names() -> Iterator[str]:
-    return (name for names in _FLAGS.values() for name in names)
+    return (name for names in FLAGS.values() for name in names)
 
 
 def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions) -> None:
@@ -126,7 +115,7 @@ def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions)
     config, found.what = read_accelerate_config(given)
     if config.get("parallelism_config"):
         raise ConfigError(f"{found.what}: parallelism_config (tensor, context or sequence parallel) is not supported")
-    found.config, found.named = config, True
+    found.config, found.file, found.named = config, dict(config), True
 
 
 def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
@@ -143,7 +132,7 @@ def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
             f"`trl` cannot take {on[0]}: true from a YAML (accelerate gets `--{on[0]} True` and takes True for the "
             "script); the accelerate config that is written with the tuned recipe says it"
         )
-    for section, names in _FLAGS.items():
+    for section, names in FLAGS.items():
         given = {name: flags[name] for name in names if flags.get(name) is not None}
         if not section:
             found.config |= given
@@ -212,15 +201,18 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
         found.notes.append(f"{text}, whatever num_processes: {ranks} says")
 
 
-def _made(found: _Reading, given: object) -> Launch:
-    """The launch that the config means, with the recipe's mapping `launch` laid over it."""
-    config = dict(found.config)
-    zero = config.get("deepspeed_config")
+def _read_json(found: _Reading) -> None:
+    """Put the content of a DeepSpeed JSON in the place of its path."""
+    zero = found.config.get("deepspeed_config")
     if isinstance(zero, Mapping) and isinstance(zero.get("deepspeed_config_file"), str):
         content = deepspeed_fields(read_deepspeed_file(zero["deepspeed_config_file"]))
         rest = {key: value for key, value in zero.items() if key != "deepspeed_config_file"}
-        config["deepspeed_config"] = {**rest, **content}  # accelerate: the file's fields replace its own
-    launch = Launch.of_accelerate(config, what=found.what)
+        found.config["deepspeed_config"] = {**rest, **content}  # accelerate: the file's fields replace its own
+
+
+def _made(found: _Reading, given: object) -> Launch:
+    """The launch that the config means, with the recipe's mapping `launch` laid over it."""
+    launch = Launch.of_accelerate(found.config, what=found.what)
     if given is None:
         return launch
     if not isinstance(given, Mapping):
