@@ -109,6 +109,21 @@ def test_the_cards_of_a_config_go_with_their_number(tmp_path: Path) -> None:
     assert "gpu_ids" not in replace(launch, ranks=8).to_accelerate()
 
 
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
+def test_ranks_that_nobody_says_are_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": kind}))
+    found = read({}, accelerate_config=str(path))
+    assert found.launch.ranks == 1
+    assert [note for note in found.notes if "has no num_processes" in note and "1 rank is taken" in note]
+    for said in (
+        read({"num_processes": 2}, accelerate_config=str(path)), read({}, {"WORLD_SIZE": "2"},
+        accelerate_config=str(path)), read({}, accelerate_config=str(path), num_processes=2),
+        read({}, accelerate_config=str(path), gpus=2), read({LAUNCH: {"ranks": 2}}, accelerate_config=str(path)),
+    ):  # fmt: skip
+        assert not said.notes
+
+
 def test_what_is_offloaded_to_nvme_stays_there(tmp_path: Path) -> None:
     zero = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"}
     path = tmp_path / "accelerate.yaml"

@@ -86,6 +86,12 @@ def launched(
     if of_trl:
         check_values(found.config, partial(place, values=values, config=found.file, config_name=found.what))
     launch = _made(found, given)
+    asked = options.gpus is not None or (isinstance(given, Mapping) and "ranks" in given)
+    if found.named and "num_processes" not in found.config and found.config["distributed_type"] != "NO" and not asked:
+        found.notes.append(
+            f"{found.what} has no num_processes, without which accelerate does not start: 1 rank is taken; give "
+            "--num_processes N, or write it there"
+        )
     alone = launch.ranks == 1 and options.gpus in (None, 1) and given is None
     if alone and launch.sharding.startswith("fsdp") and not found.named:
         found.notes.append("one rank has nothing to share, so fsdp has no effect; give --num_processes N or --gpus N")
