@@ -124,6 +124,20 @@ def test_ranks_that_nobody_says_are_named(kind: str, tmp_path: Path) -> None:
         assert not said.notes
 
 
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [({"fp16": True}, "fp16"), ({"fp16": False}, "no"), ({"fp16": True, "mixed_precision": "bf16"}, "bf16")],
+)
+def test_the_older_key_fp16_is_written_as_accelerate_reads_it(
+    keys: dict[str, object], precision: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, **keys}))
+    written = read({}, accelerate_config=str(path)).launch.to_accelerate()
+    assert written["mixed_precision"] == precision
+    assert "fp16" not in written
+
+
 def test_what_is_offloaded_to_nvme_stays_there(tmp_path: Path) -> None:
     zero = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"}
     path = tmp_path / "accelerate.yaml"

@@ -282,6 +282,8 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
         raise ConfigError(f"the accelerate config {given}: distributed_type is missing, and accelerate refuses that")
     if config["distributed_type"] is False:  # NO without quotes, which accelerate takes too
         config["distributed_type"] = "NO"
+    if config.pop("fp16", None):  # the older way to say it (accelerate, process_config)
+        config.setdefault("mixed_precision", "fp16")
     if isinstance(inner := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
         config["fsdp_config"] = {k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in inner.items()}
     return config, f"the accelerate config {given}"
