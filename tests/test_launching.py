@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launch_places import TYPES
-from autofit.recipe.launch_values import FLAGS
+from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, SECTION_KEYS
 from autofit.recipe.launching import Launched, LaunchOptions, launched
 
 NOWHERE: Mapping[str, str] = {}
@@ -209,7 +210,7 @@ def test_a_deepspeed_file_is_kept_with_what_a_search_changes_in_it(tmp_path: Pat
     assert (by_key.sharding, by_key.offload, by_key.ranks) == ("zero2", "optimizer", 4)
     config = tmp_path / "accelerate.yaml"
     config.write_text(yaml.safe_dump({
-        "distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
+        "distributed_type": "DEEPSPEED", "num_processes": 4,
         "deepspeed_config": {"deepspeed_config_file": str(path), "zero3_init_flag": False},
     }))  # fmt: skip
     by_config = read({}, accelerate_config=str(config)).launch
@@ -228,6 +229,41 @@ def test_a_deepspeed_file_is_kept_with_what_a_search_changes_in_it(tmp_path: Pat
     inner = written["deepspeed_config"]
     assert isinstance(inner, dict)
     assert json.loads(inner["deepspeed_config_file"]) == content
+
+
+def test_keys_that_accelerate_takes_beside_a_deepspeed_file_stay_and_others_are_refused(tmp_path: Path) -> None:
+    path, config = tmp_path / "ds.json", tmp_path / "accelerate.yaml"
+    path.write_text(json.dumps(zero_json()))
+    beside = {"deepspeed_hostfile": "hosts", "deepspeed_multinode_launcher": "pdsh", "zero3_init_flag": False,
+              "deepspeed_inclusion_filter": "a", "deepspeed_moe_layer_cls_names": "Block"}  # fmt: skip
+    given = {"distributed_type": "DEEPSPEED", "num_processes": 4,
+             "deepspeed_config": {"deepspeed_config_file": str(path), **beside}}  # fmt: skip
+    config.write_text(yaml.safe_dump(given))
+    written = read({}, accelerate_config=str(config)).launch.to_accelerate()
+    inner = written["deepspeed_config"]
+    assert isinstance(inner, dict)
+    assert inner == {**beside, "deepspeed_config_file": inner["deepspeed_config_file"]}
+    config.write_text(yaml.safe_dump(written))
+    assert read({}, accelerate_config=str(config)).launch.to_accelerate() == written
+
+    config.write_text(yaml.safe_dump({**given, "mixed_precision": "bf16"}))
+    with pytest.raises(ConfigError, match="accelerate refuses mixed_precision beside a DeepSpeed JSON"):
+        read({}, accelerate_config=str(config))
+    with pytest.raises(
+        ConfigError, match=r"zero1: accelerate refuses deepspeed_config\.gradient_acc.*zero_stage, mixed"
+    ):
+        read({"deepspeed": str(path)}, accelerate_config="zero1")
+    assert read({"deepspeed": str(path)}, accelerate_config="multi_gpu").launch.sharding == "zero2"
+
+
+def test_deepspeeds_plugin_refuses_these_keys_beside_a_file_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import DeepSpeedPlugin
+
+    for key in (*SECTION_KEYS["deepspeed_config"], "mixed_precision"):
+        monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", key)
+        refused = key in NOT_BESIDE_JSON or key == "mixed_precision"
+        with pytest.raises(ValueError, match="will be ignored") if refused else nullcontext():
+            DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
 
 
 def test_the_key_launch_lies_over_all_others() -> None:

@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch_values import STATE_DICT_TYPES
+from autofit.recipe.launch_values import NOT_BESIDE_JSON, STATE_DICT_TYPES
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -215,7 +215,9 @@ class Launch:
         usual: dict[str, object] = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": stage == 3}
         content = self.to_deepspeed()
         if content is not None:  # accelerate takes the JSON itself in place of a path
-            return {**usual, "deepspeed_config_file": json.dumps(content)}
+            left_out = (*NOT_BESIDE_JSON, DEEPSPEED_JSON)
+            beside = {key: value for key, value in given.items() if key not in left_out}
+            return {**usual, **beside, "deepspeed_config_file": json.dumps(content)}
         if stage == 3:
             usual["zero3_save_16bit_model"] = True
         moved = {

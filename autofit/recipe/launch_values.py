@@ -31,6 +31,10 @@ SECTION_KEYS = {  # with the keys that are no flags, or flags that the recipe ha
     "fsdp_config": (*FLAGS["fsdp_config"], "fsdp_ignored_modules"),
     "deepspeed_config": (*FLAGS["deepspeed_config"], "gradient_accumulation_steps"),
 }
+NOT_BESIDE_JSON = (  # DeepSpeedPlugin._deepspeed_config_checks, which refuses mixed_precision too
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 

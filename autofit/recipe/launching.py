@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autofit.errors import ConfigError, nearest, quoted
-from autofit.recipe.launch import LAUNCH, Launch, read_accelerate_config
+from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import deepspeed_config, deepspeed_fields, fsdp_config, read_deepspeed_file
 from autofit.recipe.launch_places import TYPES, place
-from autofit.recipe.launch_values import FLAGS, check_values
+from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
@@ -84,6 +84,7 @@ def launched(
     given = rest.pop(LAUNCH, None)
     _read_json(found)
     if of_trl:
+        _check_beside_json(found, flags)
         check_values(found.config, partial(place, values=values, config=found.file, config_name=found.what))
     launch = _made(found, given)
     asked = options.gpus is not None or (isinstance(given, Mapping) and "ranks" in given)
@@ -214,6 +215,23 @@ def _read_json(found: _Reading) -> None:
         content = deepspeed_fields(read_deepspeed_file(zero["deepspeed_config_file"]))
         rest = {key: value for key, value in zero.items() if key != "deepspeed_config_file"}
         found.config["deepspeed_config"] = {**rest, **content}  # accelerate: the file's fields replace its own
+
+
+def _check_beside_json(found: _Reading, flags: Mapping[str, object]) -> None:
+    """Raise ConfigError where the accelerate config says itself what a DeepSpeed JSON says, which accelerate refuses.
+
+    DeepSpeedPlugin is told of the keys in the config file only, not of flags.
+    """
+    zero, own = found.config.get("deepspeed_config"), found.file.get("deepspeed_config") or {}
+    if found.file.get("distributed_type") != "DEEPSPEED" or not (isinstance(zero, Mapping) and DEEPSPEED_JSON in zero):
+        return
+    wrong = [f"deepspeed_config.{key}" for key in NOT_BESIDE_JSON if isinstance(own, Mapping) and key in own]
+    if found.file.get("mixed_precision") is not None and flags.get("mixed_precision") is None:
+        wrong.append("mixed_precision")
+    if wrong:
+        raise ConfigError(
+            f"{found.what}: accelerate refuses {', '.join(wrong)} beside a DeepSpeed JSON; omit them here"
+        )
 
 
 def _made(found: _Reading, given: object) -> Launch:
