@@ -36,6 +36,8 @@ def of(found: list[Finding], key: str) -> Finding:
 
 
 FSDP2, ZERO3 = Launch(ranks=8, sharding="fsdp2"), Launch(ranks=8, sharding="zero3")
+FSDP1 = Launch(ranks=2, sharding="fsdp1")
+HYBRID = {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 SYNCED = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 OFFLOADED = replace(FSDP2, offload="parameters")
 FLAT: dict[str, Any] = {
@@ -99,6 +101,11 @@ CASES = [
      asked(ZERO3, ds3_gather_for_generation=False)),
     ("num_proceses", "error", asked(config={"num_processes": 4, "num_proceses": 8}),
      asked(config={"num_processes": 4, "of_a_newer_release": 1})),
+    ("fsdp_config.fsdp_sharding_strategy", "error", asked(FSDP1, config={"fsdp_config": HYBRID}, cards_here=8),
+     asked(FSDP1, config={"fsdp_config": HYBRID, "gpu_ids": "0,1"}, cards_here=8)),
+    ("fsdp_config.fsdp_sharding_strategy", "error",
+     asked(FSDP1, config={"fsdp_config": {**HYBRID, "fsdp_auto_wrap_policy": "NO_WRAP"}}),
+     asked(FSDP1, config={"fsdp_config": HYBRID}, cards_here=2)),
     ("fsdp_config.fsdp_sync_module_states", "error",
      asked(FSDP2, config={"distributed_type": "FSDP", "fsdp_config": {"fsdp_sync_module_states": False}}),
      asked(FSDP2, config={"distributed_type": "FSDP", "fsdp_config": {

@@ -145,3 +145,10 @@ def test_a_type_of_no_without_quotes_is_no_and_none_is_refused(tmp_path: Path) -
 
 def test_other_trainers_have_their_own_values() -> None:
     launched({"mixed_precision": "bf17"}, of_trl=False, environment={})
+
+
+def test_an_accelerate_config_beside_another_trainer_is_checked_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "x"}))
+    with pytest.raises(ConfigError, match=r"a\.yaml: mixed_precision must be"):
+        launched({"mixed_precision": "x"}, LaunchOptions(accelerate_config=str(path)), of_trl=False, environment={})

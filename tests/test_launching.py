@@ -100,8 +100,43 @@ def test_each_version_of_fsdp_has_its_own_key_for_resharding(tmp_path: Path) -> 
         assert isinstance(written, dict)
         assert written["fsdp_sharding_strategy"] == strategy
         assert "fsdp_reshard_after_forward" not in written
-    with pytest.raises(ConfigError, match="fsdp_sharding_strategy must be FULL_SHARD or"):
-        fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy="HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("word", "reshards", "other"),
+    [("HYBRID_SHARD", True, "SHARD_GRAD_OP"), ("HYBRID_SHARD_ZERO2", False, "FULL_SHARD"),
+     ("hybrid_shard", True, "SHARD_GRAD_OP"), (4, True, "SHARD_GRAD_OP")],
+)  # fmt: skip
+def test_hybrid_sharding_on_one_machine_is_the_plain_one_and_keeps_its_word(
+    word: object, reshards: bool, other: str, tmp_path: Path
+) -> None:
+    from autofit.plugin.ranks import rank_environment
+
+    def written(launch: Launch) -> object:
+        config = launch.to_accelerate()["fsdp_config"]
+        assert isinstance(config, dict)
+        return config["fsdp_sharding_strategy"]
+
+    launch = fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy=word)
+    assert launch.reshard_after_forward is reshards
+    assert written(launch) == ("HYBRID_SHARD" if word == 4 else str(word).upper())
+    assert written(replace(launch, reshard_after_forward=not reshards)) == other
+    plain = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
+    assert written(replace(launch, machines=2)) == plain
+    probed = rank_environment(launch, rank=0, port=1, device="sim:a100-80gb")
+    assert probed["FSDP_SHARDING_STRATEGY"] == plain
+
+
+def test_hybrid_sharding_of_several_machines_and_no_sharding_say_what_to_take(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    hybrid = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
+    path.write_text(
+        yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 4, "num_machines": 2, "fsdp_config": hybrid})
+    )
+    with pytest.raises(ConfigError, match="HYBRID_SHARD on several machines is not supported; take FULL_SHARD"):
+        read({}, accelerate_config=str(path))
+    with pytest.raises(ConfigError, match=r"NO_SHARD shards nothing.*--accelerate_config multi_gpu"):
+        fsdp(tmp_path, fsdp_version=1, fsdp_sharding_strategy="NO_SHARD")
 
 
 def test_the_cards_of_a_config_go_with_their_number(tmp_path: Path) -> None:

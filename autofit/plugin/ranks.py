@@ -43,6 +43,8 @@ def rank_environment(launch: Launch, *, rank: int, port: int, device: str, addre
     cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(threads_per_rank(launch))} if on_cpu else {}
     if on_cpu and address == LOOPBACK:
         cpu["GLOO_SOCKET_IFNAME"] = "lo"
+    if launch.sharding == "fsdp1":  # torch makes hybrid groups by the visible cards, which are others in a probe
+        own["FSDP_SHARDING_STRATEGY"] = launch.sharding_strategy
     return {**_of_accelerate(launch, port), **own, **cpu}
 
 

@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch_values import NOT_BESIDE_JSON, STATE_DICT_TYPES
+from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -23,6 +23,9 @@ Offload = Literal["none", "optimizer", "parameters"]
 LAUNCH = "launch"  # the key of a recipe; no trainer sees it
 DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
 MOST_RANKS = 4096
+# Whether a strategy of FSDP1 frees what it gathered. On one machine torch's hybrid ones shard over all ranks and have
+# nothing to copy to (torch/distributed/fsdp/_init_utils.py, _init_intra_and_inter_node_groups).
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 _LOCAL = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "main_training_function": "main",
           "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
 
@@ -155,6 +158,11 @@ class Launch:
         except ConfigError as error:
             raise ConfigError(f"{what}: {error}") from error
 
+    @property
+    def sharding_strategy(self) -> str:
+        """FSDP1's own word for the sharding."""
+        return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+
     def to_accelerate(self) -> dict[str, object]:
         """The accelerate config that `accelerate launch --config_file` and `trl NAME --accelerate_config` take."""
         config = {**_LOCAL, **self.config, "num_processes": self.ranks, "num_machines": self.machines}
@@ -202,7 +210,10 @@ class Launch:
         if version == 1:
             usual |= {"fsdp_use_orig_params": True, "fsdp_sync_module_states": True,
                       "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False}  # fmt: skip
-            own["fsdp_sharding_strategy"] = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+            own["fsdp_sharding_strategy"] = self.sharding_strategy
+            given_one = sharding_strategy(given)
+            if self.machines == 1 and _RESHARDS.get(given_one) == self.reshard_after_forward:
+                own["fsdp_sharding_strategy"] = given_one  # the user's own word
         else:
             own["fsdp_reshard_after_forward"] = self.reshard_after_forward
         other = {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"} - own.keys()
@@ -226,6 +237,12 @@ class Launch:
         }
         places = {key: ("nvme" if given.get(key) == "nvme" else "cpu") if on else "none" for key, on in moved.items()}
         return {**usual, **given, "zero_stage": stage, **places}
+
+
+def sharding_strategy(config: Mapping[str, object]) -> str:
+    """The strategy of FSDP1 in this `fsdp_config`, where it may be a number (torch's ShardingStrategy)."""
+    given = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    return dict(zip("12345", SHARDING_STRATEGIES, strict=True)).get(given, given)
 
 
 def state_dict_type(config: object, sharding: str) -> str:
@@ -298,19 +315,22 @@ def _shipped_with_trl() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in (Path(folder) / "accelerate_configs").glob("*.yaml")}
 
 
-_RESHARDS = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}  # of FSDP1, by name or number in torch
-
-
 def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
     inner = _mapping(config.get("fsdp_config"), "fsdp_config", what)
     version = str(inner.get("fsdp_version", 1))
     # accelerate launch sets FSDP_SHARDING_STRATEGY for FSDP1 whatever the file says, and it wins; FSDP2 has no such key
     reshard = is_on(inner.get("fsdp_reshard_after_forward", True))
     if version == "1":
-        strategy = str(inner.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-        if strategy not in _RESHARDS:
+        strategy = sharding_strategy(inner)
+        if strategy == "NO_SHARD":
             raise ConfigError(
-                f"{what}: fsdp_sharding_strategy must be FULL_SHARD or SHARD_GRAD_OP; got {quoted(strategy)}"
+                f"{what}: fsdp_sharding_strategy NO_SHARD shards nothing, and torch deprecates it for DDP; take "
+                "distributed_type: MULTI_GPU (--accelerate_config multi_gpu)"
+            )
+        if strategy.startswith("HYBRID") and config.get("num_machines", 1) != 1:
+            raise ConfigError(
+                f"{what}: fsdp_sharding_strategy {strategy} on several machines is not supported; take "
+                f"{'FULL_SHARD' if _RESHARDS[strategy] else 'SHARD_GRAD_OP'}, which shards over all of them"
             )
         reshard = _RESHARDS[strategy]
     offload = "parameters" if is_on(inner.get("fsdp_offload_params", False)) else "none"

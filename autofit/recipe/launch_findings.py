@@ -14,7 +14,7 @@ from typing import cast
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
-from autofit.recipe.launch import Launch, is_on, state_dict_type
+from autofit.recipe.launch import Launch, is_on, sharding_strategy, state_dict_type
 from autofit.recipe.launch_places import place
 from autofit.recipe.launch_values import SECTION_KEYS
 from autofit.recipe.recipe import Recipe, inner_value
@@ -103,8 +103,8 @@ class Asked:
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _known, _started, _wrapped, _broadcast, _packages, _batch, _loading, _whole_base, _gathered, _reference,
-        _between_syncs, _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
+        _known, _started, _wrapped, _hybrid, _broadcast, _packages, _batch, _loading, _whole_base, _gathered,
+        _reference, _between_syncs, _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -183,6 +183,25 @@ def _wrapped(asked: Asked) -> Iterator[Finding]:
             severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_auto_wrap_policy"),
             what=f"without a policy the model is sharded in one piece: each card gathers all its weights at once{size}",
             fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which gathers a layer at a time",
+        )  # fmt: skip
+
+
+def _hybrid(asked: Asked) -> Iterator[Finding]:
+    """Groups of FSDP1 that are made by the cards that torch sees (torch/distributed/fsdp/_init_utils.py)."""
+    strategy, section = sharding_strategy(asked.section("fsdp_config")), asked.section("fsdp_config")
+    if asked.launch.sharding != "fsdp1" or not strategy.startswith("HYBRID"):
+        return
+    where = asked.in_config("fsdp_config.fsdp_sharding_strategy")
+    if str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper() == "NO_WRAP":
+        yield Finding(
+            severity=Severity.ERROR, where=where, what=f"torch refuses {strategy} without a wrapping policy",
+            fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        )  # fmt: skip
+    if 1 < asked.launch.ranks < asked.cards_here and str(asked.config.get("gpu_ids") or "all") == "all":
+        yield Finding(  # new_subgroups: the group must not exceed the world
+            severity=Severity.ERROR, where=where,
+            what=f"torch makes groups of all {asked.cards_here} visible cards, and refuses {asked.launch.ranks} ranks",
+            fix=f"set {asked.launch.sharding_strategy}, the same on one machine, or name the cards with gpu_ids",
         )  # fmt: skip
 
 

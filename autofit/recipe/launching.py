@@ -83,9 +83,9 @@ def launched(
     _apply_ranks(found, "num_processes" in flags, options, environment)
     given = rest.pop(LAUNCH, None)
     _read_json(found)
-    if of_trl:
-        _check_beside_json(found, flags)
-        check_values(found.config, partial(place, values=values, config=found.file, config_name=found.what))
+    _check_beside_json(found, flags)
+    said = values if of_trl else {}
+    check_values(found.config, partial(place, values=said, config=found.file, config_name=found.what))
     launch = _made(found, given)
     asked = options.gpus is not None or (isinstance(given, Mapping) and "ranks" in given)
     if found.named and "num_processes" not in found.config and found.config["distributed_type"] != "NO" and not asked:
