@@ -213,11 +213,40 @@ def test_the_older_words_of_fsdp_mean_reshard_and_offload(tmp_path: Path) -> Non
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps({"fsdp_version": 1, "transformer_layer_cls_to_wrap": ["A", "B"]}))
     one = read({"fsdp": "shard_grad_op auto_wrap offload", "fsdp_config": str(path), "num_processes": 2}).launch
-    assert (one.sharding, one.reshard_after_forward, one.offload) == ("fsdp1", False, "parameters")
+    assert (one.sharding, one.reshard_after_forward, one.offload) == ("fsdp1", True, "parameters")
     two = read({"fsdp": "shard_grad_op", "num_processes": 2}).launch
     assert (two.sharding, two.reshard_after_forward) == ("fsdp2", False)
     assert read({"fsdp_config": {"version": 1}}).launch.is_plain
     assert "has no effect" in read({"fsdp_config": {"version": 1}}).notes[0]
+
+
+def test_a_strategy_that_accelerate_does_not_hand_on_to_fsdp1_is_said() -> None:
+    """FSDP_SHARDING_STRATEGY, or FULL_SHARD without it, is preferred to the argument of transformers."""
+    one = {"version": 1}
+    found = read({"fsdp": "shard_grad_op", "fsdp_config": one, "num_processes": 2})
+    assert found.launch.reshard_after_forward
+    assert "shard_grad_op has no effect" in found.notes[0]
+    assert not read({"fsdp": "full_shard", "fsdp_config": one, "num_processes": 2}).notes
+    with pytest.raises(ConfigError, match=r"reshard_after_forward must be one of full_shard, .*; got True"):
+        read({"fsdp": True, "fsdp_config": {**one, "reshard_after_forward": True}})
+
+
+def test_what_fsdp_config_of_transformers_leaves_out_is_transformers_own() -> None:
+    """TrainingArguments passes FULL_STATE_DICT and resharding to accelerate, whose own would be shards."""
+    launch = read({"fsdp": True, "accelerate_config": "fsdp2", "fsdp_reshard_after_forward": False}).launch
+    assert launch.reshard_after_forward
+    written = read({"fsdp": True, "num_processes": 2}).launch.to_accelerate()["fsdp_config"]
+    assert isinstance(written, dict)
+    assert written["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+def test_accelerates_plugin_prefers_the_strategy_to_what_transformers_passes() -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1, reshard_after_forward="shard_grad_op", sync_module_states=False
+    )
+    assert plugin.sharding_strategy.name == "FULL_SHARD"
 
 
 def test_fsdp_of_one_rank_is_plain_unless_an_accelerate_config_starts_it() -> None:

@@ -48,15 +48,21 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
         elif word in _STRATEGIES:
             config.setdefault("reshard_after_forward", _reshard(word, version))
     # Where accelerate has another default than transformers, transformers passes its own.
-    config = {"cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **config}
+    usual: dict[str, object] = {
+        "cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "FULL_STATE_DICT",
+    }  # fmt: skip
+    config = {**usual, **({"reshard_after_forward": True} if version == 2 else {}), **config}
     named = {_FSDP_KEYS[key]: value for key, value in config.items() if key in _FSDP_KEYS}
     classes = named.get("fsdp_transformer_layer_cls_to_wrap")
     if isinstance(classes, list):
         named["fsdp_transformer_layer_cls_to_wrap"] = ",".join(map(str, classes))
-    if version == 1 and "fsdp_reshard_after_forward" in named:  # by the name that accelerate's own files have
-        strategies = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}
-        strategy = str(named.pop("fsdp_reshard_after_forward")).upper()
-        named["fsdp_sharding_strategy"] = strategies.get(strategy, strategy)
+    reshard = str(named.get("fsdp_reshard_after_forward", "full_shard")).lower()
+    if version == 1 and reshard not in _STRATEGIES:  # accelerate: KeyError
+        raise ConfigError(
+            f"fsdp_config: reshard_after_forward must be one of {', '.join(_STRATEGIES)} with version: 1; got "
+            f"{quoted(named['fsdp_reshard_after_forward'])}"
+        )
     return {**named, "fsdp_version": version}
 
 
@@ -70,7 +76,6 @@ def fsdp_place(values: Mapping[str, object], key: str, file: str, known: bool) -
         return None
     given = values.get("fsdp_config")
     base = f"{given}: " if isinstance(given, str) and not given.lstrip().startswith("{") else f"{file}: fsdp_config."
-    key = key.replace("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
     names = {name for name, known_as in _FSDP_KEYS.items() if known_as == key}
     written = [name for name in _json_mapping(given, "fsdp_config") if name.removeprefix("fsdp_") in names]
     if written:

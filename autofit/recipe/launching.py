@@ -168,6 +168,16 @@ def _apply_trainers(found: _Reading, keys: Mapping[str, object]) -> None:
         if keys.get("fsdp_config"):
             found.notes.append("fsdp_config has no effect without fsdp: true (transformers ignores it)")
         return
+    if (
+        fsdp
+        and fsdp["fsdp_version"] == 1
+        and str(fsdp.get("fsdp_reshard_after_forward", "")).upper() not in ("", "FULL_SHARD")
+    ):
+        # accelerate/accelerator.py, line 1947: sharding_strategy or reshard_after_forward; the first is never empty
+        found.notes.append(
+            f"{fsdp['fsdp_reshard_after_forward']} has no effect in fsdp with version: 1: accelerate prefers "
+            "fsdp_sharding_strategy, which is FULL_SHARD unless an accelerate config says otherwise; take version: 2"
+        )
     kind, key, new = ("DEEPSPEED", "deepspeed", zero) if fsdp is None else ("FSDP", "fsdp", fsdp)
     before = found.config.get("distributed_type")
     other = "DEEPSPEED" if kind == "FSDP" else "FSDP"
