@@ -1,16 +1,23 @@
 """Which cards, and how many, for a recipe: against cards that hold bytes and take seconds by a law."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import pytest
+import tiny
 from recipes import grpo_recipe, trl_facts
 
 from autofit.api.card_advice import CardAdvice
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, EnvironmentFault
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
 from autofit.forecast.offers import Offer, Verdict, choice
 from autofit.forecast.shop import Shop
@@ -189,6 +196,39 @@ def test_a_failed_simulation_is_said_and_the_next_change_is_tried() -> None:
     assert (row.verdict, row.reason) == (Verdict.NONE, "the trainer raised")
 
 
+def test_ctrl_c_leaves_the_finished_offers_and_ends_the_simulations_at_work() -> None:
+    cards, cancelled = Cards(), threading.Event()
+
+    def probe(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+        if device == "sim:h100":
+            return cards(device, capacity_bytes, values)
+        assert cancelled.wait(timeout=60)
+        raise EnvironmentFault("the simulation was cancelled before it answered")
+
+    told: list[str] = []
+
+    def press(text: str) -> None:
+        told.append(text)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    shop = Shop(recipe(), probe, PRICES, tell=press, cancel=cancelled.set, workers=2)
+    found = shop.offers([gpu_spec("rtx4090"), gpu_spec("h100")], (1, 2))
+    assert {(o.card, o.fits) for o in found} == {("h100", True)}
+    assert len(told) == len(found) == 2
+
+
+def test_an_interrupted_table_says_how_many_rows_are_missing() -> None:
+    made = tuple(offers(Cards(), ["h100"], counts=(1,)))
+    advice = CardAdvice(recipe=recipe(), offers=made, prices=PRICES, missing=(("h100", 2), ("h100", 4)))
+    assert "Interrupted: 2 of 3 rows are missing. The same command continues" in str(advice)
+    kept = advice.to_dict()
+    assert (kept["interrupted"], kept["missing"]) == (True, [{"card": "h100", "count": n} for n in (2, 4)])
+    nothing = CardAdvice(recipe=recipe(), offers=(), prices=PRICES, missing=(("h100", 1),))
+    assert str(nothing).startswith("Interrupted: 1 of 1 rows is missing.")
+    assert not CardAdvice(recipe=recipe(), offers=made, prices=PRICES).interrupted
+
+
 def offer(card: str, count: int, **changes: object) -> Offer:
     spec = gpu_spec(card)
     values: dict[str, object] = {"verdict": Verdict.FITS, "step_s": 1.0, "device_used_bytes": GB, **changes}
@@ -291,3 +331,38 @@ def test_a_lora_of_7b_fits_one_card_of_80_gb_and_two_are_faster(
     assert two.step_s < one.step_s < 2.2 * two.step_s
     assert one.usd_per_1000_steps == pytest.approx(2.0 * 1000 * one.step_s / 3600)
     assert any(line.startswith("2 x a100-80gb: fits") for line in told)
+
+
+@pytest.mark.slow
+def test_ctrl_c_prints_the_finished_rows_and_the_same_command_continues(tiny_model: Path, tmp_path: Path) -> None:
+    path = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
+    command = [sys.executable, "-m", "autofit", "advise", str(path), "--trainer", "sft", "--cards", "a100-80gb,rtx4090",
+               "--counts", "1,2,4", "--parallel", "1", "--json"]  # fmt: skip
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    asking = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, start_new_session=True)  # fmt: skip
+    assert asking.stderr is not None
+    told = next(line for line in asking.stderr if ": fits" in line)
+    time.sleep(0.5)  # the next simulation is at work
+    began = time.monotonic()
+    os.killpg(asking.pid, signal.SIGINT)  # as the terminal does
+    out, err = asking.communicate(timeout=60)
+    assert asking.returncode == 130
+    assert time.monotonic() - began < 5
+    assert "stopping the simulations at work" in err
+    assert not [p.pid for p in psutil.process_iter() if _environment(p).get("XDG_CACHE_HOME") == env["XDG_CACHE_HOME"]]
+    first = json.loads(out)
+    assert first["interrupted"]
+    assert 1 <= len(first["offers"]) == 6 - len(first["missing"])
+    assert first["offers"][0]["card"] == told.split(":")[0].split()[-1]
+    again = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    whole = json.loads(again.stdout)
+    assert (whole["interrupted"], whole["missing"], len(whole["offers"])) == (False, [], 6)
+    assert all(offer in whole["offers"] for offer in first["offers"])
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}

@@ -39,6 +39,12 @@ class CardAdvice(Shown):
     recipe: Recipe
     offers: tuple[Offer, ...]
     prices: Mapping[str, Price]  # of the cards in the table, by name
+    missing: tuple[tuple[str, int], ...] = ()  # (card, count) of the offers that Ctrl-C left unmade
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it before all offers were made; the same call goes on."""
+        return bool(self.missing)
 
     @property
     def choice(self) -> Choice:
@@ -58,13 +64,24 @@ class CardAdvice(Shown):
             "model": self.recipe.model,
             "effective_batch": self.recipe.effective_batch_size,
             "offers": [offer.to_json() for offer in self.offers],
-            **{name: None if offer is None else _name(offer) for name, offer in named.items()},
+            **{name: None if offer is None else _name(offer.card, offer.count) for name, offer in named.items()},
             "prices": {card: asdict(price) for card, price in self.prices.items()},
+            "interrupted": self.interrupted,
+            "missing": [_name(card, count) for card, count in self.missing],
         }
 
     def parts(self) -> list[Table | str]:
         """The table, and what stands out."""
-        return [self._table(), *self._sentences(), self._about()]
+        made: list[Table | str] = [self._table(), *self._sentences(), self._about()] if self.offers else []
+        return [*made, self._interruption] if self.interrupted else made
+
+    @property
+    def _interruption(self) -> str:
+        missing, rows = len(self.missing), len(self.missing) + len(self.offers)
+        return (
+            f"Interrupted: {missing} of {rows} rows {'is' if missing == 1 else 'are'} missing. The same command "
+            "continues; finished simulations are kept."
+        )
 
     def _table(self) -> Table:
         word = samples_word(self.recipe.resolved)
@@ -160,8 +177,9 @@ def advise(
     `cards` are names of cards, or "all" (default: those that are rented most); `counts` are numbers of cards.
     `prices` is a YAML file or a mapping {card: dollars an hour} over autofit's dated list. `recipe`, `trainer`,
     `changes`, `prompt_tokens`, `accelerate_config`, `num_processes` (which the recipe is written for) and `deadline`
-    are as `autofit.estimate` takes them. `parallel` bounds the simulations
-    at once. Simulated answers are kept, so that asking again takes seconds.
+    are as `autofit.estimate` takes them. `parallel` bounds the simulations at once. Simulated answers are kept, so that
+    asking again takes seconds. Ctrl-C ends the simulations at work and returns the offers that are finished, with
+    `interrupted` set; a KeyboardInterrupt is raised only while the recipe is read.
 
     Raises ConfigError for a recipe, a card, a count or a price that cannot be.
     """
@@ -186,14 +204,20 @@ def advise(
         def probe(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
             return replace(made, device=device, capacity_bytes=capacity_bytes, least_of_fits=False).probe(values)
 
+        def cancel() -> None:
+            tell(Event(text="stopping the simulations at work", interrupted=True))
+            made.cancel()
+
         shop = Shop(
-            made.recipe, probe, listed, tell=lambda text: tell(Event(text=text)),
+            made.recipe, probe, listed, tell=lambda text: tell(Event(text=text)), cancel=cancel,
             workers=parallel or min(len(numbers), os.cpu_count() or 1),
         )  # fmt: skip
         found = shop.offers(chosen, numbers)
+    done = {(offer.card, offer.count) for offer in found}
     return CardAdvice(
-        recipe=made.recipe, offers=found, prices={s.name: listed[s.name] for s in chosen if s.name in listed}
-    )
+        recipe=made.recipe, offers=found, prices={s.name: listed[s.name] for s in chosen if s.name in listed},
+        missing=tuple(row for s in chosen for count in numbers if (row := (s.name, count)) not in done),
+    )  # fmt: skip
 
 
 def _cards(given: Sequence[str] | str | None) -> list[GpuSpec]:
@@ -220,8 +244,8 @@ def _counts(given: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def _name(offer: Offer) -> dict[str, object]:
-    return {"card": offer.card, "count": offer.count}
+def _name(card: str, count: int) -> dict[str, object]:
+    return {"card": card, "count": count}
 
 
 def _usd(value: float | None) -> str:

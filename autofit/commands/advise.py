@@ -2,25 +2,47 @@
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, say, settings, show
+from autofit.commands.common import (
+    DONE,
+    INTERRUPTED,
+    NOTHING_FITS,
+    ignore_interrupts,
+    say,
+    settings,
+    show,
+    terminate_like_interrupt,
+)
 from autofit.errors import ConfigError, quoted
+
+if TYPE_CHECKING:
+    from autofit.api import Event
 
 
 def advise(options: argparse.Namespace) -> int:
     from autofit import api
 
+    terminate_like_interrupt()
     found = api.advise(
         options.recipe, cards=_names(options.cards), counts=_numbers(options.counts), prices=options.prices,
         trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
         accelerate_config=options.accelerate_config, num_processes=options.num_processes,
-        deadline=options.deadline, parallel=options.parallel, on_event=lambda event: say(str(event)),
+        deadline=options.deadline, parallel=options.parallel, on_event=_on_event,
     )  # fmt: skip
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
         show(found)
+    if found.interrupted:
+        return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS
+
+
+def _on_event(event: "Event") -> None:
+    if event.interrupted:
+        ignore_interrupts()
+    say(str(event))
 
 
 def _names(given: str | None) -> list[str] | str | None:

@@ -1,9 +1,10 @@
 """One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
 
 import tempfile
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import ROLLOUT, SCORING
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.job import run_probe
+from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
@@ -44,6 +45,7 @@ class Estimator:
     server: ForkServer
     deadline_s: float
     least_of_fits: bool = True  # whether a fit has its least capacity, which takes a second or more
+    cancelled: threading.Event = field(default_factory=threading.Event)  # set, no probe begins any more
 
     def estimate(self) -> ProbeResult:
         """The probe result of the unchanged recipe. Raises EnvironmentFault if the simulation itself fails."""
@@ -66,11 +68,18 @@ class Estimator:
         )  # fmt: skip
         request = setup.request(Path(tempfile.mkdtemp(dir=self.folder)), values)
         write_json(request.request_path, request.to_json())
-        run_probe(str(request.request_path))
+        if not self.cancelled.is_set():
+            run_probe(str(request.request_path))
         result = ProbeResult.read(request.answer_path)
         if result is None:
             raise EnvironmentFault("the simulation was cancelled before it answered")
         return result
+
+    def cancel(self) -> None:
+        """End the probes at work, in other threads, and those to come: each raises EnvironmentFault."""
+        self.cancelled.set()  # first: a probe whose folder is not there yet sees this
+        for folder in self.folder.glob("*"):
+            cancel(folder)
 
     def mends(self, result: ProbeResult, *, tell: Tell = lambda _: None, wanted: int = WANTED) -> Advice:
         """The cheapest changes that would make the recipe of `result` fit with room to spare."""

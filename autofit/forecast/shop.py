@@ -5,8 +5,8 @@ tells which changes another need not try: of the same compute capability it hold
 and the choice of attention are the same; of another, bytes differ by much less than `_OTHER_KERNELS`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
 from autofit.errors import ConfigError
@@ -39,23 +39,31 @@ class Shop:
     probe: ProbeOn
     prices: Mapping[str, Price]
     tell: Callable[[str], None] = lambda _: None
+    cancel: Callable[[], None] = lambda: None  # ends the simulations at work, and lets none begin
     workers: int = 2
     # {values of a recipe: {compute capability: bytes held besides the context}}
     _held: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
 
-    def offers(self, cards: Sequence[GpuSpec], counts: Iterable[int]) -> tuple[Offer, ...]:
-        """An offer for each card and count, by card in the order given. Each count is worked on by itself."""
-        by_size = sorted(cards, key=lambda spec: -spec.capacity_bytes)  # the largest tell the most of the others
-        with ThreadPoolExecutor(self.workers) as pool:
-            rows = list(pool.map(lambda count: [self.offer(spec, count) for spec in by_size], counts))
-        found = {(offer.card, offer.count): offer for row in rows for offer in row}
-        return tuple(found[spec.name, count] for spec in cards for count in counts)
+    def offers(self, cards: Sequence[GpuSpec], counts: Sequence[int]) -> tuple[Offer, ...]:
+        """An offer for each card and count, by card in the order given; after a Ctrl-C, those that were finished.
 
-    def offer(self, spec: GpuSpec, count: int) -> Offer:
-        """The offer of `count` cards of one kind."""
-        made = self._offer(spec, count)
-        self.tell(str(made))
-        return made
+        Each count is worked on by itself.
+        """
+        by_size = sorted(cards, key=lambda spec: -spec.capacity_bytes)  # the largest tell the most of the others
+        found: dict[tuple[str, int], Offer] = {}
+
+        def make(count: int) -> None:
+            for spec in by_size:
+                found[spec.name, count] = made = self._offer(spec, count)
+                self.tell(str(made))
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                for row in as_completed([pool.submit(make, count) for count in counts]):
+                    row.result()
+            except KeyboardInterrupt:
+                self.cancel()
+        return tuple(found[spec.name, count] for spec in cards for count in counts if (spec.name, count) in found)
 
     def _offer(self, spec: GpuSpec, count: int) -> Offer:
         lacking = card_needs(self.recipe.values).lacking(spec)
