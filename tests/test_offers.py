@@ -263,6 +263,28 @@ def test_without_a_price_there_is_no_cheapest() -> None:
     assert (chosen.fastest.card, chosen.smallest and chosen.smallest.card) == ("h100", "l4")
 
 
+@pytest.mark.parametrize(
+    ("rows", "smallest"),
+    [
+        ((("h100", 1, 4.0, 1.0), ("a100-80gb", 1, 2.0, 1.5)), 1),  # 84.94 and 84.97 GB are the same: the cheaper
+        ((("h100", 1, None, 1.5), ("a100-80gb", 1, None, 1.0)), 1),  # and without prices the faster
+        ((("a100-40gb", 2, 1.0, 1.0), ("a100-80gb", 1, 4.0, 2.0)), 1),  # 84.57 and 84.97 GB: fewer cards
+        ((("a100-80gb", 1, 2.0, 1.0), ("rtx4090", 2, 9.0, 9.0)), 1),
+        ((("h100", 1, None, 1.0), ("a100-80gb", 1, 2.0, 1.5)), 1),  # a price that is known
+    ],
+)
+def test_sizes_that_are_sold_as_the_same_are_the_same(
+    rows: tuple[tuple[str, int, float | None, float], ...], smallest: int
+) -> None:
+    found = [offer(card, count, usd_per_hour=usd, step_s=step_s) for card, count, usd, step_s in rows]
+    assert choice(found).smallest is choice(found[::-1]).smallest is found[smallest]
+
+
+def test_the_size_that_a_card_is_sold_as_follows_from_what_its_driver_reports() -> None:
+    sold = {"t4": 16, "v100-32gb": 32, "l4": 24, "rtx4090": 24, "a100-40gb": 40, "l40s": 48, "a6000": 48, "h100": 80}
+    assert {card: offer(card, 1).nominal_bytes >> 30 for card in sold} == sold
+
+
 def test_the_table_marks_what_stands_out_and_json_has_every_row() -> None:
     found = tuple(offers(Cards(), ["a100-80gb", "rtx4090"]))
     advice = CardAdvice(recipe=recipe(), offers=found, prices=prices())

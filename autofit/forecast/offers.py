@@ -1,5 +1,6 @@
 """A number of cards for a recipe: what it needs there, takes and costs; and which of several offers stand out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -9,6 +10,7 @@ from autofit.units import format_bytes, format_seconds
 
 STEPS = 1000  # that a cost is of
 _HOUR_S = 3600.0
+_SOLD = 8 << 30  # cards are sold in multiples of 8 GB, of which drivers keep up to an eighth
 
 
 class Verdict(StrEnum):
@@ -48,6 +50,11 @@ class Offer:
         return self.count * self.capacity_bytes
 
     @property
+    def nominal_bytes(self) -> int:
+        """Memory of all cards, as they are sold: that of an H100 and an A100, both of 80 GB, is the same."""
+        return self.count * math.ceil(self.capacity_bytes / _SOLD) * _SOLD
+
+    @property
     def fits(self) -> bool:
         return self.verdict is Verdict.FITS
 
@@ -77,7 +84,7 @@ class Choice:
 
     cheapest: Offer | None  # for 1,000 steps; None without a price
     fastest: Offer | None
-    smallest: Offer | None  # by the memory of all cards, then by the number of them
+    smallest: Offer | None  # by the nominal memory of all cards, then by the number of them, then by cost
 
 
 def choice(offers: Sequence[Offer]) -> Choice:
@@ -86,9 +93,14 @@ def choice(offers: Sequence[Offer]) -> Choice:
     best = min((TIERS.index(o.tier) for o in fitting), default=0)
     pool = [o for o in fitting if TIERS.index(o.tier) == best]
     timed = [o for o in pool if not o.is_lower_bound] or pool
+    inf = math.inf  # of what is not known
     priced = [o for o in timed if o.usd_per_1000_steps is not None]
     return Choice(
         cheapest=min(priced, key=lambda o: (o.usd_per_1000_steps or 0.0, o.step_s or 0.0), default=None),
         fastest=min((o for o in timed if o.step_s is not None), key=lambda o: (o.step_s or 0.0, o.count), default=None),
-        smallest=min(pool, key=lambda o: (o.memory_bytes, o.count, o.step_s or 0.0), default=None),
+        smallest=min(
+            pool,
+            key=lambda o: (o.nominal_bytes, o.count, o.is_lower_bound, o.usd_per_1000_steps or inf, o.step_s or inf),
+            default=None,
+        ),
     )
