@@ -86,6 +86,7 @@ def test_ddp_holds_the_whole_model_and_buckets_of_its_gradients_on_each_rank(
     result = probe(tmp_path / "ddp", fork_server, Launch(ranks=8))
     assert held(result, "optimizer", "weights") == pytest.approx(2, rel=0.01)
     assert held(result, "optimizer", "optimizer") == pytest.approx(4, rel=0.01)
+    assert held(result, "optimizer", "gradients") == pytest.approx(4, rel=0.01)  # with the buckets
     everything = held(result, "optimizer", *result.categories["optimizer"])
     assert everything * PARAMETERS == pytest.approx(10 * PARAMETERS, abs=20 * MIB)  # with buckets, and workspaces
     assert [one.rank for one in result.ranks] == [0]  # all ranks are alike

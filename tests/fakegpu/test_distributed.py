@@ -35,6 +35,21 @@ def test_ddp_holds_its_buckets_beside_the_gradients_unless_they_are_views(as_vie
 
 
 @pytest.mark.usefixtures("eight_ranks")
+@pytest.mark.parametrize("as_view", [False, True])
+def test_buckets_of_ddp_count_as_gradients(as_view: bool) -> None:
+    with fake_gpu("a100-80gb") as gpu:
+        inner = nn.Linear(2048, 8192, bias=False).cuda()
+        model = nn.parallel.DistributedDataParallel(inner, device_ids=[0], gradient_as_bucket_view=as_view)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):  # the second forward pass makes the buckets anew
+            model(torch.randn(4, 2048, device="cuda")).sum().backward()
+            optimizer.step()
+    held = {name: nbytes[-1] / MIB for name, nbytes in gpu.timeline.live_bytes.items()}
+    assert (held["weights"], held["gradients"]) == (64, 64 if as_view else 128)
+    assert held["activations"] + held["temporaries"] < 1
+
+
+@pytest.mark.usefixtures("eight_ranks")
 def test_fsdp2_holds_an_eighth_and_gathers_a_layer_at_a_time() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

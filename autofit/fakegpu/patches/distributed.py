@@ -32,7 +32,7 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     import torch.distributed as distributed
 
     reason = "it reads tensors' memory from C++"
-    reducer = type("Reducer", (BucketReducer,), {"layers": gpu.layers})
+    reducer = type("Reducer", (BucketReducer,), {"layers": gpu.layers, "mark": staticmethod(gpu.memory.mark)})
     yield distributed, "Reducer", reducer, reason
     yield distributed, "Logger", SilentLogger, reason
     broadcast = broadcast_in_flat_buffers(gpu.layers, untouched(vars(distributed)["_broadcast_coalesced"]))

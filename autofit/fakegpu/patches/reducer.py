@@ -42,7 +42,8 @@ class BucketReducer:
     they repeat with the layers.
     """
 
-    layers: LayerRecorder | None = None  # of the card: set by a subclass
+    layers: LayerRecorder | None = None  # of the card, as `mark`: set by a subclass
+    mark: Callable[[torch.Tensor, str], None]
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class BucketReducer:
         for members in indices:
             parameters = [self._parameters[i] for i in members]
             bucket = _Bucket(parameters, self._layer_of(parameters[0]), self.layers)
+            self.mark(bucket.flat, "gradients")
             self._buckets.append(bucket)
             self._place |= {i: (bucket, view) for i, view in zip(members, bucket.views, strict=True)}
             bucket.views.clear()  # only `_place` keeps them
