@@ -151,6 +151,17 @@ def test_gradients_that_fsdp_keeps_whole_are_added_up_as_shards() -> None:
     assert SYNC_EACH_BATCH not in sixteen.changes
 
 
+@pytest.mark.parametrize(("activations", "undivided"), [(6 * GB, True), (8 * GB, False)])
+def test_with_room_for_all_samples_at_once_fsdp_adds_nothing_up(activations: int, undivided: bool) -> None:
+    """64 samples on 8 cards: 8 at once reduce gradients once, which is faster than once for each 4."""
+    cards = Cards(states=200 * GB, activations_a_sample=activations, gradients=60 * GB)
+    made = recipe(gradient_accumulation_steps=16, steps_per_generation=16, generation_batch_size=64)
+    changes = Shop(made, cards, {}).offers([gpu_spec("h100")], (8,))[0].changes
+    assert changes["sharding"] == "fsdp2"
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps", SYNC_EACH_BATCH)
+    assert [changes.get(name) for name in sizes] == ([8, 1, None] if undivided else [None, None, True])
+
+
 def test_offloading_is_tried_after_sharding() -> None:
     found = by_words(offers(Cards(states=400 * GB), ["rtx4090"]))
     assert found["8 x rtx4090"].changes.get("offload") == "parameters"

@@ -37,15 +37,15 @@ class Rung:
         return 0 if self.shards_weights or self.quantised or self.changes.get("dtype") else weights_bytes or 0
 
 
-Ladder = tuple[Rung, ...]  # of one tier: each needs less memory than the one before it, and loses more speed
+Ladder = tuple[Rung, ...]  # of one tier, mostly each with less memory than the one before it, and slower
 
 
 def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     """The recipe as it is and with less and less memory for its batch, then so with other changes: the mildest first.
 
-    Neutral ones shard what several ranks hold (with FSDP the gradients too, in every micro-batch), checkpoint
-    activations, shrink the micro-batch, then the rollout, and at last offload; approximate ones load bfloat16 or keep
-    the optimizer in 8 bits; those of the recipe train an adapter, then on weights of 4 bits.
+    Neutral ones shard what several ranks hold (with FSDP the gradients too, by one micro-batch a step, else in every
+    micro-batch), checkpoint activations, shrink the micro-batch, then the rollout, and at last offload; approximate
+    ones load bfloat16 or keep the optimizer in 8 bits; those of the recipe train an adapter, then on weights of 4 bits.
     """
     try:
         levers = Levers.of(recipe, device)
@@ -57,7 +57,11 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
         for launch in _launches(recipe.launch, quantised=at.get(QUANTIZATION) == "4bit"):
             settings = list(_leaner(levers, at))
             mildest = [_rung(recipe, levers, launch, setting) for setting in settings[:1]]
-            made = mildest + [_rung(recipe, levers, launch, setting, leaner=True) for setting in settings]
+            made = mildest + [
+                _rung(recipe, levers, launch, setting, leaner=True)
+                for milder in settings
+                for setting in (*_undivided(levers, launch, milder), milder)
+            ]
             new = {rung.key: rung for rung in made if rung.key not in seen}
             seen |= new.keys()
             found += [tuple(rungs) for _, rungs in groupby(new.values(), lambda rung: rung.tier)]
@@ -113,6 +117,14 @@ def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
         at = {**at, **{name: levers.strengths[name][-1] for name in names if name in levers.strengths}}
         if at and levers.candidate(at) is not None:
             yield at
+
+
+def _undivided(levers: Levers | None, launch: Launch, at: Assignment) -> Iterator[Assignment]:
+    """The settings `at` with all samples of a step in one micro-batch, under FSDP: it gathers and reduces once."""
+    if levers is not None and MICRO in levers.own and MICRO not in at and launch.sharding.startswith("fsdp"):
+        whole = levers.space.recipe.effective_batch_size // levers.space.recipe.world_size
+        if whole in levers.larger(MICRO) and levers.candidate({**at, MICRO: whole}) is not None:
+            yield {**at, MICRO: whole}
 
 
 def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment, *, leaner: bool = False) -> Rung:
