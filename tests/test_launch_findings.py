@@ -13,8 +13,9 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.recipe.catalogue import attention_heads
+from autofit.recipe.finding import Asked, Finding, Severity
 from autofit.recipe.launch import Launch, read_accelerate_config
-from autofit.recipe.launch_findings import Asked, Finding, Severity, findings
+from autofit.recipe.launch_findings import findings
 from autofit.units import format_bytes
 
 WEIGHTS = 15_230_000_000

@@ -8,7 +8,7 @@ from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say
 from autofit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autofit.recipe.launch_findings import Finding
+    from autofit.recipe.finding import Finding
     from autofit.recipe.recipe import Recipe
 
 
@@ -56,8 +56,9 @@ def _findings(
 ) -> "list[Finding]":
     """What is wrong with the launch, the worst first."""
     from autofit.hardware.hardware import gpus
+    from autofit.recipe.finding import Asked
     from autofit.recipe.launch import read_accelerate_config
-    from autofit.recipe.launch_findings import Asked, findings
+    from autofit.recipe.launch_findings import findings
 
     given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
     config = read_accelerate_config(str(given))[0] if given is not None else {}

@@ -5,20 +5,16 @@ Every finding is what the installed libraries do, read in their source or run: a
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from enum import StrEnum
 from importlib.util import find_spec
-from typing import cast
 
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
-from autofit.recipe.keys import SYNC_EACH_BATCH, divisors
-from autofit.recipe.launch import Launch, is_on, sharding_strategy, state_dict_type
-from autofit.recipe.launch_places import place
+from autofit.recipe.finding import Asked, Finding, Severity
+from autofit.recipe.keys import divisors
+from autofit.recipe.launch import is_on, sharding_strategy, state_dict_type
 from autofit.recipe.launch_values import SECTION_KEYS
-from autofit.recipe.recipe import Recipe, inner_value
-from autofit.units import format_bytes
+from autofit.recipe.memory_findings import CHECKS
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -29,82 +25,13 @@ _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 an
     "mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend",
     "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
 )  # fmt: skip
-_FLOATS = ("bfloat16", "float16", "float32")
-
-
-class Severity(StrEnum):
-    ERROR = "error"  # it does not train, or not on these ranks
-    WARNING = "warning"  # it trains, and costs memory, time or a checkpoint
-    NOTE = "note"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is wrong: where it stands, what happens, and what to change."""
-
-    severity: Severity
-    where: str  # the file and the key
-    what: str
-    fix: str
-
-    @property
-    def stops(self) -> bool:
-        """Whether the training does not run as asked."""
-        return self.severity is Severity.ERROR
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}; {self.fix}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A recipe with its launch, and what the user's own files said before they were read.
-
-    `values` is the recipe as it stands in `file`, `config` the accelerate config in the file `config_name` ({} without
-    one); `cards_here` are the cards of this machine, `card` the model of the card that is trained on (as autofit names
-    it), where it is known.
-    """
-
-    recipe: Recipe
-    file: str = "the recipe"
-    values: Mapping[str, object] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
-    config_name: str = "the accelerate config"
-    num_processes: int | None = None  # of the command line
-    card: str = ""
-    cards_here: int = 0
-
-    @property
-    def launch(self) -> Launch:
-        return self.recipe.launch
-
-    def section(self, name: str) -> Mapping[str, object]:
-        """A section of the accelerate config, such as fsdp_config, with what the recipe changes; {} without it."""
-        found = {**self.config, **self.launch.config}.get(name)
-        return cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
-
-    def value(self, key: str) -> object:
-        """The recipe's value of a key, defaults included."""
-        return self.recipe.resolved.get(key, self.recipe.values.get(key))
-
-    def in_recipe(self, key: str) -> str:
-        return f"{self.file}: {key}"
-
-    def in_config(self, key: str) -> str:
-        """Where the user says a key of an accelerate config: there, or in the recipe."""
-        if key == "num_processes" and self.num_processes is not None:
-            return "--num_processes"
-        return place(key, self.values, file=self.file, config=self.config, config_name=self.config_name)
 
 
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _known, _started, _wrapped, _hybrid, _broadcast, _packages, _batch, _loading, _whole_base, _gathered,
-        _reference, _between_syncs, _quantised, _checkpointing, _saving, _clashes, _engine, _cards,
+        _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _clashes, _engine,
+        _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -173,19 +100,6 @@ def _or_here(asked: Asked) -> str:
     return f" (here {asked.cards_here})" if asked.cards_here > 1 else ""
 
 
-def _wrapped(asked: Asked) -> Iterator[Finding]:
-    """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
-    section, weights = asked.section("fsdp_config"), asked.recipe.weights_bytes
-    policy = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
-    if asked.launch.sharding.startswith("fsdp") and section and policy == "NO_WRAP":
-        size = "" if weights is None else f", {format_bytes(weights)}"
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_auto_wrap_policy"),
-            what=f"without a policy the model is sharded in one piece: each card gathers all its weights at once{size}",
-            fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, which gathers a layer at a time",
-        )  # fmt: skip
-
-
 def _hybrid(asked: Asked) -> Iterator[Finding]:
     """Groups of FSDP1 that are made by the cards that torch sees (torch/distributed/fsdp/_init_utils.py)."""
     strategy, section = sharding_strategy(asked.section("fsdp_config")), asked.section("fsdp_config")
@@ -242,160 +156,6 @@ def _batch(asked: Asked) -> Iterator[Finding]:
                 fix=f"{key} that works: {', '.join(map(str, near))}; or change {recipe.keys.micro_batch}",
             )  # fmt: skip
             return
-
-
-def _loading(asked: Asked) -> Iterator[Finding]:
-    """What each rank loads into host memory, and onto which cards."""
-    launch, weights = asked.launch, asked.recipe.weights_bytes
-    each = max(1, launch.ranks // launch.machines)
-    given = asked.value("model_init_kwargs")
-    if isinstance(given, Mapping) and given.get("device_map") is not None:
-        yield from _device_map(asked, str(given["device_map"]))
-    if each == 1 or weights is None:
-        return
-    cost = f"each of {each} ranks loads all weights into host memory: {each} x {format_bytes(weights)} = " \
-           f"{format_bytes(each * weights)}"  # fmt: skip
-    fsdp, zero = asked.section("fsdp_config"), asked.section("deepspeed_config")
-    if launch.sharding.startswith("fsdp") and not is_on(fsdp.get("fsdp_cpu_ram_efficient_loading", True)):
-        # transformers/distributed/fsdp.py, is_fsdp_enabled: rank 0 alone reads weights only with this variable
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_cpu_ram_efficient_loading"),
-            what=f"false: {cost}", fix=f"set it to true: {format_bytes(weights)} on rank 0 alone",
-        )  # fmt: skip
-    if launch.sharding == "zero3" and not is_on(zero.get("zero3_init_flag", True)):
-        # accelerate/utils/dataclasses.py, DeepSpeedPlugin: without it transformers does not enter deepspeed.zero.Init
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero3_init_flag"),
-            what=f"false: {cost}", fix="set it to true, so that each rank keeps its share as the model is built",
-        )  # fmt: skip
-
-
-def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
-    where = asked.in_recipe("model_init_kwargs.device_map")
-    if asked.launch.ranks > 1:
-        # trl/trainer/grpo_trainer.py, line 344, and the other trainers: None on MULTI_GPU and DEEPSPEED. A script of
-        # one's own reaches accelerate/accelerator.py, line 1478, which raises after the weights are loaded.
-        yield Finding(
-            severity=Severity.WARNING, where=where,
-            what=f"{value} has no effect on {asked.launch.ranks} ranks: TRL sets it to null, and accelerate refuses to "
-                 "train a model that is split over the cards",
-            fix="remove it; sharding: fsdp2 or zero3 splits a model over the cards",
-        )  # fmt: skip
-    elif value != "auto" or asked.cards_here > 1:
-        yield Finding(
-            severity=Severity.NOTE, where=where,
-            what=f"{value} lays the layers on all visible cards, which then work one after the other",
-            fix="set CUDA_VISIBLE_DEVICES to one card, or train on several ranks: --num_processes N",
-        )  # fmt: skip
-
-
-def _whole_base(asked: Asked) -> Iterator[Finding]:
-    """LoRA with a sharding that leaves the frozen weights whole."""
-    launch, weights = asked.launch, asked.recipe.weights_bytes
-    if launch.ranks == 1 or not asked.recipe.uses_lora or weights is None:
-        return
-    shared = {"zero1": "the adapter's optimizer state", "zero2": "the adapter's gradients and optimizer state"}
-    if launch.sharding in shared:
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero_stage"),
-            what=f"{launch.sharding} shards only {shared[launch.sharding]}: the frozen weights stay whole, "
-                 f"{format_bytes(weights)} on each of {launch.ranks} cards, so it takes as much as one card",
-            fix="take zero3 or fsdp2, which shard the frozen weights too, or multi_gpu, which is faster where it fits",
-        )  # fmt: skip
-    elif launch.sharding == "ddp":
-        yield Finding(
-            severity=Severity.NOTE, where=asked.in_config("distributed_type"),
-            what=f"DDP keeps the frozen weights whole: {format_bytes(weights)} on each of {launch.ranks} cards",
-            fix="if that does not fit, take --accelerate_config fsdp2",
-        )  # fmt: skip
-
-
-def _gathered(asked: Asked) -> Iterator[Finding]:
-    """ZeRO-3 where it saves least: TRL gathers the weights to generate, and LoRA leaves little else to shard."""
-    if asked.launch.sharding != "zero3" or asked.recipe.weights_bytes is None:
-        return
-    size = format_bytes(asked.recipe.weights_bytes)
-    gathers = is_on(asked.value("ds3_gather_for_generation")) and not is_on(asked.value("use_vllm"))
-    if asked.recipe.generates and gathers:  # trl/models/utils.py, unwrap_model_for_generation
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_recipe("ds3_gather_for_generation"),
-            what=f"TRL gathers all weights on every card to generate, {size}: as much as on one card",
-            fix="set it to false, which is slower, or generate with vLLM (use_vllm: true)",
-        )  # fmt: skip
-    elif asked.recipe.uses_lora:
-        yield Finding(
-            severity=Severity.NOTE, where=asked.in_config("deepspeed_config.zero_stage"),
-            what=f"under LoRA ZeRO-3 shards the frozen weights ({size}) and little else: activations and logits stay "
-                 "as on one card, and up to 1e9 parameters (stage3_max_live_parameters) stay gathered",
-            fix="shrink the micro-batch or checkpoint activations where it does not fit",
-        )  # fmt: skip
-
-
-def _reference(asked: Asked) -> Iterator[Finding]:
-    """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
-    weights, trainer = asked.recipe.weights_bytes, asked.recipe.trainer
-    if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
-        return
-    dpo = trainer == "dpo" and not is_on(asked.value("precompute_ref_log_probs"))
-    if dpo or (trainer in ("grpo", "rloo") and asked.value("beta")):
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_recipe("precompute_ref_log_probs" if dpo else "beta"),
-            what="TRL shards the reference model in one piece under FSDP2: each card gathers all its weights at once, "
-                 f"{format_bytes(weights)}, for a while twice",
-            fix="set precompute_ref_log_probs: true, or train with LoRA, which needs no second model" if dpo else
-                "set beta: 0, or train with LoRA, which needs no second model",
-        )  # fmt: skip
-
-
-def _between_syncs(asked: Asked) -> Iterator[Finding]:
-    """Gradients between two micro-batches (transformers/trainer.py, line 1896: no_sync unless sync_each_batch)."""
-    recipe, weights = asked.recipe, asked.recipe.weights_bytes
-    if not asked.launch.sharding.startswith("fsdp") or recipe.uses_lora or weights is None:
-        return
-    given = inner_value({"accelerator_config": asked.value("accelerator_config")}, SYNC_EACH_BATCH)
-    if recipe.grad_accum_steps > 1 and not is_on(given):
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_recipe(SYNC_EACH_BATCH),
-            what="between two micro-batches FSDP keeps the gradients of all weights on every card, about "
-                 f"{format_bytes(weights)}",
-            fix="set it to true, which costs a reduction for each micro-batch, or take one micro-batch for each step",
-        )  # fmt: skip
-
-
-def _quantised(asked: Asked) -> Iterator[Finding]:
-    """4-bit weights whose storage cannot be sharded."""
-    launch = asked.launch
-    if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
-        return
-    where, storage = asked.in_recipe("bnb_4bit_quant_storage"), str(asked.value("bnb_4bit_quant_storage") or "uint8")
-    dtype = str(asked.value("dtype") or "bfloat16")
-    set_it = f"set bnb_4bit_quant_storage: {dtype if dtype in _FLOATS else 'bfloat16'}, the same as dtype"
-    if storage not in _FLOATS:
-        if launch.sharding == "fsdp2":  # accelerate/utils/fsdp_utils.py, line 798
-            yield Finding(
-                severity=Severity.WARNING, where=where,
-                what=f"accelerate leaves 4-bit weights stored as {storage} out of the sharding: every card holds all "
-                     "of them",
-                fix=set_it,
-            )  # fmt: skip
-        elif launch.sharding == "fsdp1":  # torch/distributed/fsdp/_flat_param.py, line 811
-            yield Finding(
-                severity=Severity.ERROR, where=where,
-                what=f"FSDP1 cannot flatten 4-bit weights stored as {storage} (integers)", fix=set_it,
-            )  # fmt: skip
-    elif launch.sharding == "fsdp2":  # on two gloo ranks with torch 2.13 every such bit pattern stayed as it was
-        yield Finding(
-            severity=Severity.NOTE, where=asked.in_recipe("load_in_4bit"),
-            what="an open report (bitsandbytes, issue 1945) says that FSDP2 changes 4-bit weights whose bits look like "
-                 "a NaN; on CPU ranks that was not seen, on a card it was not tried",
-            fix="compare the first losses with those of one card before a long run",
-        )  # fmt: skip
-    if launch.sharding == "zero3":  # transformers/modeling_utils.py, get_init_context: no zero.Init if is_quantized
-        yield Finding(
-            severity=Severity.WARNING, where=asked.in_recipe("load_in_4bit"),
-            what="transformers loads quantised weights whole on every rank, also with zero3_init_flag: true",
-            fix=f"{set_it}, and plan host and card memory for all weights while loading; or take multi_gpu",
-        )  # fmt: skip
 
 
 def _checkpointing(asked: Asked) -> Iterator[Finding]:
