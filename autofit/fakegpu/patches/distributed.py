@@ -168,25 +168,36 @@ def sharded_layers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 def flat_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Categorise a rank's share of FSDP1's flat parameters as weights."""
     owner = module.FlatParamHandle
-    shard = _then_weights(gpu, untouched(owner.shard), lambda handle: handle.flat_param)
+    shard = _then(gpu, untouched(owner.shard), lambda handle: handle.flat_param, "weights")
     yield owner, "shard", shard, "names the weights in the timeline"
 
 
 def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Categorise a rank's share of FSDP2's parameters as weights."""
+    """Categorise a rank's share of FSDP2's parameters as weights, and what it keeps between two micro-batches."""
     owner = module.FSDPParam
-    init = _then_weights(gpu, untouched(owner._init_sharded_param), lambda parameter: parameter._sharded_param_data)
+    init = _then(gpu, untouched(owner._init_sharded_param), lambda share: share._sharded_param_data, "weights")
     yield owner, "_init_sharded_param", init, "names the weights in the timeline"
+    kept = _then(gpu, untouched(owner.to_accumulated_grad_if_needed), _kept_gradient, "gradients")
+    yield owner, "to_accumulated_grad_if_needed", kept, "names the whole gradients in the timeline"
 
 
-def _then_weights(
-    gpu: FakeGpu, original: Callable[..., object], share_of: Callable[[Any], torch.Tensor]
+def _kept_gradient(share: Any) -> torch.Tensor | None:
+    """The whole gradient that FSDP2 holds for a parameter while gradients are not reduced."""
+    kept = share.unsharded_accumulated_grad
+    return cast("torch.Tensor | None", share._unsharded_param.grad if kept is None else kept)
+
+
+def _then(
+    gpu: FakeGpu, original: Callable[..., object], made: Callable[[Any], torch.Tensor | None], category: str
 ) -> Callable[..., object]:
-    def shard(owner: object, *args: object, **kwargs: object) -> None:
-        original(owner, *args, **kwargs)
-        gpu.memory.mark(share_of(owner), "weights")
+    """`original`, after which what it has made is of this category."""
 
-    return shard
+    def call(owner: object, *args: object, **kwargs: object) -> None:
+        original(owner, *args, **kwargs)
+        if (tensor := made(owner)) is not None:
+            gpu.memory.mark(tensor, category)
+
+    return call
 
 
 def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
