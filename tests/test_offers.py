@@ -22,6 +22,7 @@ from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
 from autofit.forecast.offers import Offer, Verdict, choice
 from autofit.forecast.shop import Shop
 from autofit.hardware.prices import Price, prices
+from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
@@ -57,9 +58,10 @@ class Cards:
         step_s = samples * 1e15 / spec.half_flops_per_s + (0.1 if launch.ranks > 1 else 0.0)
         step_s += 5.0 if launch.offload == "parameters" else 0.0
         fits = used <= capacity_bytes
+        host = host_memory(launch, 15 * GB, kept_bytes=self.states // launch.ranks if launch.offload != "none" else 0)
         return ProbeResult(
             status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device=device, device_used_bytes=used,
-            least_capacity_bytes=None if fits else used, step_s=(step_s,),
+            least_capacity_bytes=None if fits else used, step_s=(step_s,), host=None if launch.is_plain else host,
         )  # fmt: skip
 
 
@@ -294,6 +296,17 @@ def test_sizes_that_are_sold_as_the_same_are_the_same(
 def test_the_size_that_a_card_is_sold_as_follows_from_what_its_driver_reports() -> None:
     sold = {"t4": 16, "v100-32gb": 32, "l4": 24, "rtx4090": 24, "a100-40gb": 40, "l40s": 48, "a6000": 48, "h100": 80}
     assert {card: offer(card, 1).nominal_bytes >> 30 for card in sold} == sold
+
+
+def test_the_memory_of_the_machine_is_told_where_several_ranks_share_it() -> None:
+    found = by_words(offers(Cards(states=400 * GB), ["rtx4090"], use_peft=False, use_vllm=True))
+    offloaded = found["8 x rtx4090"]
+    assert offloaded.changes["offload"] == "parameters"
+    assert offloaded.host_bytes == 400 * GB + 15 * GB  # and rank 0 gathers the model to save it
+    advice = CardAdvice(recipe=recipe(), offers=(offloaded, *offers(Cards(), ["h100"], (1,))), prices=PRICES)
+    assert " 415 GB " in str(advice)
+    one = advice.offers[1]
+    assert one.host_bytes is None
 
 
 def test_the_table_marks_what_stands_out_and_json_has_every_row() -> None:

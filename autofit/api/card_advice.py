@@ -88,17 +88,17 @@ class CardAdvice(Shown):
         title = f"{self.recipe.model}, effective batch {self.recipe.effective_batch_size}, predicted"
         table = Table(title=title, title_justify="left")
         for name in ("cards", "", "with"):
-            table.add_column(name, overflow="fold", min_width=24 if name == "with" else None)
-        for name in ("device-used", "step", f"{word}/s", "$/1,000 steps"):
+            table.add_column(name, overflow="fold", min_width={"cards": 10, "with": 24}.get(name))
+        for name in ("device-used", "host RAM", "step", f"{word}/s", "$/1,000 steps"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", overflow="fold", min_width=8)
         marks = self._marks()
         last = self.offers[0].card if self.offers else ""
         for offer in self.offers:
             if offer.card != last:
                 table.add_section()
                 last = offer.card
-            table.add_row(*self._row(offer), ", ".join(marks.get(id(offer), ())))
+            words, *cells = self._row(offer)
+            table.add_row("\n".join((words, *marks.get(id(offer), ()))), *cells)
         return table
 
     def _row(self, offer: Offer) -> list[str]:
@@ -110,6 +110,7 @@ class CardAdvice(Shown):
             f"{offer.verdict} ({offer.tier})" if offer.changes and done else str(offer.verdict),
             escape(what),
             f"{used} of {format_bytes(offer.capacity_bytes)}",
+            "-" if offer.host_bytes is None else f"{offer.host_bytes / 1e9:.0f} GB",
             offer.step_words,
             "-" if offer.samples_per_s is None or offer.is_lower_bound else f"{offer.samples_per_s:.2f}",
             f"{'over ' if offer.is_lower_bound else ''}{_usd(offer.usd_per_1000_steps)}",
@@ -152,7 +153,8 @@ class CardAdvice(Shown):
         untimed = any(offer.is_lower_bound for offer in self.offers)
         host = "Over: with offload, the optimizer's step on the host comes on top and is not timed. " if untimed else ""
         return host + (
-            "Every row is the recipe as it is, or with the mildest change that fits; "
+            "Every row is the recipe as it is, or with the mildest change that fits; host RAM is what the tensors of "
+            "all ranks of a machine need to load, train and save, without Python and its libraries; "
             f"`autofit search` finds the fastest config of one card. Prices: on-demand lists{span}; "
             "--prices FILE has your own."
         )

@@ -31,6 +31,7 @@ class Offer:
     changes: Mapping[str, object] = field(default_factory=dict)
     tier: Tier = TIERS[0]
     device_used_bytes: int | None = None  # of the rank with the most; of an offer over the card, what it would need
+    host_bytes: int | None = None  # memory of the machine, of several ranks; None where it is not known
     step_s: float | None = None
     is_lower_bound: bool = False  # whether a step takes longer: the optimizer's part on the host is not timed
     samples_per_s: float | None = None

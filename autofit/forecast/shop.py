@@ -155,6 +155,7 @@ class Shop:
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
             changes=rung.changes, tier=rung.tier, device_used_bytes=result.device_used_bytes, step_s=step_s,
+            host_bytes=None if result.host is None or result.host.kept_bytes is None else result.host.machine_bytes,
             is_lower_bound=Launch.of(rung.values).offload != "none",
             samples_per_s=None if step_s is None else self.recipe.effective_batch_size / step_s,
             usd_per_hour=self._usd(row.spec, row.count),
