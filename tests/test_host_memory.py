@@ -81,6 +81,14 @@ def test_memory_is_pinned_where_it_was_asked_for_or_nobody_waits_for_the_copy() 
         assert on_card.to("cpu", non_blocking=True).is_pinned()  # as torch's _to_copy does
 
 
+def test_values_that_are_known_stay_known_in_pinned_memory() -> None:
+    """A loader pins its batches; a mask that is not known any more would count as one with padding."""
+    with fake_gpu("a100-80gb") as gpu:
+        gpu.follow_host()
+        mask = torch.ones(4, 1024, dtype=torch.long).pin_memory().to("cuda", non_blocking=True)
+        assert bool((mask == 1).all())
+
+
 def test_copies_from_pinned_memory_take_the_time_of_the_link_and_others_are_not_simulated() -> None:
     with fake_gpu("a100-80gb") as gpu:
         link_s = (400 << 20) / gpu.spec.host_link_bytes_per_s

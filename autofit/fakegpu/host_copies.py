@@ -28,19 +28,16 @@ def pin(func: OpOverload, kwargs: Mapping[str, object], out: object) -> None:
     """Remember that the storage of `out` was asked for in pinned memory, as copies for which nobody waits are."""
     asked = kwargs.get("pin_memory") or (func is aten._to_copy.default and kwargs.get("non_blocking"))
     if func in _FACTORIES and asked and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
-        out.untyped_storage()._autofit_pinned = True  # type: ignore[attr-defined]
+        set_pinned(out)
+
+
+def set_pinned(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage()._autofit_pinned = True  # type: ignore[attr-defined]
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or that of which it is a view, was asked for in pinned memory."""
     return getattr(tensor.untyped_storage(), "_autofit_pinned", False)
-
-
-def pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    """`Tensor.pin_memory`: a copy in pinned memory."""
-    if not isinstance(tensor, FakeTensor) or is_pinned(tensor):
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def host_copy(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> HostCopy | None:

@@ -40,6 +40,10 @@ class HostMemory:
         if number is not None:
             self.owners[number] = layer
 
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Note that the storage of a tensor is pinned, which was made by an operation that does not say so."""
+        self.pinned[self._live[tensor.untyped_storage()._cdata]] = True
+
     def _see(self, tensor: FakeTensor) -> None:
         if tensor.fake_device.type != "cpu" or tensor.layout is not torch.strided:
             return

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_copies import is_pinned, pinned
+from autofit.fakegpu.host_copies import is_pinned
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]
@@ -44,7 +44,7 @@ def cuda_accelerator(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
     yield owner, "_init_pynvml", lambda self: None, reason
     yield owner, "available_memory", available_memory, reason
-    yield owner, "pin_memory", lambda self, tensor, align_bytes=1: pinned(tensor), reason
+    yield owner, "pin_memory", lambda self, tensor, align_bytes=1: tensor.pin_memory(), reason
     yield owner, "is_pinned", lambda self, tensor: is_pinned(tensor), reason
 
 

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_copies import is_pinned, pinned
+from autofit.fakegpu.host_copies import is_pinned
 from autofit.fakegpu.patches import (
     bitsandbytes,
     continuous_batching,
@@ -223,7 +223,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(tensor, "__format__", tensors.formatted(untouched(tensor.__format__)), parameter_list)
     copied = tensors.deep_copied(memory, untouched(tensor.__deepcopy__))
     yield Patch(tensor, "__deepcopy__", copied, "a fake's storage cannot be copied")
-    yield Patch(tensor, "pin_memory", pinned, "pinned memory is the driver's")
+    yield Patch(tensor, "pin_memory", tensors.pinned_copy(gpu.tracer), "pinned memory is the driver's")
     yield Patch(tensor, "is_pinned", lambda tensor, device=None: is_pinned(tensor), "pinned memory is the driver's")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
     one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.host_copies import is_pinned, set_pinned
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.tracer import Tracer
@@ -200,6 +201,21 @@ def deep_copied(memory: SimulatedMemory, original: Callable[..., torch.Tensor]) 
         return copied
 
     return deep_copy
+
+
+def pinned_copy(tracer: Tracer) -> Callable[..., torch.Tensor]:
+    """`Tensor.pin_memory`: a copy in pinned memory, whose values are as known as those of the tensor."""
+
+    def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cpu" or is_pinned(tensor):
+            return tensor
+        copied = tensor.clone()
+        set_pinned(copied)
+        if tracer.host is not None and copied.numel():
+            tracer.host.pin(copied)
+        return copied
+
+    return pin_memory
 
 
 def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> Callable[..., object]:
