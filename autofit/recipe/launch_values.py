@@ -76,13 +76,15 @@ _NUMBERED = {"fsdp_sharding_strategy": 5, "fsdp_state_dict_type": 3, "fsdp_backw
 
 def check_values(config: Mapping[str, object], place: Callable[[str], str]) -> None:
     """Raise ConfigError for values that accelerate would not take; `place` says where the user gives a key."""
-    wrong = [
-        f"{place(path)} must be {_listed(words)}; got {quoted(value)}{_hint(value, words)}"
-        for path, value, words in _checked(config)
-        if not _fits(path, value, words)
-    ]
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+    wrong = [wrong for wrong in _checked(config) if not _fits(*wrong)]
+    told, seen = list[str](), ""
+    for path, value, words in wrong:
+        file, _, key = place(path).rpartition(": ")
+        hint = _hint(value, words) if len(wrong) == 1 else ""
+        told.append(f"{key if file == seen else place(path)} must be {_listed(words)}; got {quoted(value)}{hint}")
+        seen = file
+    if told:
+        raise ConfigError("; ".join(told))
 
 
 def _checked(config: Mapping[str, object]) -> Iterator[tuple[str, object, _Words]]:
