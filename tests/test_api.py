@@ -334,7 +334,7 @@ display(autofit.report())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_notebook_runs_from_a_search_to_a_trained_model(tiny_recipe: Path, tiny_model: Path) -> None:
     shown = "def display(result):\n    print(result._repr_html_())\n"
     Path("notebook.py").write_text(shown + NOTEBOOK.format(model=str(tiny_model)))

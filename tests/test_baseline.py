@@ -25,7 +25,7 @@ def test_the_baseline_keeps_the_field_notes_groups_and_effective_batch() -> None
     assert values["per_device_train_batch_size"] == 2 * values["num_generations"]  # 2 prompts at a time
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_search_needs_nothing_but_a_target_and_its_winner_waits_for_a_dataset(tmp_path: Path) -> None:
     done = autofit(tmp_path, "search", "--target-vram", "40GB", "--device", "sim", "--trials", "1",
                    "--no-advice", "--json")  # fmt: skip

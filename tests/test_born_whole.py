@@ -118,7 +118,7 @@ def test_five_first_searches_at_once_all_find_their_study_and_their_experiment(t
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_at_any_moment_of_the_creation_the_next_search_finds_or_makes_whole_databases(tmp_path: Path) -> None:
     found = drive("killed", tmp_path, 4)
     assert found["codes"] == [0] * 5

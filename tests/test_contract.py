@@ -177,7 +177,7 @@ def autofit(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", NEW)
+@pytest.mark.parametrize("trainer", [pytest.param(NEW[0], marks=pytest.mark.thorough), NEW[1]])
 def test_search_estimate_verify_and_promote_work_on_a_trainer_of_ones_own(
     trainer: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,9 @@ def test_no_name_of_ours_but_autofit_can_be_imported(installed: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "command"), [("wheel", "script"), ("editable", "module")])
+@pytest.mark.parametrize(
+    ("how", "command"), [pytest.param("wheel", "script", marks=pytest.mark.thorough), ("editable", "module")]
+)
 def test_commands_work_in_a_folder_full_of_colliding_names(
     installed: Path, tmp_path: Path, tiny_model: Path, how: str, command: str
 ) -> None:

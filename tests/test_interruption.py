@@ -381,7 +381,7 @@ def test_a_run_that_is_done_or_has_failed_needs_no_other_reason(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGUSR1])
 def test_a_signal_to_the_job_ends_its_training_at_a_checkpoint(
     values: dict[str, object], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -75,7 +75,7 @@ def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: P
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path, tmp_path: Path) -> None:
     whole = run(studied, "promote", "0", "--json")
     assert whole.returncode == 0, whole.stderr

@@ -137,7 +137,7 @@ def _is_rank(process: psutil.Process, folder: Path, rank: str | None) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_cancelled_run_says_so_and_the_next_job_resumes_it(slurm: Cluster, tiny_model: Path, tmp_path: Path) -> None:
     folder = folder_of_run(tmp_path / "run", tiny_model, Launch(), max_steps=4000)
     job = start(folder)
@@ -150,7 +150,7 @@ def test_a_cancelled_run_says_so_and_the_next_job_resumes_it(slurm: Cluster, tin
     wait(folder, lambda: resumed(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_whose_node_goes_away_goes_on_on_another(slurm: Cluster, tiny_model: Path, tmp_path: Path) -> None:
     folder = folder_of_run(tmp_path / "run", tiny_model, Launch(), max_steps=4000, save_steps=2)
     start(folder)

@@ -80,7 +80,7 @@ def test_a_run_has_a_new_server_after_a_requeue_and_ends_with_it(
     assert not psutil.wait_procs(of_server, timeout=20)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_saves_after_usr2_with_its_server_and_a_lost_node_of_the_server_starts_it_again(
     slurm: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_run_saves_after_usr2_with_its_server_and_a_lost_node_of_the_server_st
     assert not (folder / "failed.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_of_two_nodes_trains_to_its_end_beside_a_server_on_a_third_also_after_an_oom(
     slurm: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -271,7 +271,7 @@ def test_killed_between_and_within_stages_it_goes_on_where_it_was(tmp_path: Path
     assert (whole / "config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_reward_models_then_safe_dpo_with_all_four_models(tmp_path: Path, tiny_model: Path) -> None:
     rows = {f"{name}.jsonl": tiny.ROWS["dpo"] for name in ("helpful", "safety")}
     changes = write_example("safe_dpo", tmp_path, tiny_model, rows)
@@ -286,7 +286,7 @@ def test_two_reward_models_then_safe_dpo_with_all_four_models(tmp_path: Path, ti
     assert (Path(found["stages"][2]["final"]["output_dir"]) / "model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_agent_trains_with_a_user_that_is_the_same_model(tmp_path: Path, tiny_model: Path) -> None:
     rows = {"goals.jsonl": lambda i: {"prompt": f"t{i % 9} t1", "goal": "t2"}}
     changes = write_example("two_roles", tmp_path, tiny_model, rows)

@@ -43,14 +43,18 @@ def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_mirrors, kill_servers, kill_runs], ids=["mirrors", "servers", "full runs"])
+@pytest.mark.parametrize(
+    "kill",
+    [kill_mirrors, *(pytest.param(kill, marks=pytest.mark.thorough) for kill in (kill_servers, kill_runs))],
+    ids=["mirrors", "servers", "full runs"],
+)
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
     found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried.total() == 2
     assert not found.wrong
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_passes_over_a_checkpoint_that_was_torn(tmp_path: Path) -> None:
     found = tear_checkpoints(tmp_path, files=1, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried["torn checkpoints"] >= 1

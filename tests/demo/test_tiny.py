@@ -50,14 +50,14 @@ def train(recipe: Path, output_dir: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_trls_own_script_takes_a_step_on_it(cache: Path, tmp_path: Path) -> None:
     recipe = prepare_tiny(cache, sft_steps=0)
     train(recipe, tmp_path / "out", "--max_steps", "1", "--per_device_train_batch_size", "8")
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_grpo_raises_the_held_out_reward(cache: Path, tmp_path: Path) -> None:
     recipe = prepare_tiny(cache)

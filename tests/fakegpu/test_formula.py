@@ -70,7 +70,11 @@ def test_seconds_grow_with_what_is_computed(model: MassModel) -> None:
 @pytest.mark.parametrize(
     ("changes", "over"),
     [
-        ({"activation_offloading": True, "activation_checkpointing": False}, 0.005),  # which wait to leave may differ
+        pytest.param(
+            {"activation_offloading": True, "activation_checkpointing": False},
+            0.005,  # which wait to leave may differ
+            marks=pytest.mark.thorough,
+        ),
         (
             {
                 "activation_checkpointing": True,

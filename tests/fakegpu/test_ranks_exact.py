@@ -12,8 +12,10 @@ pytestmark = pytest.mark.slow
 CASES = [
     Ranks(count=2, sharding="fsdp2"),
     Ranks(count=2, sharding="ddp", lora_rank=8, bucket_view=True),
-    Ranks(count=4, sharding="ddp"),
     Ranks(count=4, sharding="fsdp2", mixed=True),
+]
+MORE = [
+    Ranks(count=4, sharding="ddp"),
     Ranks(count=4, sharding="fsdp2", lora_rank=8, reshard=False, checkpointing=True),
 ]
 
@@ -23,7 +25,7 @@ def host_random_state_bytes(case: Ranks) -> int:
     return 4 * 5056 if case.checkpointing else 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)], ids=str)
 def test_first_and_last_simulated_rank_peak_at_the_byte_count_of_real_ranks(case: Ranks) -> None:
     real = real_peaks_bytes(case, free_port())
     for rank in (0, case.count - 1):
