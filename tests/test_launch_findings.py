@@ -14,7 +14,7 @@ from recipes import grpo_recipe
 
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.finding import Asked, Finding, Severity
-from autofit.recipe.launch import Launch, read_accelerate_config
+from autofit.recipe.launch import THREADS, Launch, read_accelerate_config
 from autofit.recipe.launch_findings import findings
 from autofit.units import format_bytes
 
@@ -78,6 +78,11 @@ CASES = [
     ("beta", "warning", asked(FSDP2, beta=0.04), asked(ZERO3, beta=0.04)),
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(FSDP2, use_vllm=False)),
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(OFFLOADED, use_vllm=True)),
+    ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, model="Qwen/Qwen3-8B", use_vllm=True, use_peft=True),
+     asked(OFFLOADED, model="Qwen/Qwen3-0.6B", use_vllm=True, use_peft=True)),
+    ("OMP_NUM_THREADS", "warning", asked(OFFLOADED, use_vllm=True), asked(FSDP2)),
+    ("OMP_NUM_THREADS", "warning", asked(replace(ZERO3, offload="optimizer")),
+     asked(replace(OFFLOADED, config={THREADS: 8}))),
     ("optim", "error", asked(FSDP2, optim="paged_adamw_8bit"), asked(optim="paged_adamw_8bit")),
     ("optim", "error", asked(FSDP2, optim="adamw_8bit"), asked(FSDP2, optim="adamw_torch_8bit")),
     ("num_generations", "error", asked(num_generations=6), asked(num_generations=8)),
@@ -149,6 +154,11 @@ CASES = [
     ("vllm_tensor_parallel_size", "note", asked(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2),
      asked(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=1)),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def threads_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.mark.parametrize(("key", "severity", "wrong", "right"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])

@@ -13,9 +13,11 @@ import tiny
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.plugin.ranks import rank_environment
 from autofit.promotion.place import check_ranks
 from autofit.promotion.tuned import Tuned
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launch import LAUNCH, THREADS, Launch
+from autofit.recipe.launching import launched
 from autofit.tracking.trial_run import with_launch
 
 LAUNCHES = [
@@ -33,6 +35,16 @@ def tuned(path: Path, launch: Launch, **more: str) -> Tuned:
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_model: Path) -> Path:
     return tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=2)
+
+
+def test_a_flag_that_an_accelerate_config_has_no_place_for_stays_in_the_yaml(recipe: Path, tmp_path: Path) -> None:
+    launch = launched({THREADS: 8, "num_processes": 2, "multi_gpu": True}).launch
+    assert rank_environment(launch, rank=0, port=29500, device="cuda")["WORLD_SIZE"] == "2"  # accelerate takes it
+    for one in (launch, Launch(config={THREADS: 8})):
+        out, *others = tuned(recipe, one).write(tmp_path / "best.yaml")
+        assert yaml.safe_load(out.read_text())[THREADS] == 8
+        assert all(THREADS not in path.read_text() for path in others)
+    assert launched(yaml.safe_load(out.read_text())).launch.config[THREADS] == 8
 
 
 def test_a_recipe_of_one_rank_is_one_file_as_before(recipe: Path, tmp_path: Path) -> None:

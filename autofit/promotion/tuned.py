@@ -34,6 +34,7 @@ class Tuned:
         The latter's default is beside the YAML, as its stem and `.accelerate.yaml`. Returns what was written.
         """
         launch, values = split(self.values)
+        values = {**values, **launch.flags}
         if launch.is_plain:
             write_atomically(path, tuned_yaml(values, {}, comment=self._comment("THIS_FILE")))
             return (path,)

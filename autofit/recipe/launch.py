@@ -22,6 +22,7 @@ Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]
 LAUNCH = "launch"  # the key of a recipe; no trainer sees it
 DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
+THREADS = "num_cpu_threads_per_process"  # a flag of `accelerate launch` that has no place in its config
 MOST_RANKS = 4096
 # Whether a strategy of FSDP1 frees what it gathered. On one machine torch's hybrid ones shard over all ranks and have
 # nothing to copy to (torch/distributed/fsdp/_init_utils.py, _init_intra_and_inter_node_groups).
@@ -163,9 +164,15 @@ class Launch:
         """FSDP1's own word for the sharding."""
         return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
 
+    @property
+    def flags(self) -> dict[str, object]:
+        """Flags of `accelerate launch` that stay in the recipe's YAML, from which TRL passes them on."""
+        return {THREADS: self.config[THREADS]} if THREADS in self.config else {}
+
     def to_accelerate(self) -> dict[str, object]:
         """The accelerate config that `accelerate launch --config_file` and `trl NAME --accelerate_config` take."""
-        config = {**_LOCAL, **self.config, "num_processes": self.ranks, "num_machines": self.machines}
+        own = {key: value for key, value in self.config.items() if key not in self.flags}
+        config = {**_LOCAL, **own, "num_processes": self.ranks, "num_machines": self.machines}
         if self.machines > 1:
             config.setdefault("main_process_port", 29500)  # the default of torch's launcher
         ids = [part for part in str(config.get("gpu_ids", "all")).split(",") if part.strip()]

@@ -4,6 +4,7 @@ Every finding is what the installed libraries do, read in their source or run: a
 1.16, torch 2.13. Where the libraries raise an error, theirs comes late (after the weights are loaded) or names no key.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.finding import Asked, Finding, Severity
 from autofit.recipe.keys import divisors
-from autofit.recipe.launch import is_on, sharding_strategy, state_dict_type
+from autofit.recipe.launch import THREADS, is_on, sharding_strategy, state_dict_type
 from autofit.recipe.launch_values import SECTION_KEYS
 from autofit.recipe.memory_findings import CHECKS
 
@@ -30,8 +31,8 @@ _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 an
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _clashes, _engine,
-        _cards,
+        _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _threads, _clashes,
+        _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -230,6 +231,19 @@ def _saving(asked: Asked) -> Iterator[Finding]:
                      "checkpoints",
                 fix="set FULL_STATE_DICT, or merge the shards: accelerate merge-weights",
             )  # fmt: skip
+
+
+def _threads(asked: Asked) -> Iterator[Finding]:
+    """The one thread of a rank whose optimizer is on the host (torch/distributed/run.py, line 872; accelerate too)."""
+    launch = asked.launch
+    if launch.offload != "none" and launch.ranks > 1 and not launch.flags and not os.environ.get("OMP_NUM_THREADS"):
+        yield Finding(
+            severity=Severity.WARNING, where="the environment: OMP_NUM_THREADS",
+            what="it is not set: each rank gets one thread for the optimizer's step on the host, about 2.3 s for each "
+                 "1e9 parameters of a rank (fused AdamW, clipping, float32)",
+            fix="export it as the machine's cores by its ranks"
+                + (f", or set {THREADS} in the recipe" if launch.sharding.startswith("fsdp") else ""),
+        )  # fmt: skip
 
 
 def _clashes(asked: Asked) -> Iterator[Finding]:
