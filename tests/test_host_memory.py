@@ -1,10 +1,12 @@
 """Host memory of the ranks of a machine: who loads the model, who keeps what, who saves."""
 
+import numpy as np
 import pytest
 import torch
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
+from autofit.fakegpu.host_memory import held_bytes
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.probing.host_memory import host_memory, shortage
 from autofit.probing.simulated import saved_bytes
@@ -79,6 +81,14 @@ def test_memory_is_pinned_where_it_was_asked_for_or_nobody_waits_for_the_copy() 
         assert on_host.pin_memory().is_pinned()
         assert not on_card.to("cpu").is_pinned()
         assert on_card.to("cpu", non_blocking=True).is_pinned()  # as torch's _to_copy does
+
+
+def test_pinned_blocks_are_powers_of_two_and_kept_for_others_of_their_size() -> None:
+    events = [(5, 1), (6, 1), (-5, 1), (100, 0), (-6, 1), (3, 1), (7, 1)]
+    nbytes, pinned = np.array([n for n, _ in events]), np.array([p for _, p in events])
+    held, kept = held_bytes(nbytes, pinned)
+    assert kept.tolist() == [8, 16, 16, 16, 16, 20, 20]
+    assert held.tolist() == [8, 16, 16, 116, 116, 120, 120]
 
 
 def test_values_that_are_known_stay_known_in_pinned_memory() -> None:

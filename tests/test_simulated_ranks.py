@@ -167,8 +167,8 @@ def test_what_is_offloaded_is_counted_on_the_host(
     assert few.host is not None
     if not changes:  # bfloat16 shards of weights, gradients and two moments; the first two are pinned
         share = 2 * PARAMETERS // launch.ranks
-        assert few.host.kept_bytes == pytest.approx(4 * share, rel=0.01)
-        assert few.host.pinned_bytes == pytest.approx(2 * share, rel=0.01)
+        assert few.host.kept_bytes == pytest.approx(4 * share, rel=0.01)  # sizes are nearly powers of two
+        assert few.host.pinned_bytes == pytest.approx(2 * share, rel=0.02)
         assert few.host.machine_bytes > 4 * share * launch.ranks
 
 

@@ -5,11 +5,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.host_copies import is_pinned
 from autofit.fakegpu.replay import EventLog
+
+Ints = npt.NDArray[np.int64]
+
+
+def held_bytes(nbytes: Ints, pinned: Ints) -> tuple[Ints, Ints]:
+    """(bytes held, pinned ones among them) after each event of `nbytes`, where `pinned` is 1 or 0.
+
+    torch rounds pinned blocks up to a power of two and keeps those that are freed, for others of the same size
+    (ATen/core/CachingHostAllocator.h).
+    """
+    rounded = np.sign(nbytes) * 2 ** np.ceil(np.log2(np.maximum(np.abs(nbytes), 1))).astype(np.int64)
+    kept = np.zeros(len(nbytes), np.int64)
+    for size in np.unique(np.abs(rounded[pinned == 1])):
+        kept += np.maximum.accumulate(np.cumsum(np.where((np.abs(rounded) == size) & (pinned == 1), rounded, 0)))
+    return np.cumsum(np.where(pinned == 1, 0, nbytes)) + kept, kept
 
 
 class HostMemory:

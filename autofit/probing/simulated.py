@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
-import numpy as np
 import yaml
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
+from autofit.fakegpu.host_memory import held_bytes
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.rates.error import log_error
 from autofit.fakegpu.replay import Unlimited
@@ -115,8 +115,7 @@ class SimMemory:
             self._host = host_memory(launch, loaded_bytes, whole_bytes=saved_bytes)
             return
         trains = run.marks[0].event
-        held = np.cumsum(run.nbytes)
-        pinned = np.cumsum(run.nbytes * run.categories)
+        held, pinned = held_bytes(run.nbytes, run.categories)
         self._host = host_memory(
             launch, loaded_bytes, whole_bytes=saved_bytes, load_bytes=int(held[:trains].max(initial=0)),
             kept_bytes=int(held[trains:].max(initial=0)), pinned_bytes=int(pinned[trains:].max(initial=0)),
