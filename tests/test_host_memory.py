@@ -127,6 +127,15 @@ def test_a_save_gathers_the_larger_of_the_model_and_the_optimizer() -> None:
     assert both == 2 * (trained + 4)  # each of the two parameters counts its steps in 4 bytes
 
 
+@pytest.mark.parametrize(("ranks", "machine"), [(1, 90), (2, 90), (8, 90)])
+def test_the_others_hold_their_share_twice_while_rank_0_loads(ranks: int, machine: int) -> None:
+    """A model of 30 GiB on the host: rank 0 has it whole, and each rank its share and the pinned copy of it."""
+    launch = Launch(ranks=ranks, sharding="fsdp2", offload="parameters")
+    share = 30 * GIB // ranks
+    found = host_memory(launch, 30 * GIB, kept_bytes=share, load_bytes=30 * GIB + 2 * share, share_bytes=share)
+    assert found.machine_bytes == machine * GIB
+
+
 def test_what_is_loaded_saved_and_kept_is_told_by_the_largest() -> None:
     fsdp2 = Launch(ranks=8, sharding="fsdp2")
     found = host_memory(fsdp2, 16 * GIB, kept_bytes=0, load_bytes=33 * GIB, whole_bytes=64 * GIB)

@@ -118,6 +118,7 @@ class SimMemory:
         held, pinned = held_bytes(run.nbytes, run.categories)
         self._host = host_memory(
             launch, loaded_bytes, whole_bytes=saved_bytes, load_bytes=int(held[:trains].max(initial=0)),
+            share_bytes=int(held[trains - 1]) if trains else 0,
             kept_bytes=int(held[trains:].max(initial=0)), pinned_bytes=int(pinned[trains:].max(initial=0)),
         )  # fmt: skip
 
