@@ -1,6 +1,7 @@
 """What doctor says of a launch on several cards: each finding where it belongs, and not where it does not."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +52,12 @@ QLORA: dict[str, Any] = {**FLAT, "bnb_4bit_quant_storage": None}
 ENGINE: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"}
 TWICE: dict[str, Any] = {"gradient_checkpointing": True, "ddp_find_unused_parameters": True,
          "gradient_checkpointing_kwargs": {"use_reentrant": True}}  # fmt: skip
+
+
+def zero(**keys: object) -> dict[str, object]:
+    return {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 3, **keys}}
+
+
 CASES = [
     # (the key, its severity, what makes the finding, what has none of it)
     ("distributed_type", "error", asked(Launch(), config={"distributed_type": "NO", "num_processes": 8}),
@@ -80,6 +87,14 @@ CASES = [
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(OFFLOADED, use_vllm=True)),
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, model="Qwen/Qwen3-8B", use_vllm=True, use_peft=True),
      asked(OFFLOADED, model="Qwen/Qwen3-0.6B", use_vllm=True, use_peft=True)),
+    ("nproc_per_node", "error", asked(config={"nproc_per_node": 4}), asked(config={"num_processes": 4})),
+    ("distributed_type", "error", asked(config={"distributed_type": "MULTI_CPU", "num_processes": 4}),
+     asked(config={"distributed_type": "MULTI_CPU", "num_processes": 4, "mpirun_config": {"mpirun_ccl": "0"}})),
+    ("deepspeed_config.gradient_accumulation_steps", "error", asked(ZERO3, config=zero(gradient_accumulation_steps=8)),
+     asked(ZERO3, config=zero(gradient_accumulation_steps=4))),
+    ("deepspeed_config.gradient_clipping", "error",
+     asked(ZERO3, config=zero(gradient_clipping=0.5), max_grad_norm=1.0),
+     asked(ZERO3, config=zero(gradient_clipping="auto"), max_grad_norm=1.0)),
     ("OMP_NUM_THREADS", "warning", asked(OFFLOADED, use_vllm=True), asked(FSDP2)),
     ("OMP_NUM_THREADS", "warning", asked(replace(ZERO3, offload="optimizer")),
      asked(replace(OFFLOADED, config={THREADS: 8}))),
@@ -171,6 +186,27 @@ def test_each_finding_is_where_it_belongs_and_not_elsewhere(
     assert found.fix
     assert len(str(found)) <= 320
     assert all(not f.where.endswith((f": {key}", f".{key}")) or f.severity != severity for f in findings(right))
+
+
+def test_a_deepspeed_json_without_accumulation_counts_as_1(tmp_path: Path) -> None:
+    for name, content in (("none.json", {}), ("auto.json", {"gradient_accumulation_steps": "auto"})):
+        (tmp_path / name).write_text(json.dumps(content))
+    without, auto = (
+        asked(ZERO3, config=zero(deepspeed_config_file=str(tmp_path / n))) for n in ("none.json", "auto.json")
+    )
+    assert 'write "auto" there' in of(findings(without), "gradient_accumulation_steps").fix
+    assert not [f for f in findings(auto) if f.where.endswith("gradient_accumulation_steps")]
+
+
+def test_weights_are_gathered_in_the_dtype_of_mixed_precision() -> None:
+    key = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+    for dtype, bf16, gathered in (
+        ("float32", True, WEIGHTS // 2),
+        ("float32", False, WEIGHTS),
+        ("bfloat16", True, WEIGHTS),
+    ):
+        found = findings(asked(FSDP2, dtype=dtype, bf16=bf16))
+        assert format_bytes(gathered) in next(f for f in found if f.where.endswith(key)).what
 
 
 def test_the_host_memory_of_all_ranks_is_computed() -> None:

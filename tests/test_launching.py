@@ -413,3 +413,48 @@ def test_the_flags_that_are_read_are_flags_of_accelerate() -> None:
     known = {name.lstrip("-").replace("-", "_") for a in launch_command_parser()._actions for name in a.option_strings}
     asked = {name for names in FLAGS.values() for name in names} | set(TYPES)
     assert asked <= known
+
+
+def test_transformers_reads_cpu_offload_and_not_offload_params(tmp_path: Path) -> None:
+    found = launched({"fsdp": True, "fsdp_config": {"offload_params": True}, "num_processes": 2})
+    assert found.launch.offload == "none"
+    assert "fsdp_config.offload_params has no effect: transformers reads cpu_offload" in found.notes
+    assert launched({"fsdp": True, "fsdp_config": {"cpu_offload": True}, "num_processes": 2}).launch.offload != "none"
+    path = tmp_path / "offloads.yaml"
+    inner = {"fsdp_version": 2, "fsdp_offload_params": True}
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": inner}))
+    both = {"accelerate_config": str(path), "fsdp": True, "fsdp_config": {"cpu_offload": False}}
+    assert launched(both).launch.offload == "parameters"  # false is not passed on
+
+
+@pytest.mark.parametrize("policy", ["transformer_based_wrap", None])
+def test_transformers_takes_a_policy_in_capitals_only(policy: object) -> None:
+    with pytest.raises(
+        ConfigError, match="auto_wrap_policy must be TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"
+    ):
+        launched({"fsdp": True, "fsdp_config": {"auto_wrap_policy": policy}, "num_processes": 2})
+
+
+def test_an_accelerate_config_without_a_type_starts_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    path.write_text("distributed_type:\nnum_processes: 2\n")
+    found = launched({"accelerate_config": str(path)})
+    assert found.launch.ranks == 1
+    assert "accelerate starts one process" in str(found.notes)
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 4}])
+def test_what_is_written_leaves_the_accumulation_to_transformers(given: dict[str, object], tmp_path: Path) -> None:
+    """transformers refuses an accumulation of DeepSpeed's that is not the recipe's; accelerate takes none for 1."""
+    from recipes import grpo_recipe
+
+    recipe = grpo_recipe(gradient_accumulation_steps=4)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **given}))
+    launch = launched({"deepspeed": str(path), "num_processes": 2}).launch.batching(recipe.resolved, recipe.keys)
+    zero = launch.to_accelerate()["deepspeed_config"]
+    assert isinstance(zero, dict)
+    assert json.loads(zero["deepspeed_config_file"])["gradient_accumulation_steps"] == "auto"
+    inner = {"zero_stage": 2, "gradient_accumulation_steps": 8}
+    plain = Launch.of_accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": inner}, what="it")
+    assert "gradient_accumulation_steps" not in str(plain.to_accelerate())

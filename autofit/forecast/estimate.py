@@ -24,6 +24,7 @@ from autofit.plugin.protocol import ROLLOUT, SCORING
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
+from autofit.recipe.clashes import clashes
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
 
@@ -48,7 +49,12 @@ class Estimator:
     cancelled: threading.Event = field(default_factory=threading.Event)  # set, no probe begins any more
 
     def estimate(self) -> ProbeResult:
-        """The probe result of the unchanged recipe. Raises EnvironmentFault if the simulation itself fails."""
+        """The probe result of the unchanged recipe. Raises EnvironmentFault if the simulation itself fails.
+
+        Raises ConfigError for settings that are known to fail together.
+        """
+        if clash := next(clashes(self.recipe), None):
+            raise ConfigError(f"{clash.key}: {clash.what}; {clash.fix}")
         result = self.probe(self.recipe.values)
         if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
             raise EnvironmentFault(f"the simulation failed: {result.reason}")

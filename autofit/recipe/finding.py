@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import cast
 
-from autofit.recipe.launch import Launch
+from autofit.recipe.launch import Launch, is_on
 from autofit.recipe.launch_places import place
 from autofit.recipe.recipe import Recipe
 
@@ -67,6 +67,13 @@ class Asked:
     def value(self, key: str) -> object:
         """The recipe's value of a key, defaults included."""
         return self.recipe.resolved.get(key, self.recipe.values.get(key))
+
+    @property
+    def gathered_bytes(self) -> int | None:
+        """Bytes of all weights as FSDP gathers them: in the dtype of mixed precision."""
+        weights, dtype = self.recipe.weights_bytes, str(self.value("dtype") or "float32")
+        halved = dtype == "float32" and any(is_on(self.value(key)) for key in ("bf16", "fp16"))
+        return weights // 2 if halved and weights is not None else weights
 
     def in_recipe(self, key: str) -> str:
         return f"{self.file}: {key}"

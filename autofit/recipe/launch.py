@@ -97,7 +97,8 @@ class Launch:
                 f"the DeepSpeed config has {', '.join(wrong)}, and the recipe {keys.micro_batch}={micro} x "
                 f'{keys.accumulation}={accumulation} x {self.ranks} rank(s); write "auto" there, or the recipe\'s'
             )
-        batch = {key: "auto" for key in wanted if key in content}
+        # accelerate takes an accumulation that is missing for 1 (utils/dataclasses.py, line 1274)
+        batch = {key: "auto" for key in wanted if key in content or key == "gradient_accumulation_steps"}
         return replace(self, config={**self.config, "deepspeed_config": {**zero, DEEPSPEED_JSON: {**content, **batch}}})
 
     @property
@@ -238,6 +239,7 @@ class Launch:
             return {**usual, **beside, "deepspeed_config_file": json.dumps(content)}
         if stage == 3:
             usual["zero3_save_16bit_model"] = True
+        given = {key: value for key, value in given.items() if key != "gradient_accumulation_steps"}  # "auto"
         moved = {
             "offload_optimizer_device": self.offload != "none",
             "offload_param_device": self.offload == "parameters",
@@ -306,7 +308,7 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
     config = read_yaml_mapping(path, what="accelerate config")
     if "distributed_type" not in config:
         raise ConfigError(f"the accelerate config {given}: distributed_type is missing, and accelerate refuses that")
-    if config["distributed_type"] is False:  # NO without quotes, which accelerate takes too
+    if config["distributed_type"] in (False, None):  # NO without quotes, which accelerate takes too
         config["distributed_type"] = "NO"
     if config.pop("fp16", None):  # the older way to say it (accelerate, process_config)
         config.setdefault("mixed_precision", "fp16")

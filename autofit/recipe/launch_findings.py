@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
+from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.finding import Asked, Finding, Severity
@@ -31,8 +33,8 @@ _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 an
 def findings(asked: Asked) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
-        _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _threads, _clashes,
-        _engine, _cards,
+        _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _deepspeed_batch,
+        _threads, _clashes, _engine, _cards,
     )  # fmt: skip
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
@@ -41,10 +43,12 @@ def findings(asked: Asked) -> list[Finding]:
 def _known(asked: Asked) -> Iterator[Finding]:
     """Keys that are misspelt, or lost on their way. Others that are not known here may be of a newer accelerate."""
     for key in asked.config:
-        if key not in _CONFIG_KEYS and (close := get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)):
+        if key not in _CONFIG_KEYS:
+            close = get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)
             yield Finding(  # accelerate/commands/config/config_args.py, from_yaml_file
                 severity=Severity.ERROR, where=asked.in_config(str(key)),
-                what="accelerate refuses a config with a key that it does not know", fix=f"write {close[0]}",
+                what="accelerate (1.15) refuses a config with a key that it does not know",
+                fix=f"write {close[0]}" if close else "remove it",
             )  # fmt: skip
     for section, known in SECTION_KEYS.items():
         inner = asked.config.get(section)
@@ -74,6 +78,12 @@ def _started(asked: Asked) -> Iterator[Finding]:
             severity=Severity.ERROR, where=asked.in_config("distributed_type"),
             what=f"NO starts one process, whatever num_processes={wanted} says",
             fix="set distributed_type: MULTI_GPU, or take --accelerate_config multi_gpu, fsdp2 or zero3",
+        )  # fmt: skip
+    if kind == "MULTI_CPU" and isinstance(wanted, int) and wanted > 1 and not asked.config.get("mpirun_config"):
+        yield Finding(  # accelerate/commands/launch.py, launch_command: simple_launcher, seen with 1.15
+            severity=Severity.ERROR, where=asked.in_config("distributed_type"),
+            what=f"accelerate launch starts one process for MULTI_CPU without mpirun_config, not {wanted}",
+            fix="start it with torchrun --nproc_per_node, or `autofit promote`, which starts the ranks itself",
         )  # fmt: skip
     if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and asked.launch.ranks == 1 and "num_processes" not in asked.config:
         yield Finding(  # accelerate/commands/launch.py: "You need to manually pass in `--num_processes`"
@@ -231,6 +241,31 @@ def _saving(asked: Asked) -> Iterator[Finding]:
                      "checkpoints",
                 fix="set FULL_STATE_DICT, or merge the shards: accelerate merge-weights",
             )  # fmt: skip
+
+
+def _deepspeed_batch(asked: Asked) -> Iterator[Finding]:
+    """What an accelerate config tells DeepSpeed, and the recipe transformers (trainer_config_finalize compares)."""
+    zero = asked.config.get("deepspeed_config")
+    if asked.config.get("distributed_type") != "DEEPSPEED" or not isinstance(zero, Mapping):
+        return
+    accumulation = asked.recipe.grad_accum_steps
+    told = {"gradient_accumulation_steps": accumulation, "gradient_clipping": asked.value("max_grad_norm")}
+    for key, own in told.items():
+        if own is not None and zero.get(key, "auto") not in ("auto", own):
+            yield Finding(
+                severity=Severity.ERROR, where=asked.in_config(f"deepspeed_config.{key}"),
+                what=f"{zero[key]} here and {own} in the recipe: transformers refuses two values",
+                fix="remove it here: the recipe's is taken then",
+            )  # fmt: skip
+    path = zero.get("deepspeed_config_file")
+    content = read_json(Path(path)) if isinstance(path, str) else None
+    if content is not None and "gradient_accumulation_steps" not in content and accumulation != 1:
+        yield Finding(  # accelerate/utils/dataclasses.py, line 1274
+            severity=Severity.ERROR, where=f"{path}: gradient_accumulation_steps",
+            what=f"it is missing, which accelerate takes for 1, and the recipe has {accumulation}: transformers "
+                 "refuses two values",
+            fix='write "auto" there, as autofit does in what it writes',
+        )  # fmt: skip
 
 
 def _threads(asked: Asked) -> Iterator[Finding]:

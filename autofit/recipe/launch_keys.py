@@ -19,7 +19,7 @@ _LEGACY = (*_STRATEGIES, "offload", "auto_wrap")
 # Key of `fsdp_config`, without the prefix fsdp_ that it may have -> key of accelerate's `fsdp_config`.
 _FSDP_KEYS = {
     "version": "fsdp_version", "reshard_after_forward": "fsdp_reshard_after_forward",
-    "cpu_offload": "fsdp_offload_params", "offload_params": "fsdp_offload_params",
+    "cpu_offload": "fsdp_offload_params",
     "auto_wrap_policy": "fsdp_auto_wrap_policy", "min_num_params": "fsdp_min_num_params",
     "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading", "state_dict_type": "fsdp_state_dict_type",
@@ -27,7 +27,14 @@ _FSDP_KEYS = {
     "backward_prefetch": "fsdp_backward_prefetch", "use_orig_params": "fsdp_use_orig_params",
     "sync_module_states": "fsdp_sync_module_states",
 }  # fmt: skip
-_UNSEEN = ("limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")  # accelerate has none
+# accelerate has none of these; transformers (training_args.py, line 2830) reads cpu_offload alone
+_UNSEEN = ("limit_all_gathers", "offload_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+# Where accelerate has another default than transformers, transformers passes its own.
+_USUAL: dict[str, object] = {
+    "cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "state_dict_type": "FULL_STATE_DICT",
+}  # fmt: skip
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
@@ -47,12 +54,14 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
             config.setdefault("cpu_offload", True)
         elif word in _STRATEGIES:
             config.setdefault("reshard_after_forward", _reshard(word, version))
-    # Where accelerate has another default than transformers, transformers passes its own.
-    usual: dict[str, object] = {
-        "cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "state_dict_type": "FULL_STATE_DICT",
-    }  # fmt: skip
-    config = {**usual, **({"reshard_after_forward": True} if version == 2 else {}), **config}
+    if not config.get("cpu_offload"):
+        config.pop("cpu_offload", None)  # false is not passed on, so that an accelerate config still counts
+    config = {**_USUAL, **({"reshard_after_forward": True} if version == 2 else {}), **config}
+    if config["auto_wrap_policy"] not in _POLICIES:
+        raise ConfigError(
+            f"fsdp_config: auto_wrap_policy must be {', '.join(_POLICIES[:2])} or {_POLICIES[2]}, in capitals; got "
+            f"{quoted(config['auto_wrap_policy'])}"
+        )
     named = {_FSDP_KEYS[key]: value for key, value in config.items() if key in _FSDP_KEYS}
     classes = named.get("fsdp_transformer_layer_cls_to_wrap")
     if isinstance(classes, list):
@@ -83,7 +92,13 @@ def fsdp_place(values: Mapping[str, object], key: str, file: str, known: bool) -
     option = {"fsdp_offload_params": ("offload",), "fsdp_reshard_after_forward": _STRATEGIES}.get(key, ())
     if set(words) & set(option):
         return f"{file}: fsdp"
-    return None if known or not names else base + key.removeprefix("fsdp_")
+    own = key.removeprefix("fsdp_")
+    return base + own if names and (own in _USUAL or not known) else None
+
+
+def ignored_keys(given: object) -> list[str]:
+    """Keys of `fsdp_config` that transformers does not read, though they say what it could do."""
+    return [name for name in _json_mapping(given, "fsdp_config") if name.removeprefix("fsdp_") == "offload_params"]
 
 
 def _words(fsdp: object) -> list[str] | None:

@@ -11,7 +11,13 @@ from functools import partial
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
-from autofit.recipe.launch_keys import deepspeed_config, deepspeed_fields, fsdp_config, read_deepspeed_file
+from autofit.recipe.launch_keys import (
+    deepspeed_config,
+    deepspeed_fields,
+    fsdp_config,
+    ignored_keys,
+    read_deepspeed_file,
+)
 from autofit.recipe.launch_places import TYPES, place
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
 
@@ -178,6 +184,8 @@ def _apply_trainers(found: _Reading, keys: Mapping[str, object]) -> None:
             f"{fsdp['fsdp_reshard_after_forward']} has no effect in fsdp with version: 1: accelerate prefers "
             "fsdp_sharding_strategy, which is FULL_SHARD unless an accelerate config says otherwise; take version: 2"
         )
+    if fsdp is not None and (ignored := ignored_keys(keys.get("fsdp_config"))):
+        found.notes.append(f"fsdp_config.{ignored[0]} has no effect: transformers reads cpu_offload")
     kind, key, new = ("DEEPSPEED", "deepspeed", zero) if fsdp is None else ("FSDP", "fsdp", fsdp)
     before = found.config.get("distributed_type")
     other = "DEEPSPEED" if kind == "FSDP" else "FSDP"

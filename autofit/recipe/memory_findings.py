@@ -13,7 +13,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 def _wrapped(asked: Asked) -> Iterator[Finding]:
     """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
-    section, weights = asked.section("fsdp_config"), asked.recipe.weights_bytes
+    section, weights = asked.section("fsdp_config"), asked.gathered_bytes
     policy = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
     if asked.launch.sharding.startswith("fsdp") and section and policy == "NO_WRAP":
         size = "" if weights is None else f", {format_bytes(weights)}"
@@ -113,7 +113,7 @@ def _gathered(asked: Asked) -> Iterator[Finding]:
 
 def _reference(asked: Asked) -> Iterator[Finding]:
     """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
-    weights, trainer = asked.recipe.weights_bytes, asked.recipe.trainer
+    weights, trainer = asked.gathered_bytes, asked.recipe.trainer
     if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
         return
     dpo = trainer == "dpo" and not is_on(asked.value("precompute_ref_log_probs"))
@@ -129,7 +129,7 @@ def _reference(asked: Asked) -> Iterator[Finding]:
 
 def _between_syncs(asked: Asked) -> Iterator[Finding]:
     """Gradients between two micro-batches (transformers/trainer.py, line 1896: no_sync unless sync_each_batch)."""
-    recipe, weights = asked.recipe, asked.recipe.weights_bytes
+    recipe, weights = asked.recipe, asked.gathered_bytes
     if not asked.launch.sharding.startswith("fsdp") or recipe.uses_lora or weights is None:
         return
     given = inner_value({"accelerator_config": asked.value("accelerator_config")}, SYNC_EACH_BATCH)

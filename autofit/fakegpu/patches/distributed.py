@@ -183,8 +183,9 @@ def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 def _kept_gradient(share: Any) -> torch.Tensor | None:
     """The whole gradient that FSDP2 holds for a parameter while gradients are not reduced."""
-    kept = share.unsharded_accumulated_grad
-    return cast("torch.Tensor | None", share._unsharded_param.grad if kept is None else kept)
+    if (kept := share.unsharded_accumulated_grad) is None:
+        kept = getattr(getattr(share, "_unsharded_param", None), "grad", None)  # a share may never have been gathered
+    return cast("torch.Tensor | None", kept)
 
 
 def _then(
