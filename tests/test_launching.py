@@ -458,3 +458,13 @@ def test_what_is_written_leaves_the_accumulation_to_transformers(given: dict[str
     inner = {"zero_stage": 2, "gradient_accumulation_steps": 8}
     plain = Launch.of_accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": inner}, what="it")
     assert "gradient_accumulation_steps" not in str(plain.to_accelerate())
+
+
+@pytest.mark.parametrize(("optimizer", "told"), [("none", True), ("cpu", False)])
+def test_parameters_alone_in_host_memory_are_said_to_take_the_optimizer_along(
+    optimizer: str, told: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "zero3.yaml"
+    inner = {"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": optimizer}
+    path.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": inner}))
+    assert ("take the optimizer's state along" in str(launched({"accelerate_config": str(path)}).notes)) is told

@@ -93,6 +93,8 @@ def launched(
     said = values if of_trl else {}
     check_values(found.config, partial(place, values=said, config=found.file, config_name=found.what))
     launch = _made(found, given)
+    if launch.sharding == "zero3" and launch.offload == "parameters" and _optimizer_stays(found.config):
+        found.notes.append("parameters in host memory take the optimizer's state along here; both are written so")
     asked = options.gpus is not None or (isinstance(given, Mapping) and "ranks" in given)
     if found.named and "num_processes" not in found.config and found.config["distributed_type"] != "NO" and not asked:
         found.notes.append(
@@ -224,6 +226,12 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
         if options.num_processes is not None:
             raise ConfigError(f"{text}; give --accelerate_config multi_gpu with --num_processes {ranks}")
         found.notes.append(f"{text}, whatever num_processes: {ranks} says")
+
+
+def _optimizer_stays(config: Mapping[str, object]) -> bool:
+    """Whether a DeepSpeed config moves the parameters to the host, and not the optimizer's state."""
+    zero = config.get("deepspeed_config")
+    return isinstance(zero, Mapping) and str(zero.get("offload_optimizer_device") or "none").lower() == "none"
 
 
 def _read_json(found: _Reading) -> None:
