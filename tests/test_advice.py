@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
+import pytest
 from recipes import grpo_recipe
 
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, cheapest_changes
 from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.change import Change
 from autofit.forecast.levers import Assignment
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import SYNC_EACH_BATCH
@@ -172,3 +174,14 @@ def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> N
     bounds = Bounds(grpo_recipe(world_size=8), own)
     settings: Assignment = {"launch.sharding": "fsdp2", "launch.offload": "parameters", SYNC_EACH_BATCH: True}
     assert [bounds.least_bytes(known, {name: value}) for name, value in settings.items()] == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"launch.offload": "parameters"}, ", over 3.00 s a step"), ({"launch.offload": "none"}, ", 3.00 s a step"),
+     ({"per_device_train_batch_size": 1}, ", 3.00 s a step")],
+)  # fmt: skip
+def test_a_change_that_offloads_says_that_its_seconds_are_a_lower_bound(given: dict[str, object], words: str) -> None:
+    result = ProbeResult(status=ProbeStatus.FIT, device="sim:a100-80gb", device_used_bytes=1, step_s=(3.0,))
+    change = Change.of(result, changes=given, given=given, tier="neutral", settings=1, capacity_bytes=1 << 36)
+    assert change.step_words == words

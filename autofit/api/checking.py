@@ -95,9 +95,8 @@ class Check(Shown):
     def _mend(self) -> str:
         if self.mend is None:
             return "no change that was tried makes it fit"
-        step = "" if self.mend.step_s is None else f", {format_seconds(self.mend.step_s)} a step"
         settings = self.mend.options.replace("--set ", "")
-        return f"set {settings} ({self.mend.tier}): {format_bytes(self.mend.device_used_bytes)}{step}"
+        return f"set {settings} ({self.mend.tier}): {format_bytes(self.mend.device_used_bytes)}{self.mend.step_words}"
 
 
 def check(

@@ -71,12 +71,11 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
 
     With `step_s`, the seconds of a step now, also the speed-up.
     """
-    step = "" if change.step_s is None else f", {format_seconds(change.step_s)} a step"
     gain = f", {step_s / change.step_s:.2f}x" if step_s and change.step_s else ""
     tight = ", little to spare" if change.tight else ""
     used = format_bytes(change.device_used_bytes)
     what = describe_changes(change.changes, recipe.resolved)
-    return f"{change.tier}: {what} ({used}{step}{gain}{tight})   {change.options}"
+    return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.options}"
 
 
 def _untried(change: Change, recipe: Recipe) -> str:

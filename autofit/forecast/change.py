@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from autofit.forecast.margin import is_tight
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, set_options
+from autofit.units import format_seconds
 
 Probe = Callable[[Mapping[str, object]], ProbeResult]
 Tell = Callable[[str], None]
@@ -54,6 +56,14 @@ class Change:
     def options(self) -> str:
         """The options of the command line that make the change: `--set gradient_checkpointing=true`."""
         return set_options(self.given)
+
+    @property
+    def step_words(self) -> str:
+        """`, 3.15 s a step`; "over" where the optimizer steps on the host, which is not timed; "" if not known."""
+        if self.step_s is None:
+            return ""
+        over = "" if self.given.get(OFFLOAD, "none") == "none" else "over "
+        return f", {over}{format_seconds(self.step_s)} a step"
 
     def to_json(self) -> dict[str, object]:
         return {
