@@ -379,7 +379,7 @@ def test_every_launch_reads_back_from_the_accelerate_config_that_it_writes(tmp_p
         ({"deepspeed": {"zero_optimization": 3}}, {}, "zero_optimization must be a mapping"),
         ({"accelerate_config": "single_gpu"}, {"num_processes": 4}, "accelerate starts one process"),
         ({"num_processes": "four"}, {}, "num_processes must be a whole number"),
-        ({"num_processes": 0}, {}, "ranks must be a whole number from 1"),
+        ({"num_processes": 0}, {}, "num_processes must be from 1 to 4096"),
         ({"launch": {"shard": "ddp"}}, {}, "unknown key launch.shard; the nearest valid one is 'sharding'"),
         ({"launch": {"sharding": "ddp", "offload": "parameters"}}, {}, "ddp cannot offload"),
         ({"launch": 8}, {}, "launch must be a mapping"),
@@ -468,3 +468,15 @@ def test_parameters_alone_in_host_memory_are_said_to_take_the_optimizer_along(
     inner = {"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": optimizer}
     path.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": inner}))
     assert ("take the optimizer's state along" in str(launched({"accelerate_config": str(path)}).notes)) is told
+
+
+def test_numbers_in_quotes_count_and_wrong_ones_are_named_as_the_user_named_them(tmp_path: Path) -> None:
+    path = tmp_path / "quoted.yaml"
+    inner = {"zero_stage": "3"}
+    config = {"distributed_type": "DEEPSPEED", "num_processes": "4", "deepspeed_config": inner}
+    path.write_text(yaml.safe_dump(config))
+    launch = launched({"accelerate_config": str(path)}).launch
+    assert (launch.ranks, launch.sharding) == (4, "zero3")
+    path.write_text(yaml.safe_dump({**config, "num_machines": 0}))
+    with pytest.raises(ConfigError, match="num_machines must be from 1 to 4096; got 0"):
+        launched({"accelerate_config": str(path)})

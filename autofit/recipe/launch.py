@@ -147,6 +147,9 @@ class Launch:
         rest = dict(config)
         ranks = _integer(rest.pop("num_processes", 1), "num_processes", what)
         machines = _integer(rest.get("num_machines", 1), "num_machines", what)
+        for key, count in (("num_processes", ranks), ("num_machines", machines)):
+            if not 1 <= count <= MOST_RANKS:
+                raise ConfigError(f"{what}: {key} must be from 1 to {MOST_RANKS}; got {count}")
         if kind == "NO":  # accelerate starts one process, whatever num_processes says
             return cls(config=rest)
         shared = {"FSDP": _fsdp, "DEEPSPEED": _zero}
@@ -310,6 +313,9 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
         raise ConfigError(f"the accelerate config {given}: distributed_type is missing, and accelerate refuses that")
     if config["distributed_type"] in (False, None):  # NO without quotes, which accelerate takes too
         config["distributed_type"] = "NO"
+    for key in ("num_processes", "num_machines"):  # accelerate takes them in quotes too
+        if isinstance(config.get(key), str) and str(config[key]).isdecimal():
+            config[key] = int(str(config[key]))
     if config.pop("fp16", None):  # the older way to say it (accelerate, process_config)
         config.setdefault("mixed_precision", "fp16")
     if isinstance(inner := config.get("fsdp_config"), Mapping):  # accelerate takes its keys without the prefix too
@@ -360,6 +366,8 @@ def _zero(config: Mapping[str, object], what: str) -> dict[str, object]:
 
 
 def _integer(value: object, key: str, what: str) -> int:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 9:
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{what}: {key} must be a whole number; got {quoted(value)}")
     return value
