@@ -27,6 +27,7 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
+from autofit.recipe.spread import with_launch
 
 GB = 10**9
 SPACE = Path(__file__).parents[1] / "search_spaces" / "grpo.yaml"
@@ -176,6 +177,46 @@ def test_settings_that_fail_together_are_not_simulated() -> None:
     assert not [values for _, values in cards.asked if Launch.of(values).offload != "none"]
     cards = Cards(states=400 * GB)
     assert by_words(offers(cards, ["rtx4090"], use_vllm=True))["8 x rtx4090"].changes["offload"] == "parameters"
+
+
+def sft_with_offload(tmp_path: Path, **changes: object) -> Recipe:
+    """SFT under FSDP2 with offload, of a model whose LM head is its own."""
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    found = recipe(**changes)
+    facts = trl_facts("sft", dict(found.resolved))
+    found = replace(found, trainer="sft", trainer_name="sft", model=str(tmp_path), **facts)
+    return with_launch(found, Launch(ranks=1, sharding="fsdp2", offload="parameters"))
+
+
+def test_an_offload_that_clashes_is_left_out_before_anything_else(tmp_path: Path) -> None:
+    cards = Cards()
+    found = by_words(list(Shop(sft_with_offload(tmp_path), cards, {}).offers([gpu_spec("h100")], (1, 2))))
+    assert all(row.fits for row in found.values())
+    assert [row.changes for row in found.values()] == [{"offload": "none"}] * 2
+    assert {Launch.of(values).offload for _, values in cards.asked} == {"none"}
+
+
+def test_an_offload_that_is_over_is_not_simulated_without_it(tmp_path: Path) -> None:
+    """Whole weights may be offloaded; what does not fit with that does not fit without."""
+    cards = Cards(activations_a_sample=200 * GB)
+    made = sft_with_offload(tmp_path, use_peft=False)
+    row = Shop(replace(made, space=None), cards, {}).offers([gpu_spec("h100")], (2,))[0]
+    assert row.verdict is Verdict.OVER
+    neutral = [values for _, values in cards.asked if not values.get("use_peft")]
+    assert {Launch.of(values).offload for values in neutral} == {"parameters"}
+
+
+def test_a_clash_of_the_recipe_itself_is_said_with_its_fix(tmp_path: Path) -> None:
+    made = sft_with_offload(tmp_path)
+    row = Shop(made, Cards(activations_a_sample=200 * GB), {}).offers([gpu_spec("h100")], (2,))[0]
+    assert row.verdict is Verdict.OVER
+    assert "set fsdp_offload_params: false, or train all weights" in row.reason
+    assert "the smallest change tried needs." in str(CardAdvice(recipe=made, offers=(row,), prices={}))
+
+
+def test_where_nothing_has_bytes_the_rows_are_said_to_have_reasons() -> None:
+    advice = str(CardAdvice(recipe=recipe(), offers=tuple(offers(Cards(), ["h100"], counts=(3,))), prices={}))
+    assert "Nothing here fits; the rows say why." in advice
 
 
 def test_a_batch_that_cannot_be_split_is_said_in_its_row() -> None:

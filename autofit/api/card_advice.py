@@ -126,7 +126,8 @@ class CardAdvice(Shown):
     def _sentences(self) -> list[str]:
         chosen = self.choice
         if chosen.smallest is None:
-            return ["Nothing here fits; the rows say what the smallest change tried needs."]
+            known = any(offer.device_used_bytes is not None for offer in self.offers)
+            return [f"Nothing here fits; the rows say {'what the smallest change tried needs' if known else 'why'}."]
         found = []
         if (offer := chosen.cheapest) is not None:
             steps = f"{STEPS:,} steps of {format_seconds(offer.step_s or 0)}"

@@ -46,6 +46,7 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     Neutral ones shard what several ranks hold (with FSDP the gradients too, by one micro-batch a step, else in every
     micro-batch), checkpoint activations, shrink the micro-batch, then the rollout, and at last offload; approximate
     ones load bfloat16 or keep the optimizer in 8 bits; those of the recipe train an adapter, then on weights of 4 bits.
+    A recipe that offloads is tried without it too: the offload may be all that fails.
     """
     try:
         levers = Levers.of(recipe, device)
@@ -69,8 +70,8 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
 
 
 def _launches(own: Launch, *, quantised: bool) -> list[Launch]:
-    """The launch as it is, then sharded, then in host memory too. 4-bit weights stay whole."""
-    found = [own]
+    """The launch as it is, then without offload, then sharded, then in host memory too. 4-bit weights stay whole."""
+    found = [own, replace(own, offload="none")]
     if own.ranks > 1 and not quantised:
         which: Sharding = "zero3" if own.sharding.startswith("zero") else "fsdp2"
         sharded = own if _shards(own) else replace(own, sharding=which, reshard_after_forward=True)
@@ -143,7 +144,7 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
         changes["offload"] = launch.offload
     return Rung(
         values=values, changes=changes, tier=tier, shards_weights=_shards(launch),
-        offloads=launch.offload != recipe.launch.offload,
+        offloads=launch.offload not in ("none", recipe.launch.offload),
         quantised=bool(values.get("load_in_4bit") or values.get("load_in_8bit")),
     )  # fmt: skip
 

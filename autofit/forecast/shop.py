@@ -20,7 +20,7 @@ from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
 from autofit.recipe.keys import TIERS
-from autofit.recipe.launch import Launch
+from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.spread import spread
 from autofit.units import format_bytes
@@ -94,9 +94,10 @@ class Shop:
     def _tried(self, row: "_Row", rung: Rung) -> Offer | None:
         """The offer with this change if it fits; else the row has what came of it."""
         if clash := next(clashes(row.recipe, rung.values), None):
-            row.problem = clash.what
+            own = clash in clashes(row.recipe)  # else the fix is of a change that was tried, not of the user's recipe
+            row.problem = f"{clash.what}; {clash.fix}" if own else clash.what
             return None
-        if (least := self._least_bytes(rung, row.spec)) is not None:
+        if (least := self._least_bytes(rung, row.spec) or row.missed_offloaded(rung)) is not None:
             row.missed.append((least, rung))
             return None
         result = self._result(row.spec, rung, row.recipe)
@@ -193,3 +194,10 @@ class _Row:
     tight: Offer | None = None  # what fits with too little to spare, with the most of it
     missed: list[tuple[int, Rung]] = field(default_factory=list)  # (the bytes it needs, a change)
     problem: str = ""  # why one could not be simulated
+
+    def missed_offloaded(self, rung: Rung) -> int | None:
+        """Bytes of the rung with the recipe's own offload, where those were too many: without it there are no fewer."""
+        if rung.changes.get("offload") != "none":
+            return None
+        rest = {**rung.values, LAUNCH: None}
+        return next((nbytes for nbytes, tried in self.missed if {**tried.values, LAUNCH: None} == rest), None)
