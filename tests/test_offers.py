@@ -97,6 +97,27 @@ def test_every_offer_keeps_the_effective_batch() -> None:
         assert batch * ranks == 16
 
 
+def test_a_row_has_the_batch_of_its_ranks_and_the_table_shows_another_micro_batch() -> None:
+    """5 x 6 samples on one card are 3 x 2 on five; 5 x 3 on two keep the micro-batch."""
+    sizes = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 6}
+    own = recipe(**sizes)
+    made = replace(own, **trl_facts("sft", dict(own.resolved)))
+    found = tuple(Shop(made, Cards(activations_a_sample=GB), PRICES).offers([gpu_spec("h100")], (1, 2, 5)))
+    batches = [tuple(row.to_json()["batch"].values()) for row in found]  # type: ignore[attr-defined]
+    assert batches == [(5, 6), (5, 3), (3, 2)]
+    assert [dict(row.changes) for row in found] == [{}, {}, {}]
+    text = " ".join(str(CardAdvice(recipe=made, offers=found, prices=PRICES)).split())
+    assert "per_device_train_batch_size 5 -> 3, gradient_accumulation_steps 6 -> 2 (neutral)" in text
+    assert text.count("the recipe as it is │") == 2
+
+
+def test_a_row_of_a_trainer_that_generates_has_its_rollout() -> None:
+    row = offers(Cards(activations_a_sample=30 * GB), ["h100"], counts=(2,))[0]
+    micro, accumulation, rollout = row.batch.values()
+    assert (micro, accumulation, rollout) == (1, 8, 8)
+    assert list(row.batch)[-1] == "steps_per_generation"
+
+
 def test_more_cards_are_slower_by_communication_at_most_and_never_need_more_memory() -> None:
     found = by_words(offers(Cards(), ["h100"]))
     one, eight = found["h100"], found["8 x h100"]

@@ -107,7 +107,7 @@ class CardAdvice(Shown):
         used = "-" if offer.device_used_bytes is None else f"{offer.device_used_bytes / 1e9:.1f}"
         return [
             offer.words,
-            f"{offer.verdict} ({offer.tier})" if offer.changes and done else str(offer.verdict),
+            f"{offer.verdict} ({offer.tier})" if self._changed(offer) and done else str(offer.verdict),
             escape(what),
             f"{used} of {format_bytes(offer.capacity_bytes)}",
             "-" if offer.host_bytes is None else f"{offer.host_bytes / 1e9:.0f} GB",
@@ -139,13 +139,20 @@ class CardAdvice(Shown):
         return found
 
     def _how(self, offer: Offer) -> str:
-        return f", with {self._changes(offer)} ({offer.tier})" if offer.changes else ""
+        return f", with {self._changes(offer)} ({offer.tier})" if self._changed(offer) else ""
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch
         return describe_changes(
-            offer.changes, {**self.recipe.resolved, "sharding": launch.sharding, "offload": launch.offload}
+            self._changed(offer), {**self.recipe.resolved, "sharding": launch.sharding, "offload": launch.offload}
         )
+
+    def _changed(self, offer: Offer) -> Mapping[str, object]:
+        """The changes, and the batch of a rank where so many ranks need another micro-batch than the recipe's."""
+        own, micro = self.recipe.resolved, self.recipe.keys.micro_batch
+        if micro in offer.changes or offer.batch.get(micro, own[micro]) == own[micro]:
+            return offer.changes
+        return {**{key: value for key, value in offer.batch.items() if value != own.get(key)}, **offer.changes}
 
     def _about(self) -> str:
         cards = dict.fromkeys(offer.card for offer in self.offers)

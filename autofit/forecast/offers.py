@@ -30,6 +30,7 @@ class Offer:
     verdict: Verdict
     changes: Mapping[str, object] = field(default_factory=dict)
     tier: Tier = TIERS[0]
+    batch: Mapping[str, object] = field(default_factory=dict)  # {key: value} of one rank, which `changes` may not name
     device_used_bytes: int | None = None  # of the rank with the most; of an offer over the card, what it would need
     host_bytes: int | None = None  # memory of the machine, of several ranks; None where it is not known
     step_s: float | None = None

@@ -22,7 +22,7 @@ from autofit.recipe.clashes import clashes
 from autofit.recipe.keys import TIERS
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe
-from autofit.recipe.spread import spread
+from autofit.recipe.spread import Batch, spread
 from autofit.units import format_bytes
 
 _OTHER_KERNELS = 1.25  # a change that is over a card by more, as a card with other kernels held it, is not tried
@@ -155,7 +155,8 @@ class Shop:
         step_s = result.median_step_s
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
-            changes=rung.changes, tier=rung.tier, device_used_bytes=result.device_used_bytes, step_s=step_s,
+            changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=result.device_used_bytes,
+            step_s=step_s,
             host_bytes=None if result.host is None or result.host.kept_bytes is None else result.host.machine_bytes,
             is_lower_bound=Launch.of(rung.values).offload != "none",
             samples_per_s=None if step_s is None else self.recipe.effective_batch_size / step_s,
@@ -169,7 +170,8 @@ class Shop:
         failed = f"; not simulated: {row.problem}" if row.problem else ""
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=Verdict.OVER,
-            changes=rung.changes, tier=rung.tier, device_used_bytes=least, usd_per_hour=self._usd(row.spec, row.count),
+            changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=least,
+            usd_per_hour=self._usd(row.spec, row.count),
             reason=f"the smallest change tried needs {format_bytes(least)} a card{failed}",
         )  # fmt: skip
 
@@ -194,6 +196,11 @@ class _Row:
     tight: Offer | None = None  # what fits with too little to spare, with the most of it
     missed: list[tuple[int, Rung]] = field(default_factory=list)  # (the bytes it needs, a change)
     problem: str = ""  # why one could not be simulated
+
+    def batch(self, rung: Rung) -> dict[str, object]:
+        """{key: value} of the micro-batch, the accumulation and, of a trainer that generates, the rollout."""
+        keys = self.recipe.keys
+        return Batch.of({**self.recipe.resolved, **rung.changes}, keys, self.recipe.world_size).to_keys(keys)
 
     def missed_offloaded(self, rung: Rung) -> int | None:
         """Bytes of the rung with the recipe's own offload, where those were too many: without it there are no fewer."""
