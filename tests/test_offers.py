@@ -319,6 +319,27 @@ def test_the_highest_tier_is_chosen_from_and_tight_rows_only_where_nothing_fits(
     assert choice([]).smallest is None
 
 
+def shown(*rows: Offer) -> str:
+    return str(CardAdvice(recipe=recipe(), offers=rows, prices=PRICES))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tier": "recipe", "usd_per_hour": 0.1}, "rows of a lower tier than neutral."),
+        ({"verdict": Verdict.TIGHT, "step_s": 0.5}, 'rows that "may not fit".'),
+        ({"is_lower_bound": True, "step_s": 0.5}, 'rows with "over" for a step.'),
+    ],
+)
+def test_a_lower_figure_without_a_mark_is_explained(changes: dict[str, object], words: str) -> None:
+    marked = offer("h100", 1, usd_per_hour=2.0)
+    assert f"Not compared for these, though some have lower figures: {words}" in shown(
+        marked, offer("h100", 2, **changes)
+    )
+    unlike = offer("h100", 2, **{**changes, "step_s": 3.0, "usd_per_hour": 9.0})
+    assert "Not compared" not in shown(marked, unlike)
+
+
 def test_seconds_without_the_hosts_step_are_a_lower_bound_and_win_nothing_that_is_timed() -> None:
     timed, untimed = (
         Offer(card="h100", count=count, capacity_bytes=80 * GB, verdict=Verdict.FITS, step_s=step_s, usd_per_hour=1.0,

@@ -136,7 +136,30 @@ class CardAdvice(Shown):
             found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{self._how(offer)}.")
         offer = chosen.smallest
         found.append(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{self._how(offer)}.")
-        return found
+        return [*found, *self._not_compared(chosen.smallest)]
+
+    def _not_compared(self, best: Offer) -> list[str]:
+        """Which rows no mark can go to, where one of them has a lower figure than a marked row."""
+        lower = [offer for offer in self.offers if offer.step_s is not None and self._is_lower(offer)]
+        fitting = [offer for offer in lower if offer.verdict is best.verdict]
+        of_tier = [offer for offer in fitting if offer.tier == best.tier]
+        kinds = (
+            (len(fitting) > len(of_tier), f"of a lower tier than {best.tier}"),
+            (bool(of_tier), 'with "over" for a step'),
+            (len(lower) > len(fitting), f'that "{Verdict.TIGHT}"'),
+        )
+        rows = [f"rows {words}" for left_out, words in kinds if left_out]
+        return [f"Not compared for these, though some have lower figures: {', '.join(rows)}."] if rows else []
+
+    def _is_lower(self, offer: Offer) -> bool:
+        """Whether a figure of this row is lower than that of the row that is marked for it."""
+        chosen = self.choice
+        figures = (
+            (chosen.cheapest and chosen.cheapest.usd_per_1000_steps, offer.usd_per_1000_steps),
+            (chosen.fastest and chosen.fastest.step_s, offer.step_s),
+            (chosen.smallest and chosen.smallest.nominal_bytes, offer.nominal_bytes),
+        )
+        return any(best is not None and own is not None and own < best for best, own in figures)
 
     def _how(self, offer: Offer) -> str:
         return f", with {self._changes(offer)} ({offer.tier})" if self._changed(offer) else ""
