@@ -340,6 +340,13 @@ def test_a_lower_figure_without_a_mark_is_explained(changes: dict[str, object], 
     assert "Not compared" not in shown(marked, unlike)
 
 
+def test_more_cards_that_are_slower_are_explained_where_they_have_no_nvlink() -> None:
+    assert "8 x l40s are slower than 4: without NVLink" in shown(offer("l40s", 4), offer("l40s", 8, step_s=2.0))
+    assert "are slower than" not in shown(offer("l40s", 4), offer("l40s", 8, step_s=0.6))
+    assert "are slower than" not in shown(offer("h100", 4), offer("h100", 8, step_s=2.0))
+    assert "are slower than" not in shown(offer("l40s", 4, tier="recipe"), offer("l40s", 8, step_s=2.0))
+
+
 def test_seconds_without_the_hosts_step_are_a_lower_bound_and_win_nothing_that_is_timed() -> None:
     timed, untimed = (
         Offer(card="h100", count=count, capacity_bytes=80 * GB, verdict=Verdict.FITS, step_s=step_s, usd_per_hour=1.0,

@@ -30,6 +30,7 @@ USUAL = ("rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")  #
 COUNTS = (1, 2, 4, 8)
 ALL = "all"
 _MOST_COUNTS = 8
+_NVLINK = 50e9  # bytes/s between cards, which PCIe does not reach and every NVLink here does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -136,7 +137,7 @@ class CardAdvice(Shown):
             found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{self._how(offer)}.")
         offer = chosen.smallest
         found.append(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{self._how(offer)}.")
-        return [*found, *self._not_compared(chosen.smallest)]
+        return [*found, *self._not_compared(chosen.smallest), *self._slower()]
 
     def _not_compared(self, best: Offer) -> list[str]:
         """Which rows no mark can go to, where one of them has a lower figure than a marked row."""
@@ -160,6 +161,24 @@ class CardAdvice(Shown):
             (chosen.smallest and chosen.smallest.nominal_bytes, offer.nominal_bytes),
         )
         return any(best is not None and own is not None and own < best for best, own in figures)
+
+    def _slower(self) -> list[str]:
+        """A sentence on cards without NVLink that are slower than half as many of them, in the same tier."""
+        known = {(o.card, o.count): o for o in self.offers if o.step_s is not None and not o.is_lower_bound}
+        slower = [
+            f"{offer.words} are slower than {half.count}"
+            for (card, count), offer in known.items()
+            if (half := known.get((card, count // 2))) is not None
+            and (count % 2, half.tier) == (0, offer.tier)
+            and (offer.step_s or 0) > (half.step_s or 0)
+            and gpu_spec(card).peer_bytes_per_s < _NVLINK
+        ]
+        if not slower:
+            return []
+        return [
+            f"{', '.join(slower)}: without NVLink collectives take long, and machines of such cards differ several "
+            "times (`autofit estimate` prints the interval of a step)."
+        ]
 
     def _how(self, offer: Offer) -> str:
         return f", with {self._changes(offer)} ({offer.tier})" if self._changed(offer) else ""
