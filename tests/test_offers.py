@@ -1,5 +1,6 @@
 """Which cards, and how many, for a recipe: against cards that hold bytes and take seconds by a law."""
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import tiny
 from recipes import grpo_recipe, trl_facts
+from rich.console import Console
 
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError, EnvironmentFault
@@ -410,6 +412,24 @@ def test_the_table_marks_what_stands_out_and_json_has_every_row() -> None:
     assert len(kept["offers"]) == 8
     assert kept["fastest"] == {"card": "a100-80gb", "count": 8}
     assert kept["offers"][0]["usd_per_1000_steps"] == pytest.approx(found[0].usd_per_1000_steps)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 130, 140, 150])
+def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
+    changes = {"per_device_train_batch_size": 1, SYNC_EACH_BATCH: True, "sharding": "fsdp2", "offload": "parameters"}
+    rows = (
+        offer("h100", 1, usd_per_hour=2.0, step_s=1234.5, samples_per_s=0.02),
+        offer("rtx4090", 8, tier="approximate", changes=changes, usd_per_hour=3.0, step_s=9999.5, is_lower_bound=True,
+              host_bytes=218 * GB, verdict=Verdict.TIGHT),
+        *offers(Cards(), ["a100-80gb"], counts=(3,)),
+    )  # fmt: skip
+    table, *_ = CardAdvice(recipe=recipe(), offers=rows, prices=PRICES).parts()
+    Console(file=(text := io.StringIO()), width=width).print(table)
+    assert max(map(len, text.getvalue().splitlines())) <= width
+    for words in ("685.83 ", "over 8,332.92 ", "0.02 ", "20m34s ", "over 2h46m ", "218 GB ", "of 84.94 GB ",
+                  "completions/s ", "8 x rtx4090 ", "(approximate) ", "cheapest ", "not possible "):  # fmt: skip
+        assert words in text.getvalue()
+    assert ("┃" in text.getvalue()) == (width >= 150)
 
 
 def test_every_usual_card_is_known_and_wrong_names_and_counts_are_refused() -> None:

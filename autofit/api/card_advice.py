@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
@@ -11,7 +12,7 @@ from autofit.api.arguments import at_least_one
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, launch_options
-from autofit.api.tables import Shown
+from autofit.api.tables import Folding, Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
@@ -87,19 +88,35 @@ class CardAdvice(Shown):
     def _table(self) -> Table:
         word = samples_word(self.recipe.resolved)
         title = f"{self.recipe.model}, effective batch {self.recipe.effective_batch_size}, predicted"
-        table = Table(title=title, title_justify="left")
+        table = Folding(title=title, narrow=self._narrow_table(title))
         for name in ("cards", "", "with"):
             table.add_column(name, overflow="fold", min_width={"cards": 10, "with": 24}.get(name))
-        for name in ("device-used", "host RAM", "step", f"{word}/s", "$/1,000 steps"):
-            table.add_column(name, justify="right", no_wrap=True)
+        figures = zip(*(self._row(offer)[3:] for offer in self.offers), strict=True)
+        names = ("device-used", "host RAM", "step", f"{word}/s", "$/1,000 steps")
+        for name, cells in zip(names, figures, strict=True):
+            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *cells))))
         marks = self._marks()
         last = self.offers[0].card if self.offers else ""
         for offer in self.offers:
             if offer.card != last:
                 table.add_section()
                 last = offer.card
-            words, *cells = self._row(offer)
-            table.add_row("\n".join((words, *marks.get(id(offer), ()))), *cells)
+            words, *others = self._row(offer)
+            table.add_row("\n".join((words, *marks.get(id(offer), ()))), *others)
+        return table
+
+    def _narrow_table(self, title: str) -> Table:
+        """The same in five columns, some with two figures."""
+        word, marks = samples_word(self.recipe.resolved), self._marks()
+        table = Table(title=title, title_justify="left", box=HORIZONTALS, show_lines=True, padding=(0, 1, 0, 0))
+        for name in ("cards", "with"):
+            table.add_column(name, overflow="fold", min_width={"cards": 14}.get(name))
+        for name in ("device-used\nhost RAM", f"step\n{word}/s", "$/1,000\nsteps"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for offer in self.offers:
+            words, verdict, what, used, host, step, rate, usd = self._row(offer)
+            head = "\n".join((words, verdict, *marks.get(id(offer), ())))
+            table.add_row(head, what, *(f"{one}\n{two}" for one, two in ((used, host), (step, rate))), usd)
         return table
 
     def _row(self, offer: Offer) -> list[str]:
@@ -156,9 +173,9 @@ class CardAdvice(Shown):
         """Whether a figure of this row is lower than that of the row that is marked for it."""
         chosen = self.choice
         figures = (
-            (chosen.cheapest and chosen.cheapest.usd_per_1000_steps, offer.usd_per_1000_steps),
-            (chosen.fastest and chosen.fastest.step_s, offer.step_s),
-            (chosen.smallest and chosen.smallest.nominal_bytes, offer.nominal_bytes),
+            (None if chosen.cheapest is None else chosen.cheapest.usd_per_1000_steps, offer.usd_per_1000_steps),
+            (None if chosen.fastest is None else chosen.fastest.step_s, offer.step_s),
+            (None if chosen.smallest is None else chosen.smallest.nominal_bytes, offer.nominal_bytes),
         )
         return any(best is not None and own is not None and own < best for best, own in figures)
 

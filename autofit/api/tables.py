@@ -4,8 +4,10 @@ import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +19,7 @@ from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 
+_BOUNDLESS = 10_000  # columns
 WIDTH = 150  # of a table, in columns, where there is no terminal
 
 
@@ -36,6 +39,23 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return "\n".join(html_of(part) for part in self.parts())
+
+
+class Folding(Table):
+    """A table that shows `narrow` in its place where a terminal would cut a column off or break its words.
+
+    Rich knows the least width of a column without wrapping only as its `min_width`.
+    """
+
+    def __init__(self, *, narrow: Table, title: str) -> None:
+        super().__init__(title=title, title_justify="left")
+        self.narrow = narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = [part for part in super().__rich_console__(console, options) if isinstance(part, Segment)]
+        wide = max(map(Segment.get_line_length, Segment.split_lines(whole)), default=0)
+        least = Measurement.get(console, options.update(max_width=_BOUNDLESS), self).minimum  # with unbroken words
+        yield from [self.narrow] if max(wide, least) > options.max_width else whole
 
 
 def _text_of(part: Table | str) -> str:
