@@ -87,6 +87,8 @@ CASES = [
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, use_vllm=False), asked(OFFLOADED, use_vllm=True)),
     ("fsdp_config.fsdp_offload_params", "error", asked(OFFLOADED, model="Qwen/Qwen3-8B", use_vllm=True, use_peft=True),
      asked(OFFLOADED, model="Qwen/Qwen3-0.6B", use_vllm=True, use_peft=True)),
+    ("gpu_ids", "error", asked(config={"distributed_type": "MULTI_GPU", "num_processes": 4, "gpu_ids": "0,1"}),
+     asked(config={"distributed_type": "MULTI_GPU", "num_processes": 4, "gpu_ids": "0,1,2,3"})),
     ("nproc_per_node", "error", asked(config={"nproc_per_node": 4}), asked(config={"num_processes": 4})),
     ("distributed_type", "error", asked(config={"distributed_type": "MULTI_CPU", "num_processes": 4}),
      asked(config={"distributed_type": "MULTI_CPU", "num_processes": 4, "mpirun_config": {"mpirun_ccl": "0"}})),

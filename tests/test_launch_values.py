@@ -94,6 +94,8 @@ def accelerate_refuses(keys: dict[str, object], folder: Path) -> bool:
         ({"mixed_precision": "bf17"}, "mixed_precision must be no, fp8, fp16 or bf16; got 'bf17'; the .* 'bf16"),
         ({"mixed_precision": False}, "got False; YAML reads no as false: write 'no', in quotes"),
         ({"gpu_ids": 0}, "gpu_ids must be text; got 0"),
+        ({"main_process_port": "abc"}, "main_process_port must be a whole number; got 'abc'"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment must be LOCAL_MACHINE"),
         ({"use_cpu": "maybe"}, "use_cpu must be true or false; got 'maybe'"),
         ({"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version must be 1 or 2; got 3"),
         ({"fsdp_config": {"fsdp_state_dict_type": "FULL_STATE"}}, "the nearest valid one is 'FULL_STATE_DICT'"),

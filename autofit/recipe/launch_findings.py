@@ -98,6 +98,14 @@ def _started(asked: Asked) -> Iterator[Finding]:
             what="MULTI_GPU with num_processes 1 trains on one card, in a DDP wrapper that costs memory",
             fix=f"set num_processes to the number of cards{_or_here(asked)}, or distributed_type: 'NO'",
         )  # fmt: skip
+    ids = [part for part in str(asked.config.get("gpu_ids") or "all").split(",") if part.strip()]
+    each = asked.launch.ranks // asked.launch.machines
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and ids != ["all"] and len(ids) != each:
+        yield Finding(  # accelerate/utils/launch.py sets CUDA_VISIBLE_DEVICES to them
+            severity=Severity.ERROR, where=asked.in_config("gpu_ids"),
+            what=f"it names {len(ids)} card(s) for {each} ranks of a machine, of which each takes one",
+            fix=f"name {each}, or write all",
+        )  # fmt: skip
     if asked.launch.machines > 1:
         yield Finding(
             severity=Severity.NOTE, where=asked.in_config("num_machines"),

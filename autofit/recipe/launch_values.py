@@ -45,7 +45,8 @@ _WHOLE: _Words = ("a whole number",)
 _NUMBER: _Words = ("a number", '"auto"')
 _DEVICE: _Words = ("none", "cpu", "nvme")
 _ALWAYS: dict[str, _Words] = {
-    "mixed_precision": ("no", "fp8", "fp16", "bf16"), "gpu_ids": _TEXT,
+    "mixed_precision": ("no", "fp8", "fp16", "bf16"), "gpu_ids": _TEXT, "main_process_port": _WHOLE,
+    "compute_environment": ("LOCAL_MACHINE",),
     "use_cpu": _SWITCH, "debug": _SWITCH, "same_network": _SWITCH, "enable_cpu_affinity": _SWITCH,
 }  # fmt: skip
 _FSDP: dict[str, _Words] = {
