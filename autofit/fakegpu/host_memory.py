@@ -23,9 +23,10 @@ def held_bytes(nbytes: Ints, pinned: Ints) -> tuple[Ints, Ints]:
     (ATen/core/CachingHostAllocator.h).
     """
     rounded = np.sign(nbytes) * 2 ** np.ceil(np.log2(np.maximum(np.abs(nbytes), 1))).astype(np.int64)
+    blocks = np.where(pinned == 1, rounded, 0)
     kept = np.zeros(len(nbytes), np.int64)
-    for size in np.unique(np.abs(rounded[pinned == 1])):
-        kept += np.maximum.accumulate(np.cumsum(np.where((np.abs(rounded) == size) & (pinned == 1), rounded, 0)))
+    for size in np.unique(np.abs(blocks[blocks != 0])):
+        kept += np.maximum.accumulate(np.cumsum(np.where(np.abs(blocks) == size, blocks, 0)))
     return np.cumsum(np.where(pinned == 1, 0, nbytes)) + kept, kept
 
 

@@ -74,7 +74,7 @@ def clashes(recipe: Recipe, values: Mapping[str, object] | None = None) -> Itera
         outer, _, inner = key.partition(".")
         return launch.get(inner) if outer == LAUNCH else changed.get(key, recipe.resolved.get(key))
 
-    return (clash for clash in clashes_of(recipe) if clash.is_met(value))
+    return (clash for clash in CLASHES if clash.is_met(value) and clash.when(recipe))  # which may read a file
 
 
 def clashes_of(recipe: Recipe) -> Iterator[Clash]:

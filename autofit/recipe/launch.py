@@ -179,8 +179,7 @@ class Launch:
         config = {**_LOCAL, **own, "num_processes": self.ranks, "num_machines": self.machines}
         if self.machines > 1:
             config.setdefault("main_process_port", 29500)  # the default of torch's launcher
-        ids = [part for part in str(config.get("gpu_ids", "all")).split(",") if part.strip()]
-        if ids != ["all"] and len(ids) != self.ranks // self.machines:
+        if named_cards(config) not in (None, self.ranks // self.machines):
             config.pop("gpu_ids")  # of another number of cards
         config.setdefault("mixed_precision", "no")  # transformers decides by the recipe's bf16 and fp16
         for key in ("fsdp_config", "deepspeed_config"):
@@ -249,6 +248,17 @@ class Launch:
         }
         places = {key: ("nvme" if given.get(key) == "nvme" else "cpu") if on else "none" for key, on in moved.items()}
         return {**usual, **given, "zero_stage": stage, **places}
+
+
+def named_cards(config: Mapping[str, object]) -> int | None:
+    """How many cards of each machine the `gpu_ids` of an accelerate config name; None where they are all."""
+    ids = [part for part in str(config.get("gpu_ids") or "all").split(",") if part.strip()]
+    return None if ids == ["all"] else len(ids)
+
+
+def wrap_policy(config: Mapping[str, object]) -> str:
+    """The wrapping policy in this `fsdp_config`; NO_WRAP, one group of all weights, where it has none."""
+    return str(config.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
 
 
 def sharding_strategy(config: Mapping[str, object]) -> str:

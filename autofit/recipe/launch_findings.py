@@ -15,7 +15,7 @@ from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
 from autofit.recipe.finding import Asked, Finding, Severity
 from autofit.recipe.keys import divisors
-from autofit.recipe.launch import THREADS, is_on, sharding_strategy, state_dict_type
+from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
 from autofit.recipe.memory_findings import CHECKS
 
@@ -98,12 +98,11 @@ def _started(asked: Asked) -> Iterator[Finding]:
             what="MULTI_GPU with num_processes 1 trains on one card, in a DDP wrapper that costs memory",
             fix=f"set num_processes to the number of cards{_or_here(asked)}, or distributed_type: 'NO'",
         )  # fmt: skip
-    ids = [part for part in str(asked.config.get("gpu_ids") or "all").split(",") if part.strip()]
-    each = asked.launch.ranks // asked.launch.machines
-    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and ids != ["all"] and len(ids) != each:
+    cards, each = named_cards(asked.config), asked.launch.ranks // asked.launch.machines
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and cards not in (None, each):
         yield Finding(  # accelerate/utils/launch.py sets CUDA_VISIBLE_DEVICES to them
             severity=Severity.ERROR, where=asked.in_config("gpu_ids"),
-            what=f"it names {len(ids)} card(s) for {each} ranks of a machine, of which each takes one",
+            what=f"it names {cards} card(s) for {each} ranks of a machine, of which each takes one",
             fix=f"name {each}, or write all",
         )  # fmt: skip
     if asked.launch.machines > 1:
@@ -125,12 +124,12 @@ def _hybrid(asked: Asked) -> Iterator[Finding]:
     if asked.launch.sharding != "fsdp1" or not strategy.startswith("HYBRID"):
         return
     where = asked.in_config("fsdp_config.fsdp_sharding_strategy")
-    if str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper() == "NO_WRAP":
+    if wrap_policy(section) == "NO_WRAP":
         yield Finding(
             severity=Severity.ERROR, where=where, what=f"torch refuses {strategy} without a wrapping policy",
             fix="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
         )  # fmt: skip
-    if 1 < asked.launch.ranks < asked.cards_here and str(asked.config.get("gpu_ids") or "all") == "all":
+    if 1 < asked.launch.ranks < asked.cards_here and named_cards(asked.config) is None:
         yield Finding(  # new_subgroups: the group must not exceed the world
             severity=Severity.ERROR, where=where,
             what=f"torch makes groups of all {asked.cards_here} visible cards, and refuses {asked.launch.ranks} ranks",

@@ -12,6 +12,7 @@ from typing import cast
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON
+from autofit.recipe.launch_values import WRAP_POLICIES
 
 _MOST_BYTES = 128 * 1024
 _STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
@@ -34,7 +35,6 @@ _USUAL: dict[str, object] = {
     "cpu_ram_efficient_loading": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "state_dict_type": "FULL_STATE_DICT",
 }  # fmt: skip
-_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
@@ -57,10 +57,10 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
     if not config.get("cpu_offload"):
         config.pop("cpu_offload", None)  # false is not passed on, so that an accelerate config still counts
     config = {**_USUAL, **({"reshard_after_forward": True} if version == 2 else {}), **config}
-    if config["auto_wrap_policy"] not in _POLICIES:
+    if config["auto_wrap_policy"] not in WRAP_POLICIES:
         raise ConfigError(
-            f"fsdp_config: auto_wrap_policy must be {', '.join(_POLICIES[:2])} or {_POLICIES[2]}, in capitals; got "
-            f"{quoted(config['auto_wrap_policy'])}"
+            f"fsdp_config: auto_wrap_policy must be {', '.join(WRAP_POLICIES[:2])} or {WRAP_POLICIES[2]}, in capitals; "
+            f"got {quoted(config['auto_wrap_policy'])}"
         )
     named = {_FSDP_KEYS[key]: value for key, value in config.items() if key in _FSDP_KEYS}
     classes = named.get("fsdp_transformer_layer_cls_to_wrap")

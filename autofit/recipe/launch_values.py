@@ -36,6 +36,7 @@ NOT_BESIDE_JSON = (  # DeepSpeedPlugin._deepspeed_config_checks, which refuses m
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 
 _Words = tuple[str, ...]
@@ -51,7 +52,7 @@ _ALWAYS: dict[str, _Words] = {
 }  # fmt: skip
 _FSDP: dict[str, _Words] = {
     "fsdp_version": ("1", "2"),
-    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "fsdp_auto_wrap_policy": WRAP_POLICIES,
     "fsdp_backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     "fsdp_offload_params": _SWITCH, "fsdp_cpu_ram_efficient_loading": _SWITCH,
     "fsdp_activation_checkpointing": _SWITCH, "fsdp_activation_checkpointing_offload": _SWITCH,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from autofit.recipe.finding import Asked, Finding, Severity
 from autofit.recipe.keys import SYNC_EACH_BATCH
-from autofit.recipe.launch import is_on
+from autofit.recipe.launch import is_on, wrap_policy
 from autofit.recipe.recipe import inner_value
 from autofit.units import format_bytes
 
@@ -14,8 +14,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 def _wrapped(asked: Asked) -> Iterator[Finding]:
     """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
     section, weights = asked.section("fsdp_config"), asked.gathered_bytes
-    policy = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
-    if asked.launch.sharding.startswith("fsdp") and section and policy == "NO_WRAP":
+    if asked.launch.sharding.startswith("fsdp") and section and wrap_policy(section) == "NO_WRAP":
         size = "" if weights is None else f", {format_bytes(weights)}"
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("fsdp_config.fsdp_auto_wrap_policy"),
