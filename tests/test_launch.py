@@ -41,6 +41,7 @@ def test_a_cause_travels_as_json_and_an_answer_of_before_there_were_causes_is_re
         (Ending(exit_code=-signal.SIGTERM), "cpu", LOST, Cause.KILLED),
         (Ending(exit_code=-signal.SIGSEGV), "cpu", FAILED, Cause.CRASHED),
         (Ending(exit_code=3), "cpu", FAILED, Cause.EXITED),
+        (Ending(exit_code=-signal.SIGKILL, deadline_passed=True, left_pid=7), "cuda", LOST, Cause.HANGS),
     ],
 )
 def test_each_ending_without_an_answer_has_its_cause(
@@ -60,7 +61,9 @@ def test_each_ending_without_an_answer_has_its_cause(
         (LOST, None, Next.REPEAT),
         (LOST, Cause.DEADLINE, Next.KEEP),
         (FAILED, Cause.RAISED, Next.KEEP),
-        (FAILED, Cause.NO_SPACE, Next.FREE_SPACE),
+        (FAILED, Cause.NO_SPACE, Next.MEND),
+        (FAILED, Cause.NO_CARD, Next.MEND),
+        (LOST, Cause.HANGS, Next.REPEAT),
         (OOM, Cause.HOST_OOM, Next.KEEP),
     ],
 )
@@ -77,7 +80,7 @@ def test_a_probe_lost_on_a_full_disk_is_not_repeated_before_there_is_space(
 ) -> None:
     monkeypatch.setattr(autofit.probing.launch, "is_full", lambda folder: True)
     result = ProbeResult(status=LOST, device="cpu", cause=Cause.KILLED)
-    assert what_next(result, tmp_path, attempts=1) is Next.FREE_SPACE
+    assert what_next(result, tmp_path, attempts=1) is Next.MEND
     assert what_next(replace(result, status=ProbeStatus.FIT, cause=None), tmp_path, attempts=1) is Next.KEEP
 
 

@@ -1,5 +1,6 @@
 """The ranks of a training end together, whoever fails first and however."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from autofit.probing import rank_processes, supervise
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 
 _WAITS = "import time; time.sleep(100)"
@@ -92,3 +94,36 @@ def test_what_a_rank_started_is_killed_with_it(tmp_path: Path) -> None:
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No signal ends a process, as one that hangs in a driver; a keeper waits for 0.3 s."""
+    monkeypatch.setattr("os.kill", lambda pid, signal: None)
+    for module in (supervise, rank_processes):
+        monkeypatch.setattr(module, "KILLED_WITHIN_S", 0.3)
+
+
+def kill(pid: int) -> None:
+    """Kill without os.kill."""
+    signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_process_that_no_signal_ends_is_left_alone_and_named() -> None:
+    waiting = subprocess.Popen([sys.executable, "-c", _WAITS])
+    began = time.monotonic()
+    ending = supervise.keep(lambda: waiting.pid, deadline_s=0.1)
+    assert time.monotonic() - began < 20
+    assert (ending.left_pid, ending.deadline_passed, ending.exit_code) == (waiting.pid, True, -signal.SIGKILL)
+    kill(waiting.pid)
+    waiting.wait()
+
+
+@pytest.mark.usefixtures("deaf")
+def test_ranks_that_no_signal_ends_are_left_alone_and_one_is_named() -> None:
+    ranks = Ranks(_WAITS, "raise SystemExit(3)")
+    ended = ranks.kept(grace_s=0.1)
+    assert (ended.first, ended.worst.exit_code, ended.worst.left_pid) == (1, 3, ranks.pids[0])
+    assert [ending.left_pid for ending in ended.endings] == [ranks.pids[0], None]
+    kill(ranks.pids[0])

@@ -1,11 +1,13 @@
 """The slots of a machine lie where their user alone can write, and no link of another user is followed."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from autofit.probing.slots import slots, slots_folder
+from autofit.probing.slots import NoSlot, set_aside, slots, slots_folder
 
 
 @pytest.fixture
@@ -58,3 +60,16 @@ def test_who_waits_is_told_who_holds_the_slot(usual: Path, monkeypatch: pytest.M
     ):
         assert held is None
     assert said == [f"cpu-0, held by the probe in studies/probes/trial-0001-1 (pid {os.getpid()})"]
+
+
+def test_a_card_on_which_a_process_hangs_is_given_to_nobody_until_that_has_ended(usual: Path) -> None:
+    both = ("cuda-GPU-1", "cuda-GPU-2")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as hung:
+        set_aside(("cuda-GPU-1",), hung.pid)
+        with slots(both, 1) as held:
+            assert held == ("cuda-GPU-2",)
+        with pytest.raises(NoSlot, match=rf"GPU-1 \(process {hung.pid}\); reset the card"), slots(both, 2):
+            pass
+        hung.kill()
+    with slots(both, 2) as held:
+        assert held == both

@@ -21,7 +21,7 @@ from autofit.probing.log_size import keep_small
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.slots import slots
+from autofit.probing.slots import NoSlot, set_aside, slots
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
@@ -42,17 +42,28 @@ def run_probe(request_path: str) -> None:
     if cards > len(request.slots):
         write_json(request.answer_path, seal.put_on(_too_few(request, cards).to_json() | {"wall_s": 0.0}))
         return
-    with _slots(request, cards) as held:
-        name = None if held is None else ",".join(held)
-        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
-        if read_json(request.answer_path) is None and not ending.abandoned:
-            write_json(request.answer_path, classified(ending, request).to_json())
-        if name is not None and _can_say_how_far_over(request, name):
-            _grade(request, name)
+    try:
+        _run_in_slots(request, cards)
+    except NoSlot as error:
+        none = ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=str(error), cause=Cause.NO_CARD)
+        write_json(request.answer_path, none.to_json())
     content = read_json(request.answer_path)
     if content is not None:
         write_json(request.answer_path, seal.put_on(content | {"wall_s": time.perf_counter() - began}))
         keep_answer(request, content)
+
+
+def _run_in_slots(request: ProbeRequest, cards: int) -> None:
+    """Run the probe to its answer, or until it is cancelled."""
+    with _slots(request, cards) as held:
+        name = None if held is None else ",".join(held)
+        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
+        if held is not None and ending.left_pid is not None:
+            set_aside(held, ending.left_pid)
+        if read_json(request.answer_path) is None and not ending.abandoned:
+            write_json(request.answer_path, classified(ending, request).to_json())
+        if name is not None and _can_say_how_far_over(request, name):
+            _grade(request, name)
 
 
 @contextmanager
@@ -198,6 +209,9 @@ def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
 
 def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause | None, str]:
     """(status, cause, reason in words)."""
+    if ending.left_pid is not None:
+        what = f"process {ending.left_pid} of the probe hangs in the driver (SIGKILL did not end it)"
+        return ProbeStatus.LOST, Cause.HANGS, f"{what}, and its card gets no more probes while it lives,"
     if ending.deadline_passed:
         return ProbeStatus.LOST, Cause.DEADLINE, f"the deadline of {request.deadline_s:.0f} s passed"
     if ending.kernel_oom:

@@ -38,7 +38,7 @@ class Next(StrEnum):
 
     KEEP = "keep"  # the result is final
     REPEAT = "repeat"  # the probe was killed; a second attempt may succeed
-    FREE_SPACE = "free space"  # the disk is full: the user must free some space first
+    MEND = "mend"  # the disk is full, or every card hangs: the user must mend that first
 
 
 def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1) -> Next:
@@ -46,14 +46,17 @@ def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1
 
     The cluster has ended the job of `jobs` attempts, which are not among `attempts`.
     """
-    if result.cause is Cause.NO_SPACE or (result.status is ProbeStatus.LOST and is_full(folder)):
-        return Next.FREE_SPACE
+    if result.cause in (Cause.NO_SPACE, Cause.NO_CARD) or (result.status is ProbeStatus.LOST and is_full(folder)):
+        return Next.MEND
     if result.cause is Cause.JOB:
         return Next.REPEAT if jobs < _JOBS else Next.KEEP
     return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
 
 
-def no_space_left(folder: Path) -> EnvironmentFault:
+def to_mend(result: ProbeResult, folder: Path) -> EnvironmentFault:
+    """What the user must mend after `result` of the probe in `folder`, before the search can go on."""
+    if result.cause is Cause.NO_CARD:
+        return EnvironmentFault(f"{result.reason}; then run the same command again")
     return EnvironmentFault(f"no space left in {folder}; free some space and run the same command again")
 
 

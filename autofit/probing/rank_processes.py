@@ -10,10 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autofit.probing.supervise import Ending, become_subreaper, kernel_oom_kills, kill_descendants
+from autofit.probing.supervise import KILLED_WITHIN_S, Ending, become_subreaper, kernel_oom_kills, kill_descendants
 
 # A rank waits in a collective for one that is gone: gloo says so at once, NCCL after ten minutes.
 GRACE_S = 10.0
@@ -32,8 +32,9 @@ class RanksEnded:
 
     @property
     def worst(self) -> Ending:
-        """The end of the rank that failed first; of rank 0 where none did."""
-        return self.endings[self.first or 0]
+        """The end of the rank that failed first, of rank 0 where none did, with any process that SIGKILL left alive."""
+        left = next((ending.left_pid for ending in self.endings if ending.left_pid is not None), None)
+        return replace(self.endings[self.first or 0], left_pid=left)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -50,7 +51,7 @@ def keep_ranks(
     """The ends of `ranks` processes: `start(rank)` starts one and returns its pid; kills all that they leave behind.
 
     Once a rank has failed, the others have `grace_s` to end by themselves. All are killed after `deadline_s`, and once
-    `abandoned`, called every 0.2 s, returns True.
+    `abandoned`, called every 0.2 s, returns True. One that SIGKILL does not end within KILLED_WITHIN_S is left alone.
     """
     others = become_subreaper()
     kills_before, began = kernel_oom_kills(), time.monotonic()
@@ -59,12 +60,12 @@ def keep_ranks(
     codes: dict[int, int] = {}
     killed: set[int] = set()
     first: int | None = None
-    failed_at, late, left = math.inf, False, False
+    failed_at, killed_at, late, left = math.inf, math.inf, False, False
     try:
         for rank in range(ranks):
             pids[rank] = start(rank)
             handles[os.pidfd_open(pids[rank])] = rank
-        while handles:
+        while handles and time.monotonic() - killed_at < KILLED_WITHIN_S:
             for handle in select.select(list(handles), [], [], _POLL_S)[0]:
                 rank = handles.pop(handle)
                 os.close(handle)
@@ -74,19 +75,21 @@ def keep_ranks(
             late = late or time.monotonic() - began > deadline_s
             left = left or (not late and abandoned())
             if (late or left or time.monotonic() - failed_at > grace_s) and not killed:
-                killed = set(handles.values())
+                killed, killed_at = set(handles.values()), time.monotonic()
                 _kill(pids, killed)
     finally:
         for handle in handles:
             os.close(handle)
-        kill_descendants(but=others)
+        kill_descendants(but=others | {pids[rank] for rank in handles.values()})
     oom = kernel_oom_kills() > kills_before
 
     def ending(rank: int) -> Ending:
-        by_others = codes[rank] == -signal.SIGKILL and rank not in killed
+        code = codes.get(rank, -signal.SIGKILL)
+        by_others = code == -signal.SIGKILL and rank not in killed
         return Ending(
-            exit_code=codes[rank], deadline_passed=late and rank in killed,
+            exit_code=code, deadline_passed=late and rank in killed,
             abandoned=rank in killed and not late, kernel_oom=oom and by_others, rank=rank,
+            left_pid=None if rank in codes else pids[rank],
         )  # fmt: skip
 
     return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)

@@ -31,6 +31,8 @@ class Cause(StrEnum):
     JOB = "job"  # the cluster ended its job: preempted, cancelled, timed out, or the node went away
     HOST_OOM = "host oom"  # the kernel's out-of-memory killer ended it: the host's memory, not the card's
     NO_SPACE = "no space"  # the disk is full
+    HANGS = "hangs"  # SIGKILL did not end it: it hangs in the card's driver
+    NO_CARD = "no card"  # processes that hang hold every card, so it was not started
     CRASHED = "crashed"  # a signal that it raised itself, such as SIGSEGV
     EXITED = "exited"  # sys.exit, or an exit code before the answer
     RAISED = "raised"  # an exception

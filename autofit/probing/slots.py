@@ -1,6 +1,7 @@
 """Slots: at most one probe per GPU, and by default one on the CPU, across all searches of a user on a machine.
 
 A slot is a locked file, so a killed holder frees it at once. Its folder is the user's own: others cannot write there.
+A card in whose driver a process hangs is set aside until that process has ended.
 """
 
 import fcntl
@@ -13,12 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from autofit.errors import printable
-from autofit.files import cache_folder
+from autofit.errors import EnvironmentFault, printable
+from autofit.files import cache_folder, read_json, write_json
+from autofit.probing.births import lives, note_of
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _QUIET_S = 5.0  # of waiting, before it is said
 _GATE = "several"  # held by the process that collects several slots
+_HANGS = ".hangs"  # ends the name of the file that names the process which hangs on a slot's card
+
+
+class NoSlot(EnvironmentFault):
+    """Too few slots are left: processes that cannot be killed hang on the others."""
 
 
 @contextmanager
@@ -30,9 +37,11 @@ def slots(
 
     Other processes are told that `what` holds them. `waits` is called once after 5 s of waiting, with who holds one.
     One process at a time collects several slots, so two that each hold a part never wait for each other.
+    Raises NoSlot where fewer than `count` are left besides those that are set aside.
     """
     assert count <= len(names), (count, names)
     folder, taken = slots_folder(), list[str]()
+    names = _usable(names, count, folder)
     with ExitStack() as held:
         with ExitStack() as gate:
             if count > 1 and _take_one((_GATE,), gate, folder, abandoned, what, waits) is None:
@@ -45,6 +54,26 @@ def slots(
                     break
                 taken.append(name)
         yield tuple(sorted(taken, key=names.index)) if len(taken) == count else None
+
+
+def set_aside(names: tuple[str, ...], pid: int) -> None:
+    """Give none of these slots away while the process `pid` lives: SIGKILL did not end it."""
+    for name in names:
+        write_json(slots_folder() / f"{name}{_HANGS}", note_of(pid))
+
+
+def _usable(names: tuple[str, ...], count: int, folder: Path) -> tuple[str, ...]:
+    """Those of `names` that are not set aside. Raises NoSlot for fewer than `count`."""
+    notes = {name: read_json(folder / f"{name}{_HANGS}") for name in names}
+    hung = {name: note["pid"] for name, note in notes.items() if note is not None and lives(note)}
+    if len(names) - len(hung) >= count:
+        return tuple(name for name in names if name not in hung)
+    which = ", ".join(f"{name.removeprefix('cuda-')} (process {pid})" for name, pid in hung.items())
+    raise NoSlot(
+        f"{count} of the cards must be free of processes that hang in the driver, and SIGKILL did not end those of "
+        f"{which}; reset the card (nvidia-smi --gpu-reset) or restart the machine, or name other cards in "
+        f"CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _take_one(

@@ -18,6 +18,7 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _PARENT = "AUTOFIT_PARENT"  # environment variable: the process that started this one
+KILLED_WITHIN_S = 30.0  # of SIGKILL: a process that lives on hangs in a driver, or in a file system that is away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Ending:
     kernel_oom: bool = False
     rank: int | None = None  # of several ranks, the one that ended so
     node: str = ""  # of several machines, the one that it ran on
+    left_pid: int | None = None  # of the child, where SIGKILL did not end it in time and it was left alone
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -50,7 +52,8 @@ def keep(
 ) -> Ending:
     """The end of the child that `start` starts (it returns the child's pid); kills the child's remaining descendants.
 
-    `abandoned` is called every 0.2 s; if it returns True the child is killed.
+    `abandoned` is called every 0.2 s; if it returns True the child is killed. A child that SIGKILL does not end within
+    KILLED_WITHIN_S is left alone (`Ending.left_pid`).
     """
     others = become_subreaper()
     kills_before = kernel_oom_kills()
@@ -65,13 +68,15 @@ def keep(
             if late or left:
                 os.kill(pid, signal.SIGKILL)
                 break
+        ended = bool(select.select([handle], [], [], KILLED_WITHIN_S)[0])
     finally:
         os.close(handle)
-    _, status = os.waitpid(pid, 0)
-    kill_descendants(but=others)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else -signal.SIGKILL
+    kill_descendants(but=others if ended else others | {pid})
     oom = code == -signal.SIGKILL and not late and not left and kernel_oom_kills() > kills_before
-    return Ending(exit_code=code, deadline_passed=late, abandoned=left, kernel_oom=oom)
+    return Ending(
+        exit_code=code, deadline_passed=late, abandoned=left, kernel_oom=oom, left_pid=None if ended else pid
+    )  # fmt: skip
 
 
 def become_subreaper() -> frozenset[int]:
@@ -106,12 +111,10 @@ def _prctl(option: int, value: int) -> None:
 def kill_descendants(*, but: frozenset[int]) -> None:
     """Kill all descendants of this process, without those of its children `but`.
 
-    Orphans are reparented to it meanwhile, so repeat until none is left.
+    Orphans are reparented to it meanwhile, so repeat until none is left, or KILLED_WITHIN_S have passed.
     """
-    for _ in range(100):
-        children = _descendants(but)
-        if not children:
-            return
+    began = time.monotonic()
+    while (children := _descendants(but)) and time.monotonic() - began < KILLED_WITHIN_S:
         for child in children:
             try:
                 child.kill()

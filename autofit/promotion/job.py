@@ -9,7 +9,7 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.probing.births import note_of
-from autofit.probing.slots import slots
+from autofit.probing.slots import NoSlot, set_aside, slots
 from autofit.probing.supervise import Ending, computing_env, keep
 from autofit.promotion.beside import Beside
 from autofit.promotion.ending import write_ending
@@ -36,7 +36,10 @@ def run_promoted(request_path: str) -> None:
         except ConfigError:  # a command started another job, and was killed before it could note it
             return
         if read_json(folder / "final.json") is None:
-            _run(request, Path(request_path), folder)
+            try:
+                _run(request, Path(request_path), folder)
+            except NoSlot as error:
+                write_json(folder / "failed.json", {"reason": str(error)})
 
 
 def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> None:
@@ -51,10 +54,11 @@ def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> Non
         cards = [name.removeprefix(_CARD) for name in held] if on_cards else []
         env, cwd = _env_of(cards[: launch.ranks]), str(request["cwd"])
         if not serves:
-            train_to_the_end(
+            ending = train_to_the_end(
                 request_path, folder, alone=lambda: keep(lambda: start_alone(str(request_path), folder, cwd, env)),
                 ranks=in_processes(request_path, folder, cwd=cwd, env=env),
             )  # fmt: skip
+            _set_aside(held, ending)
             return
         beside = Beside(
             folder, f"local-{os.getpid()}",
@@ -65,7 +69,13 @@ def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> Non
             return keep(lambda: start_alone(str(request_path), folder, cwd, {**env, **own}), abandoned=beside.is_over)
 
         ranks = in_processes(request_path, folder, cwd=cwd, env=env, abandoned=beside.is_over)
-        train_to_the_end(request_path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks))
+        _set_aside(held, train_to_the_end(request_path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks)))
+
+
+def _set_aside(held: tuple[str, ...], ending: Ending) -> None:
+    """Give these slots to nobody while the training hangs in the driver."""
+    if ending.left_pid is not None:
+        set_aside(held, ending.left_pid)
 
 
 def _env_of(cards: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
+from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.result import Cause, ProbeResult, ProbeSetup
 from autofit.recipe.recipe import merge
 from autofit.tuning.frontier import Trial
@@ -32,8 +32,8 @@ class Prober:
         while True:
             result = self._wait(folder)
             follows = what_next(result, folder, attempts=started, jobs=attempts.counted()["jobs"])
-            if follows is Next.FREE_SPACE and started:
-                raise no_space_left(folder)
+            if follows is Next.MEND and started:
+                raise to_mend(result, folder)
             if follows is Next.KEEP:
                 return None if result.was_killed else result
             folder, started = self._start(attempts, values), started + (result.cause is not Cause.JOB)

@@ -21,7 +21,7 @@ from autofit.errors import ConfigError
 from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.hardware.hardware import Device
-from autofit.probing.launch import Attempts, Launcher, Next, no_space_left, what_next
+from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
@@ -366,8 +366,8 @@ class Search:
         if follows is not Next.KEEP:
             requeue(self.study, self._frozen()[number])
             del self._live[number]
-            if follows is Next.FREE_SPACE:
-                raise no_space_left(folder)
+            if follows is Next.MEND:
+                raise to_mend(result, folder)
             return True
         tell(self.study, number, result, target_bytes=self.plan.limit_bytes)
         del self._live[number]  # told: a Ctrl-C from here on must not tell it again
