@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autofit.files import write_json
+from autofit.probing.supervise import Ending
 from autofit.promotion import job
 from autofit.promotion.job import run_promoted
 
@@ -49,7 +50,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found = list[str]()
     monkeypatch.setattr(job, "_DYING_S", 0.0)
     monkeypatch.setattr(job, "listen", lambda _: None)
-    monkeypatch.setattr(job, "train_to_the_end", lambda path, *_, **__: found.append(str(path)))
+
+    def trains(path: Path, *_: object, **__: object) -> Ending:
+        found.append(str(path))
+        return Ending(exit_code=0)
+
+    monkeypatch.setattr(job, "train_to_the_end", trains)
     return found
 
 

@@ -43,8 +43,9 @@ def test_on_one_machine_training_and_server_share_the_cards(tmp_path: Path, monk
         seen["server"] = env["CUDA_VISIBLE_DEVICES"]
         return subprocess.Popen(["true"]).pid
 
-    def trains(path: Path, folder: Path, *, alone: object, ranks: Callable[[list[dict[str, str]]], object]) -> None:
+    def trains(path: Path, folder: Path, *, alone: object, ranks: Callable[[list[dict[str, str]]], object]) -> Ending:
         ranks([{}])
+        return Ending(exit_code=0)
 
     monkeypatch.setattr(job, "listen", lambda _: None)
     monkeypatch.setattr(job, "train_to_the_end", trains)
