@@ -11,7 +11,7 @@ from pathlib import Path
 from autofit.commands.advise import advise
 from autofit.commands.arguments import parser
 from autofit.commands.check import check
-from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say
+from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
 from autofit.commands.jobs import jobs
@@ -36,6 +36,8 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
     _open_missing_streams()
+    if (stranger := stranger_in(Path(__file__).parents[1])) is not None:
+        say(f"autofit: {stranger}")
     try:
         options = parser().parse_args(argv)
         if getattr(options, "storage", None) is not None:

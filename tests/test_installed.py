@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from autofit.commands.common import stranger_in
+
 ROOT = Path(__file__).parents[1]
 BROKEN = "raise RuntimeError('a module of the user, which autofit must not import')\n"
 FOLDERS = ("trainers", "search_spaces", "tests", "experiments", "commands", "proofs")
@@ -61,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     venv.create(home / "env", with_pip=False, symlinks=True)
     packages = next((home / "env" / "lib").glob("python*/site-packages"))
-    with zipfile.ZipFile(next(home.glob("autofit-*.whl"))) as wheel:
+    with zipfile.ZipFile(next(home.glob("autofit_llm-*.whl"))) as wheel:
         wheel.extractall(packages)
     others = [path for path in sys.path if Path(path).name == "site-packages"]
     (packages / "others.pth").write_text("\n".join(others) + "\n")
@@ -78,6 +80,17 @@ def test_a_wheel_holds_the_package_autofit_and_nothing_beside_it(installed: Path
         ours |= {f"autofit/{path}" for path in found if "examples" not in path.parts}
     installed_files = (p for p in (packages / "autofit").rglob("*") if p.is_file() and p.suffix != ".pyc")
     assert {f"{p.relative_to(packages)}" for p in installed_files} == ours
+
+
+def test_another_project_s_package_in_the_same_folder_is_said(tmp_path: Path) -> None:
+    """PyPI's `autofit` installs a package of the same name: it writes over our files."""
+    (tmp_path / "autofit_llm-0.1.0.dist-info").mkdir()
+    assert stranger_in(tmp_path) is None
+    (tmp_path / "autofit-2026.7.29.1.dist-info").mkdir()
+    said = stranger_in(tmp_path)
+    assert said is not None
+    assert "autofit 2026.7.29.1" in said
+    assert "pip uninstall autofit" in said
 
 
 @pytest.mark.parametrize("how", ["wheel", "editable"])

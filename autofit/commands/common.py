@@ -31,6 +31,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def stranger_in(packages: Path) -> str | None:
+    """What to do about PyPI's `autofit`, another project that writes into our folder; None where it is not installed.
+
+    Ours is installed as `autofit-llm`. Looking at the names in the folder `packages` takes no import.
+    """
+    found = next(packages.glob("autofit-[0-9]*.dist-info"), None)
+    if found is None:
+        return None
+    name = found.name.removesuffix(".dist-info").replace("-", " ", 1)
+    return (
+        f"{name} is installed over this program's files (on PyPI that name is another project's; this one is "
+        "autofit-llm): pip uninstall autofit, then install this one again"
+    )
+
+
 def show(result: "Shown") -> None:
     """Print the tables and sentences of a result; a table is as wide as the terminal."""
     from rich.console import Console

@@ -39,7 +39,7 @@ def chain_sums(*, max_terms: int, draws: int, seed: int) -> list[Problem]:
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
-        raise DemoError(f"the demo needs the package reasoning-gym ({error}); install autofit[demo]") from error
+        raise DemoError(f"the demo needs a package ({error}): pip install 'reasoning-gym>=0.1.25'") from error
     drawn = create_dataset("chain_sum", min_terms=2, max_terms=max_terms, max_digits=1, size=draws, seed=seed)
     problems = {
         entry["metadata"]["expression"]: Problem(
