@@ -11,7 +11,7 @@ from recipes import grpo_recipe
 from autofit.api import planning, reading
 from autofit.errors import ConfigError
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import prepare
+from autofit.probing.prepare import _on_machines, prepare
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import Recipe
@@ -154,4 +154,27 @@ def test_the_name_of_a_card_may_say_how_many(
     gpu: str | None, gpus: int | None, name: str | None, cards: int | None
 ) -> None:
     found, options = reading.launch_options(gpu=gpu, accelerate_config=None, num_processes=None, gpus=gpus)
-    assert (found, options.gpus) == (name, cards)
+    assert (found, options.gpus, options.machines) == (name, cards, None)
+
+
+def test_the_name_of_a_card_may_say_how_many_machines_of_how_many() -> None:
+    found, options = reading.launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=None)
+    assert (found, options.gpus, options.machines) == ("h100", 32, 4)
+    with pytest.raises(ConfigError, match="--gpu 4x8xh100 says 32 cards, and --gpus 8"):
+        reading.launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "device", "machines"),
+    [
+        (8, None, "sim:h100", 1), (64, None, "sim:h100", 8), (12, None, "sim:h100", 1), (64, None, "cuda", 1),
+        (16, 4, "sim:h100", 4), (8, 2, "sim:h100", 2),
+    ],
+)  # fmt: skip
+def test_many_simulated_ranks_are_on_machines_of_eight_unless_more_is_said(
+    ranks: int, asked: int | None, device: str, machines: int
+) -> None:
+    recipe = with_launch(grpo_recipe(world_size=ranks), Launch(ranks=ranks))
+    assert _on_machines(recipe, asked, device).launch.machines == machines
+    said = with_launch(recipe, Launch(ranks=ranks, machines=2))
+    assert _on_machines(said, None, device).launch.machines == 2

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--gpu",
         metavar="NAME",
-        help="simulate this card, for example a100-40gb or 8xa100-80gb; results are predictions",
+        help="simulate this card: a100-40gb, 8xa100-80gb, or 2x8xh100 (2 machines of 8); results are predictions",
     )
     search.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                         help="what may change: neutral (same gradient; default), approximate, recipe; a lower tier is "

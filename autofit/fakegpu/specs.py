@@ -90,7 +90,7 @@ class GpuSpec:
     sm_count: int
     host_link_bytes_per_s: float = 25e9
     peer_bytes_per_s: float = 12e9  # through each card of a machine while a ring of NCCL runs
-    network_bytes_per_s: float = 25e9  # the same between machines
+    network_bytes_per_s: float = 25e9  # of the network adapter that each card of a machine has, in one direction
     capacity_source: str = "given by the caller"
     rates_source: str = "given by the caller"
     context_source: str = "given by the caller"

@@ -26,6 +26,7 @@ from autofit.recipe.trainer_keys import TRAINERS
 from autofit.scratch import OWNER
 
 _OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
+_OF_A_MACHINE = 8  # simulated cards, where nothing says otherwise
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
@@ -106,7 +107,18 @@ def prepare(
         notes=(*read.notes, *facts.notes, *short),
         version=facts.version, left_out=facts.left_out,
     )  # fmt: skip
-    return recipe if launch.gpus is None else _on_cards(recipe, launch.gpus)
+    return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)
+
+
+def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
+    """`recipe` with its ranks on so many machines; None: as its launch says, and simulated ones on machines of 8."""
+    ranks, notes = recipe.launch.ranks, recipe.notes
+    if machines is None and device.startswith("sim:") and recipe.launch.machines == 1 and ranks > _OF_A_MACHINE:
+        machines = ranks // _OF_A_MACHINE if ranks % _OF_A_MACHINE == 0 else 1
+        notes = (*notes, f"{ranks} ranks are taken as {machines} machine(s); --gpu 2x8xNAME says 2 of 8 cards")
+    if machines in (None, recipe.launch.machines):
+        return replace(recipe, notes=notes)
+    return with_launch(replace(recipe, notes=notes), replace(recipe.launch, machines=machines))
 
 
 def _on_cards(recipe: Recipe, cards: int) -> Recipe:

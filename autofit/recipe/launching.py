@@ -32,16 +32,17 @@ class LaunchOptions:
     """What the command line, or the caller of the API, says of a launch.
 
     `num_processes` are the ranks that the recipe is written for; `gpus` are the cards that it is to train on, at the
-    effective batch that it has on its own ranks.
+    effective batch that it has on its own ranks, divided over `machines`.
     """
 
     accelerate_config: str | os.PathLike[str] | None = None
     num_processes: int | None = None
     gpus: int | None = None
+    machines: int | None = None
 
     def check(self) -> None:
         """Raise ConfigError for numbers that cannot be."""
-        for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus)):
+        for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus), ("nodes", self.machines)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"--{name} must be 1 or more; got {quoted(value)}")
 

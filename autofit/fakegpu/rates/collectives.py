@@ -2,9 +2,10 @@
 
 On a machine of cards that were measured, the measured seconds are interpolated: by message size and, between 2, 4 and 8
 cards, by their number. All else is a formula: each of n cards sends and receives (n - 1) / n of the message (an
-all-reduce twice), in steps of a ring, at the bandwidth of the slowest link (`GpuSpec.peer_bytes_per_s` within a
-machine, `network_bytes_per_s` between machines). `nccl.npz` beside this file has the measurements; its `source` names
-them, and experiments/rates/make_nccl_table.py makes it.
+all-reduce twice), in steps of a ring, at the bandwidth of the slowest link: `GpuSpec.peer_bytes_per_s` within a
+machine; between machines NCCL has a ring for each network adapter, so that those of all cards of a machine work at
+once. An all-to-all is no ring: each card sends what the cards of other machines are to have through its own adapter.
+`nccl.npz` beside this file has the measurements; its `source` names them.
 
 `nbytes` of a collective is its whole message: of an all-gather the gathered tensor, of a reduce-scatter the tensor
 before, of an all-to-all the tensor that one card sends.
@@ -38,6 +39,10 @@ TABLES = {
 # is what NCCL's tests show for a small all-reduce of 2 machines (github NVIDIA/nccl-tests#128: 23 us).
 _STEP_S = 4e-6
 _NETWORK_STEP_S = 20e-6
+# What all adapters of a machine reach together of their data sheet, in busbw of nccl-tests: 75 of 8 x 12.5 GB/s (github
+# NVIDIA/nccl#495), 91 and 86 of 4 x 25 (NVIDIA/nccl-tests#100, #175), 216 to 231 and 200 of 8 x 50 (NVIDIA/nccl#2409,
+# called slow there, and #1218). The middle one of these five.
+NETWORK_SHARE = 0.75
 
 
 @cache
@@ -97,12 +102,17 @@ class CollectiveSeconds:
         inside = ranks <= self.per_machine
         rounds = 2 if kind == "all_reduce" else 1
         share = 1.0 if kind == "broadcast" else rounds * (ranks - 1) / ranks
-        rate = self.spec.peer_bytes_per_s
-        if not inside:
-            rate = min(rate, self.spec.network_bytes_per_s)
+        rate = self.spec.peer_bytes_per_s if inside else self._between_machines()
+        if not inside and kind == "alltoall":
+            share, rate = (ranks - self.per_machine) / ranks, NETWORK_SHARE * self.spec.network_bytes_per_s
         machines = -(-ranks // self.per_machine)
         steps_s = rounds * (min(ranks, self.per_machine) - 1) * _STEP_S + rounds * (machines - 1) * _NETWORK_STEP_S
         return steps_s + share * nbytes / rate
+
+    def _between_machines(self) -> float:
+        """Bytes/s of a ring through each card, where all adapters of a machine carry it."""
+        spec = self.spec
+        return min(spec.peer_bytes_per_s, NETWORK_SHARE * self.per_machine * spec.network_bytes_per_s)
 
     def notes(self, ranks: int) -> list[str]:
         """What is not measured of the seconds of collectives over `ranks` cards."""
@@ -120,6 +130,6 @@ class CollectiveSeconds:
             ]
         return [
             f"collectives of {ranks} cards cross machines of {self.per_machine}: a ring's formula at "
-            f"{min(spec.peer_bytes_per_s, spec.network_bytes_per_s) / 1e9:g} GB/s a card, which was not measured "
-            f"({spec.network_source})"
+            f"{self._between_machines() / 1e9:g} GB/s, {NETWORK_SHARE:.0%} of all adapters of a machine "
+            f"({spec.network_source}), which was not measured"
         ]
