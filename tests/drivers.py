@@ -30,7 +30,7 @@ def compiled(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A line of the fake driver's cards; `kind` is "card", "sliced" or "slice"."""
+    """A line of the fake driver's cards; `kind` is as in fake_driver/cards.h."""
 
     name: str = "NVIDIA H200"
     uuid: str = FAKE_GPU_UUID
@@ -69,9 +69,17 @@ class Driver:
 
     def told(self, expression: str, **env: str) -> object:
         """The value of a Python expression over `autofit.hardware` in a process with this driver."""
-        code = (
-            f"import json, sys; from autofit.hardware import hardware, nvml, visible\nprint(json.dumps({expression}))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], env=self.env(**env), capture_output=True, text=True)
+        done = self._ran(expression, env)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def fails(self, expression: str, **env: str) -> str:
+        """The last line of the error that the expression raises."""
+        done = self._ran(expression, env)
+        assert done.returncode == 1, done.stdout
+        return done.stderr.splitlines()[-1]
+
+    def _ran(self, expression: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        names = "hardware, health, nvml, usage, visible"
+        code = f"import json, sys; from autofit.hardware import {names}\nprint(json.dumps({expression}))"
+        return subprocess.run([sys.executable, "-c", code], env=self.env(**env), capture_output=True, text=True)

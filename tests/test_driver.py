@@ -1,5 +1,6 @@
 """The cards of a fake NVIDIA driver: which are seen, by which name, and with how much memory. No torch, no card."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ SLICES = [
     Card(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid=f"MIG-{i}c000000-1111-5222-3333-444444444444", kind="slice",
          total_mib=4864, used_mib=12, reserved_mib=0, capability=(8, 0)) for i in range(2)
 ]  # fmt: skip
+BROKEN = {kind: Card(kind=kind, uuid=f"GPU-{kind}") for kind in ("lost", "forbidden", "dying")}
 SEEN = "[gpu.uuid for gpu in hardware.gpus()]"
 
 
@@ -30,6 +32,43 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 def test_without_a_driver_there_is_no_card(driver: Driver) -> None:
     driver.cards.unlink(missing_ok=True)
     assert driver.told(SEEN) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("lost", "GPU is lost"), ("forbidden", "Insufficient Permissions"), ("dying", "GPU is lost")],
+)
+def test_a_card_that_its_driver_refuses_is_named_and_the_others_are_seen(driver: Driver, kind: str, words: str) -> None:
+    driver.has(ALIKE[0], BROKEN[kind], ALIKE[2])
+    assert driver.told(SEEN) == [ALIKE[0].uuid, ALIKE[2].uuid]
+    assert driver.told("nvml.driver_cards().refused") == [f"card 1 is left out, its driver says: {words}"]
+    assert driver.told("[use.gpu.uuid for use in usage.card_uses()]") == [ALIKE[0].uuid, ALIKE[2].uuid]
+    look = "[[gpu.index for gpu in health.look_at_cards().cards], *health.look_at_cards().refused]"
+    assert driver.told(look) == [[0, 2], f"card 1 is left out, its driver says: {words}"]
+
+
+def test_an_index_beside_a_lost_card_is_cudas_which_may_not_count_that_card(driver: Driver) -> None:
+    driver.has(BROKEN["lost"], *ALIKE[1:3])
+    assert driver.told(SEEN, CUDA_VISIBLE_DEVICES="0", FAKE_CUDA_ORDER="1") == [ALIKE[1].uuid]
+    assert driver.told(SEEN, CUDA_VISIBLE_DEVICES=ALIKE[2].uuid) == [ALIKE[2].uuid]
+
+
+@pytest.mark.parametrize(
+    ("cards", "env", "why"),
+    [
+        ((), {}, "the driver lists none"),
+        ((BROKEN["lost"],), {}, r"lists none that works \(card 0 is left out, its driver says: GPU is lost\)"),
+        ((ALIKE[0],), {"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES='7' names none"),
+        ((ALIKE[0],), {"FAKE_START": "18"}, "its driver does not start .*version mismatch"),
+        ((ALIKE[0],), {"FAKE_START": "4"}, "its driver does not start .*Insufficient Permissions"),
+    ],
+)
+def test_why_there_is_no_card_is_told(driver: Driver, cards: tuple[Card, ...], env: dict[str, str], why: str) -> None:
+    driver.has(*cards)
+    refused = driver.fails("hardware.choose_device('cuda')", **env)
+    assert re.search(why, refused), refused
+    assert driver.told("hardware.choose_device('auto', 'h100')", **env) == "sim:h100"
+    assert driver.told("hardware.choose_device('auto')", **env) == "cpu"
 
 
 @pytest.mark.parametrize(

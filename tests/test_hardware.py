@@ -97,7 +97,7 @@ def test_a_card_that_is_there_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("asked", "gpu", "size", "message"),
     [
-        ("auto", None, None, "lists no CUDA card.* give --target-vram SIZE .* or --gpu NAME"),
+        ("auto", None, None, "no CUDA card is visible .*lists none.* give --target-vram SIZE .* or --gpu NAME"),
         ("sim", None, None, "^choose the simulated card: give --target-vram"),
         ("auto", None, 900 * GB, "largest known card, b200"),
         ("auto", "a1000", None, "unknown GPU 'a1000'"),

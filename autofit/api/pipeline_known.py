@@ -9,6 +9,7 @@ from typing import Any
 from autofit.api.planning import Request
 from autofit.errors import ConfigError
 from autofit.hardware.hardware import gpus
+from autofit.hardware.visible import why_none
 from autofit.plugin.registry import trainer_for
 from autofit.promotion.stages import Inputs, Known, State, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage
@@ -106,7 +107,7 @@ class Knowledge:
         if found.get("device", "auto") == "auto":
             if not gpus():
                 raise ConfigError(
-                    "a pipeline trains, and the driver lists no CUDA card; give --device cpu to train on the CPU"
+                    f"a pipeline trains on a CUDA card, and {why_none()}; give --device cpu to train on the CPU"
                 )
             found["device"] = "cuda"
         if found["device"] == "sim":

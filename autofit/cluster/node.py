@@ -8,7 +8,7 @@ from pathlib import Path
 from autofit.errors import ConfigError
 from autofit.files import is_full
 from autofit.hardware.card_kind import is_of_kind, kind_of
-from autofit.hardware.health import look_at_cards
+from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 
 # Words of an error that names a broken or occupied card, not the program: another node may do better. The first seven
@@ -45,13 +45,18 @@ def card_fault(card: str | None, cards: int = 1) -> str | None:
         found = look_at_cards()
     except ConfigError as error:
         return str(error)
-    if found.faults:
-        return "; ".join(found.faults)
+    if wrong := (*found.faults, *found.held):
+        return "; ".join(wrong)
     if not found.cards:
-        return "no card is visible there; ask for one with --gpus-per-node"
+        return f"no card is visible there{_refused(found)}; ask for one with --gpus-per-node"
     if len(found.cards) < cards:
-        return f"{cards} cards are needed, and {len(found.cards)} are visible there; see --gpus-per-node"
+        count = f"{cards} cards are needed, and {len(found.cards)} are visible there{_refused(found)}"
+        return f"{count}; see --gpus-per-node"
     return None if card is None else wrong_kind(found.cards, card)
+
+
+def _refused(found: Look) -> str:
+    return f" ({'; '.join(found.refused)})" if found.refused else ""
 
 
 def only_cards(count: int) -> dict[str, str]:

@@ -62,10 +62,11 @@ def _findings(
 
     given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
     config = read_accelerate_config(str(given))[0] if given is not None else {}
+    simulated = device.startswith("sim:")
     asked = Asked(
         recipe=recipe, file=str(options.recipe), values=values, config=config, num_processes=options.num_processes,
         config_name=f"the accelerate config {given}" if given is not None else f"{options.recipe} (launch)",
-        card=device.removeprefix("sim:") if device.startswith("sim:") else "", cards_here=len(gpus()),
+        card=device.removeprefix("sim:") if simulated else "", cards_here=0 if simulated else len(gpus()),
     )  # fmt: skip
     return findings(asked)
 

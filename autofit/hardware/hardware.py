@@ -10,7 +10,7 @@ from autofit.hardware.card_kind import board_of
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.needs import CardNeeds
 from autofit.hardware.nvml import Gpu, driver_gpus
-from autofit.hardware.visible import visible_gpus
+from autofit.hardware.visible import visible_gpus, why_none
 from autofit.units import format_bytes
 
 _SIMULATED_AT_ONCE = 64
@@ -74,7 +74,7 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
         return "cpu"
     found = gpus()
     if asked == "cuda" and not found:
-        raise ConfigError("--device cuda needs a CUDA card, but the driver lists none; use --device cpu or --gpu NAME")
+        raise ConfigError(f"--device cuda needs a CUDA card, but {why_none()}; use --device cpu or --gpu NAME")
     return "cuda" if found else "cpu"
 
 
@@ -92,7 +92,7 @@ def choose_device_and_target(
         device = choose_device(asked, gpu)
         return device, choose_target(asked_bytes, device)
     if gpu is None and asked_bytes is None:
-        none = "the driver lists no CUDA card, so one is simulated; " if asked == "auto" else ""
+        none = f"no CUDA card is visible ({why_none()}), so one is simulated; " if asked == "auto" else ""
         raise ConfigError(f"{none}choose the simulated card: {_GIVE}")
     spec = _spec(gpu) if gpu is not None else card_of_size(cast(int, asked_bytes), needs)
     device = f"sim:{spec.name}"

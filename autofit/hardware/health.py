@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import psutil
 
-from autofit.hardware.nvml import Gpu, handle_of, started, used_bytes
+from autofit.hardware.nvml import Gpu, driver_cards, handle_of, started, used_bytes
 from autofit.hardware.usage import card_processes
 from autofit.hardware.visible import visible_gpus
 from autofit.units import format_bytes
@@ -27,11 +27,13 @@ _IDLE_BYTES = 1 << 30  # without processes: an old driver counts its own reserve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The visible cards in CUDA's order, the driver's version, and a line for each thing that is wrong."""
+    """The visible cards in CUDA's order, and the driver's version; a line for each card that is broken, or held."""
 
     cards: tuple[Gpu, ...] = ()
     driver: str = ""
-    faults: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  # cards that the driver does not give: they are in no other list
+    faults: tuple[str, ...] = ()  # what is broken, or cannot be asked
+    held: tuple[str, ...] = ()  # by programs that are not of this job
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -39,14 +41,19 @@ class Look:
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "Look":
         cards = tuple(Gpu.from_json(card) for card in cast(list[dict[str, object]], content["cards"]))
-        return cls(cards=cards, driver=str(content["driver"]), faults=tuple(cast(list[str], content["faults"])))
+        lines = {name: tuple(cast(list[str], content.get(name, []))) for name in ("refused", "faults", "held")}
+        return cls(cards=cards, driver=str(content["driver"]), **lines)
 
 
-def look_at_cards(*, answer_s: float = _ANSWER_S) -> Look:
-    """The visible cards and their faults; a driver that does not answer within `answer_s` seconds is a fault."""
+def look_at_cards(*, visible: str | None = None, answer_s: float = _ANSWER_S) -> Look:
+    """The visible cards and their faults; a driver that does not answer within `answer_s` seconds is a fault.
+
+    `visible` is the CUDA_VISIBLE_DEVICES to look by; None: this process' own.
+    """
     command = [sys.executable, "-P", "-m", "autofit.hardware.health"]
+    env = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True)  # fmt: skip
+                             text=True, env=env)  # fmt: skip
     try:
         said, problem = child.communicate(timeout=answer_s)
     except subprocess.TimeoutExpired:
@@ -64,21 +71,23 @@ def _look() -> Look:
     """As `look_at_cards`, in this process: it may hang."""
     with started() as nvml:
         if nvml is None:
-            return Look()
+            problem = driver_cards().problem
+            return Look(faults=(f"the driver does not start: {problem}",) if problem else ())
         try:
             driver = nvml.nvmlSystemGetDriverVersion()
-            cards = visible_gpus()
-            faults = [fault for gpu in cards for fault in _faults(nvml, gpu)]
+            cards, refused = visible_gpus(), driver_cards().refused
+            faults = [f"{_named(gpu)} {what}" for gpu in cards for what in _broken(nvml, handle_of(nvml, gpu.uuid))]
+            held = {gpu: _held(nvml, handle_of(nvml, gpu.uuid)) for gpu in cards}
         except nvml.NVMLError as error:
             return Look(faults=(f"the driver refuses: {error}",))
-    return Look(cards=cards, driver=driver if isinstance(driver, str) else driver.decode(), faults=tuple(faults))
+    return Look(
+        cards=cards, driver=driver if isinstance(driver, str) else driver.decode(), refused=refused,
+        faults=tuple(faults), held=tuple(f"{_named(gpu)} {words}" for gpu, words in held.items() if words),
+    )  # fmt: skip
 
 
-def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
-    handle = handle_of(nvml, gpu.uuid)
-    for what in (*_broken(nvml, handle), _held(nvml, handle)):
-        if what:
-            yield f"{gpu.name} ({gpu.uuid}) {what}"
+def _named(gpu: Gpu) -> str:
+    return f"{gpu.name} ({gpu.uuid})"
 
 
 def _broken(nvml: Any, handle: Any) -> Iterator[str]:
@@ -108,14 +117,32 @@ def _held(nvml: Any, handle: Any) -> str:
 
 def _holders(nvml: Any, handle: Any) -> str:
     processes = card_processes(nvml, handle) or ()
-    others = [(pid, held) for pid, held in processes if not _is_of_this_job(pid)]
+    others = [(pid, held) for pid, held in processes if not _is_of_this_job(pid) and not _is_mps(pid)]
     if others:
-        names = [f"process {pid}{_owner(pid)}" for pid, _ in others]
-        return f"is held by {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        names = [f"process {pid}{_owner(pid)}{_holding(held)}" for pid, held in others]
+        return f"is held by {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     used = used_bytes(nvml, handle)
-    if not processes and used > _IDLE_BYTES:  # a process of another container is not listed
+    if not processes and used > _IDLE_BYTES and not _has_desktop(nvml, handle):  # of another container: not listed
         return f"is held: {format_bytes(used)} are in use by processes that its driver does not name"
     return ""
+
+
+def _holding(held: int | None) -> str:
+    return "" if held is None else f" with {format_bytes(held)}"
+
+
+def _has_desktop(nvml: Any, handle: Any) -> bool:
+    """Whether programs draw on the card: what they hold counts as used, and stays."""
+    with suppress(nvml.NVMLError):
+        return bool(nvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
+    return False
+
+
+def _is_mps(pid: int) -> bool:
+    """Whether the process is the server of CUDA's MPS, which is there for everyone."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
+    return False
 
 
 def _is_of_this_job(pid: int) -> bool:

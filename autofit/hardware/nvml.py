@@ -5,10 +5,12 @@ A card in MIG mode is listed as its slices: CUDA programs see these, and not the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,15 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cards:
+    """What the driver tells of this machine's cards."""
+
+    gpus: tuple[Gpu, ...] = ()  # in the order of the PCI bus
+    refused: tuple[str, ...] = ()  # a line for each card that the driver does not give: lost, or not permitted
+    problem: str = ""  # why NVML does not start, where there is a driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CardState:
     """How a card runs at one moment. None where its driver does not tell."""
 
@@ -39,11 +50,22 @@ class CardState:
 
 
 def driver_gpus() -> tuple[Gpu, ...]:
-    """Every card of this machine in the order of the PCI bus; empty without a driver."""
-    with started() as nvml:
-        if nvml is None:
-            return ()
-        return tuple(described(nvml, handle, index) for index, handle in handles(nvml))
+    """Every card of this machine that works, in the order of the PCI bus; empty without a driver."""
+    return driver_cards().gpus
+
+
+def driver_cards() -> Cards:
+    """The cards of this machine that work, and those that its driver refuses; none without a driver."""
+    import pynvml
+
+    try:
+        with started(problems=True) as nvml:
+            gpus, refused = of_each_card(nvml, lambda handle, index: described(nvml, handle, index))
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return Cards()
+    except pynvml.NVMLError as error:
+        return Cards(problem=str(error))
+    return Cards(gpus=tuple(gpus), refused=tuple(refused))
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
@@ -84,13 +106,15 @@ def card_state(nvml: Any, handle: Any) -> CardState:
 
 
 @contextmanager
-def started() -> Iterator[Any]:
-    """pynvml with NVML started, or None without a driver."""
+def started(*, problems: bool = False) -> Iterator[Any]:
+    """pynvml with NVML started, or None where it does not start; with `problems` its error is raised."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
+        if problems:
+            raise
         yield None
         return
     try:
@@ -99,18 +123,29 @@ def started() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """(the card's index, handle) of every card, and of every slice in place of a card in MIG mode."""
-    for index in range(nvml.nvmlDeviceGetCount()):
-        card = nvml.nvmlDeviceGetHandleByIndex(index)
-        if not _in_mig_mode(nvml, card):
-            yield index, card
+def of_each_card(nvml: Any, read: Callable[[Any, int], _Read]) -> tuple[list[_Read], list[str]]:
+    """(`read(handle, index)` of every card, or of every slice of it; a line for each card that the driver refuses)."""
+    found: list[_Read] = []
+    refused: list[str] = []
+    for index in range(nvml.nvmlDeviceGetCount()):  # counts lost cards, and those that this user may not use
+        try:
+            found += [read(handle, index) for handle in _handles(nvml, index)]
+        except nvml.NVMLError as error:
+            refused.append(f"card {index} is left out, its driver says: {error}")
+    return found, refused
+
+
+def _handles(nvml: Any, index: int) -> Iterator[Any]:
+    """The handle of a card, or those of its slices where it is in MIG mode."""
+    card = nvml.nvmlDeviceGetHandleByIndex(index)
+    if not _in_mig_mode(nvml, card):
+        yield card
+        return
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+        except nvml.NVMLError_NotFound:  # numbers have gaps
             continue
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
-            try:
-                yield index, nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
-            except nvml.NVMLError_NotFound:  # numbers have gaps
-                continue
 
 
 def _in_mig_mode(nvml: Any, handle: Any) -> bool:

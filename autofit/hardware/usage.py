@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from autofit.hardware.nvml import Gpu, described, handles, started, used_bytes
+from autofit.hardware.nvml import Gpu, described, of_each_card, started, used_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class ProcessUse:
 
 
 def card_uses() -> tuple[CardUse, ...]:
-    """Every card of this machine in the order of the PCI bus; empty without a driver."""
+    """Every card of this machine that works, in the order of the PCI bus; empty without a driver."""
     with started() as nvml:
         if nvml is None:
             return ()
-        return tuple(_use(nvml, handle, index) for index, handle in handles(nvml))
+        return tuple(of_each_card(nvml, lambda handle, index: _use(nvml, handle, index))[0])
 
 
 def _use(nvml: Any, handle: Any, index: int) -> CardUse:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from autofit.errors import ConfigError
-from autofit.hardware.nvml import Gpu, driver_gpus
+from autofit.hardware.nvml import Cards, Gpu, driver_cards
 
 _ASK_S = 60.0
 # Prints the UUIDs of the cards that CUDA sees, in its order; a line each. cuDeviceGetUuid_v2 tells slices apart.
@@ -25,30 +25,41 @@ for i in range(count.value):
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The cards and MIG slices that CUDA programs see, in the order of CUDA_VISIBLE_DEVICES.
+    """The cards and MIG slices that CUDA programs see and that work, in the order of CUDA_VISIBLE_DEVICES.
 
     Raises ConfigError where only CUDA knows which cards its value means, and CUDA does not start.
     """
-    found, named = driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not found:
-        return found
+    cards, named = driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not cards.gpus:
+        return cards.gpus
     names = [name.strip() for name in named.split(",")]
-    if any(name.isdigit() for name in names) and not _indices_are_along_the_bus(found):
-        return _asked(found, named)
+    if any(name.isdigit() for name in names) and not _indices_are_along_the_bus(cards):
+        return _asked(cards.gpus, named)
     seen: list[Gpu] = []
     for name in names:
-        gpu = _named(name, found)
+        gpu = _named(name, cards.gpus)
         if gpu is None:  # CUDA stops at the first name that it does not know
             break
         seen.append(gpu)
     return tuple(seen)
 
 
-def _indices_are_along_the_bus(found: tuple[Gpu, ...]) -> bool:
-    """Whether CUDA's index of a card is NVML's: by the user's setting, or because every card is alike."""
-    if any(gpu.uuid.startswith("MIG-") for gpu in found):
+def why_none() -> str:
+    """The reason, in words, why no card is visible here."""
+    cards, named = driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cards.problem:
+        return f"its driver does not start ({cards.problem})"
+    if cards.gpus and named is not None:
+        return f"CUDA_VISIBLE_DEVICES={named!r} names none"
+    return f"the driver lists none{' that works (' + '; '.join(cards.refused) + ')' if cards.refused else ''}"
+
+
+def _indices_are_along_the_bus(cards: Cards) -> bool:
+    """Whether CUDA's index of a card is NVML's: by the user's setting, or because every card is alike, and works."""
+    if cards.refused or any(gpu.uuid.startswith("MIG-") for gpu in cards.gpus):
         return False
-    return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({(g.name, g.capacity_bytes) for g in found}) == 1
+    alike = len({(gpu.name, gpu.capacity_bytes) for gpu in cards.gpus}) == 1
+    return alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def _named(name: str, found: tuple[Gpu, ...]) -> Gpu | None:

@@ -9,6 +9,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus
+from autofit.hardware.visible import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
 from autofit.recipe.server import Server, needs_server
@@ -33,7 +34,7 @@ def training_device(
     if studied.startswith("sim:"):
         return _of_simulated(studied.removeprefix("sim:"))
     if studied == "cuda" and not gpus():
-        raise ConfigError(f"the study measured a CUDA card, and the driver lists none here; {_SAY_WHERE}")
+        raise ConfigError(f"the study measured a CUDA card, and {why_none()} here; {_SAY_WHERE}")
     return studied
 
 
@@ -117,8 +118,7 @@ def signal_s(executor: Executor) -> int:
 def _given(asked: str) -> Device:
     if asked == "cuda" and not gpus():
         raise ConfigError(
-            "--device cuda needs a CUDA card, but the driver lists none; give --device cpu, or run it on a machine "
-            "with a card"
+            f"--device cuda needs a CUDA card, but {why_none()}; give --device cpu, or run it on a machine with a card"
         )
     return choose_device(asked)
 

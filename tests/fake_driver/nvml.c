@@ -1,15 +1,17 @@
 /* libnvidia-ml.so.1 without a driver: what autofit asks of it, and no more. Results are NVML's: 0 is success. */
 #include "cards.h"
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, NO_DRIVER = 9, LOST = 15 };
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
 
 static Card *card_of(void *handle) { read_cards(); return &cards[(long)handle - 1]; }
 static int is_slice(int i) { return !strcmp(cards[i].kind, "slice"); }
 
+/* FAKE_START: the result of starting NVML. */
 int nvmlInitWithFlags(unsigned flags) {
     if (getenv("FAKE_HANG")) sleep(60);
+    if (getenv("FAKE_START")) return atoi(getenv("FAKE_START"));
     return read_cards() < 0 ? NO_DRIVER : OK;
 }
 int nvmlSystemGetDriverVersion(char *text, unsigned n) { snprintf(text, n, "580.65.06"); return OK; }
@@ -27,7 +29,10 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
     int n = read_cards();
     for (int i = 0; i < n; i++)
-        if (!is_slice(i) && index-- == 0) { *handle = (void *)(long)(i + 1); return OK; }
+        if (!is_slice(i) && index-- == 0) {
+            *handle = (void *)(long)(i + 1);
+            return !strcmp(cards[i].kind, "lost") ? LOST : !strcmp(cards[i].kind, "forbidden") ? NO_PERMISSION : OK;
+        }
     return INVALID;
 }
 
@@ -43,6 +48,7 @@ int nvmlDeviceGetUUID(void *handle, char *text, unsigned n) { snprintf(text, n, 
 
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *found) {
     Card *card = card_of(handle);
+    if (!strcmp(card->kind, "dying")) return LOST;
     found->total = card->total << 20;
     found->used = (card->used + card->reserved) << 20;
     found->free = found->total - found->used;
@@ -114,6 +120,14 @@ int nvmlDeviceGetTotalEccErrors(void *handle, int kind, int counter, unsigned lo
 }
 
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
+
+/* FAKE_DESKTOP: one process draws on every card. */
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *handle, unsigned *count, Process *found) {
+    unsigned room = *count;
+    *count = getenv("FAKE_DESKTOP") != NULL;
+    if (*count && room) found[0].pid = 1, found[0].used = 0;
+    return *count > room ? 7 : OK;
+}
 
 /* FAKE_PROCESSES: UUID PID MIB, a line each; MIB -1 is what a driver says that does not tell. */
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Process *found) {
