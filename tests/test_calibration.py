@@ -35,11 +35,6 @@ def test_doctor_measures_this_host_once_for_every_card(capsys: pytest.CaptureFix
     assert calibration.fingerprint("sim:h100") == calibration.fingerprint("sim:l4") != ""
 
 
-def test_doctor_without_a_recipe_or_calibrate_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 2
-    assert "or give --calibrate" in capsys.readouterr().err
-
-
 def test_a_real_probe_corrects_its_card_alone() -> None:
     own = HostCosts()
     costs = calibration.fit_card("sim:l4", predicted=PREDICTED, measured=MEASURED)

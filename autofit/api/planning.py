@@ -17,6 +17,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
 from autofit.hardware.hardware import NO_NEEDS, about_choice, choose_device_and_target, choose_target, gpus
 from autofit.hardware.needs import CardNeeds, card_needs
+from autofit.probing.cuda_start import check_cuda
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
@@ -98,6 +99,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     device, target = _device_and_target(asked, node)  # a wrong one is said at once
     check_prompt_tokens(asked.prompt_tokens, device)
     _headroom(asked.headroom, device, target)
+    if device == "cuda" and node is None:
+        _check_cards(asked, server, on_event)
     source = source_of(asked.recipe, asked.name)
     needs = card_needs({**source.values, **(asked.changes or {})})
     device, target = _device_and_target(asked, node, needs)
@@ -136,6 +139,13 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         executor=asked.executor, card=None if node is None else node.kind,
     )  # fmt: skip
     return Planned(plan=plan, knobs=knobs, scratch=scratch)
+
+
+def _check_cards(asked: Request, server: ForkServer, on_event: OnEvent) -> None:
+    """Refuse cards on which CUDA does not start, or others compute; say which is broken, or left out."""
+    look = check_cuda(server, asked.folder)
+    for line in (*look.refused, *look.faults):
+        _say_of_card(on_event, line)
 
 
 def _node_cards(asked: Request, on_event: OnEvent) -> NodeCards | None:

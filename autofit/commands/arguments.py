@@ -146,7 +146,8 @@ def parser() -> argparse.ArgumentParser:
     monitor.add_argument("--once", action="store_true", help="look once (as it does where stdout is no terminal)")
     monitor.add_argument("--json", action="store_true", help="look once and print one JSON object")
 
-    doctor = _command(commands, "doctor", "check a recipe and show its effective batch, worst case and weights")
+    doctor = _command(commands, "doctor", "check a recipe and show its effective batch, worst case and weights; "
+                      "without one, check this machine's cards")  # fmt: skip
     doctor.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl TRAINER --config` takes")
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip

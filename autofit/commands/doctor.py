@@ -1,13 +1,16 @@
-"""`autofit doctor`: check a recipe and show what follows from it."""
+"""`autofit doctor`: check a recipe and show what follows from it; without one, the cards of this machine."""
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say
-from autofit.errors import ConfigError
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
+    from autofit.hardware.health import Look
+    from autofit.probing.fork_server import ForkServer
     from autofit.recipe.finding import Finding
     from autofit.recipe.recipe import Recipe
 
@@ -15,13 +18,52 @@ if TYPE_CHECKING:
 def doctor(options: argparse.Namespace) -> int:
     if options.calibrate:
         _calibrate()
-    if options.recipe is None:
-        if not options.calibrate:
-            raise ConfigError("doctor checks a recipe: name its YAML, or give --calibrate")
-        return DONE
+    if options.recipe is not None:
+        return _of_recipe(options)
+    return DONE if options.calibrate else _of_machine()
+
+
+def _of_machine() -> int:
+    """Say which cards this machine has, and whether CUDA starts on them."""
+    from autofit.hardware.health import look_at_cards
+    from autofit.hardware.visible import why_none
+    from autofit.probing.fork_server import ForkServer
+    from autofit.scratch import Scratch
+
+    look = look_at_cards()
+    if not look.cards and not look.faults:
+        print(f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
+        return NOTHING_FITS if look.refused else DONE
+    with Scratch("doctor-") as folder:
+        server = ForkServer(folder)
+        try:
+            return DONE if _cards_work(look, server, folder) else NOTHING_FITS
+        finally:
+            server.close()
+
+
+def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
+    """Whether probes can run on the cards; says so, and what is wrong with them."""
+    from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
+
+    start = cuda_start(server, folder, look.cards)
+    for gpu in look.cards:
+        print(f"{'card':>16}: {gpu.name} ({gpu.uuid}), {format_bytes(gpu.capacity_bytes)}")
+    problem = start_problem(look, start)
+    if not problem:
+        print(f"{'cuda':>16}: starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
+    errors = (*held_cards(look), *([problem] if problem else ()))
+    for severity, lines in (("error", errors), ("warning", (*look.refused, *look.faults) if look.cards else ())):
+        for line in lines:
+            print(f"{severity:>16}: {line}")
+    return not errors
+
+
+def _of_recipe(options: argparse.Namespace) -> int:
     from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe
     from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.hardware import choose_device
+    from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.source import read_source
     from autofit.scratch import Scratch
@@ -34,6 +76,7 @@ def doctor(options: argparse.Namespace) -> int:
         try:
             device = choose_device(options.device, gpu)
             check_prompt_tokens(options.prompt_tokens, device)
+            cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder)
             recipe = read_recipe(
                 source, trainer=options.trainer, device=device, server=server,
                 scratch=folder / "inspection", launch=launch,
@@ -48,7 +91,7 @@ def doctor(options: argparse.Namespace) -> int:
     recipe.check()
     for name, text in recipe.describe():
         print(f"{name:>16}: {text}")
-    return NOTHING_FITS if any(finding.stops for finding in found) else DONE
+    return NOTHING_FITS if not cards_work or any(finding.stops for finding in found) else DONE
 
 
 def _findings(

@@ -133,6 +133,8 @@ def _holding(held: int | None) -> str:
 
 def _has_desktop(nvml: Any, handle: Any) -> bool:
     """Whether programs draw on the card: what they hold counts as used, and stays."""
+    if os.path.exists("/dev/dxg"):  # Windows' own, below WSL
+        return True
     with suppress(nvml.NVMLError):
         return bool(nvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
     return False

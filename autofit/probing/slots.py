@@ -56,6 +56,18 @@ def slots(
         yield tuple(sorted(taken, key=names.index)) if len(taken) == count else None
 
 
+def is_taken(name: str) -> bool:
+    """Whether a probe or a run of this user holds the slot at this moment."""
+    try:
+        with (slots_folder() / name).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def set_aside(names: tuple[str, ...], pid: int) -> None:
     """Give none of these slots away while the process `pid` lives: SIGKILL did not end it."""
     for name in names:
