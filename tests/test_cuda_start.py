@@ -1,5 +1,6 @@
 """What is told before the first probe: cards that others hold, and a CUDA that does not start, with what to install."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,13 @@ from autofit.commands.doctor import _cards_work
 from autofit.errors import EnvironmentFault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
+from autofit.probing import job
 from autofit.probing.cuda_start import CudaStart, check_cuda, cuda_start, held_cards, start_problem
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Next, to_mend, what_next
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
+from autofit.probing.supervise import Ending
 
 H100 = Gpu(name="NVIDIA H100", uuid="GPU-1", capacity_bytes=80 << 30)
 OF_TORCH = CudaStart(torch="2.13.0+cu130", cuda="13.0", error="CUDA error: initialization error")
@@ -123,3 +128,50 @@ def test_cards_of_which_none_works_are_named_without_asking_cuda() -> None:
     nowhere: ForkServer = None  # type: ignore[assignment]
     start = cuda_start(nowhere, Path("nowhere"), ())
     assert start_problem(Look(refused=("card 0 is left out",)), start) == "card 0 is left out"
+
+
+def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ending: Ending, meanwhile: bool) -> ProbeResult | None:
+    """The answer of a probe that fits on the fake card; another program comes to it while it runs, if `meanwhile`."""
+    (tmp_path / "probe").mkdir()
+    request = ProbeRequest(folder=tmp_path / "probe", trainer="sft", values={}, device="cuda", limit_bytes=None,
+                           worst_case=tmp_path / "worst", slots=(f"cuda-{Card().uuid}",))  # fmt: skip
+    request.request_path.write_text(json.dumps(request.to_json()))
+
+    def kept(asked: ProbeRequest, slot_name: str, of: ProbeRequest) -> Ending:
+        fit = ProbeResult(status=ProbeStatus.FIT, device="cuda", device_used_bytes=32 * 10**9)
+        asked.answer_path.write_text(json.dumps(fit.to_json()))
+        if meanwhile:
+            hold(tmp_path)
+        return ending
+
+    monkeypatch.setattr(job, "_keep", kept)
+    job.run_probe(str(request.request_path))
+    return ProbeResult.read(request.answer_path)
+
+
+def test_a_probe_beside_another_program_does_not_count_and_is_repeated_once_before_the_search_ends(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=0), meanwhile=True)
+    assert result is not None
+    assert (result.status, result.cause, result.device_used_bytes) == (ProbeStatus.LOST, Cause.SHARED, None)
+    assert what_next(result, tmp_path, attempts=1) is Next.REPEAT
+    assert what_next(result, tmp_path, attempts=2) is Next.MEND
+    assert re.search("held by process 1 .*; end these programs, or", str(to_mend(result, tmp_path)))
+
+
+def test_a_probe_alone_on_its_card_counts(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=0), meanwhile=False)
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+
+
+def test_a_measured_probe_that_then_hangs_in_the_driver_counts_and_its_card_is_used_no_more(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside: list[tuple[tuple[str, ...], int]] = []
+    monkeypatch.setattr(job, "set_aside", lambda names, pid: aside.append((names, pid)))
+    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=-9, left_pid=1), meanwhile=True)
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+    assert aside == [((f"cuda-{Card().uuid}",), 1)]

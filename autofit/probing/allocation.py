@@ -123,7 +123,8 @@ class Allocation:
         answer = answer_in(folder)
         if self.device != "cuda" or answer is None or answer.status not in (ProbeStatus.FAILED, ProbeStatus.LOST):
             return False
-        if not is_card_broken(f"{answer.reason}\n{_end_of(folder / 'probe.log')}"):
+        hangs = answer.cause in (Cause.HANGS, Cause.NO_CARD)
+        if not hangs and not is_card_broken(f"{answer.reason}\n{_end_of(folder / 'probe.log')}"):
             return False
         pool.set_aside(f"its card broke down: {one_line(answer.reason, 200)}")
         (folder / "answer.json").unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
+from autofit.hardware.health import look_at_cards
 from autofit.probing.answers import TOKEN, Seal, new_token, refuse_other_answers
 from autofit.probing.births import note_of
 from autofit.probing.fork_server import ServerGone, call
@@ -58,12 +59,26 @@ def _run_in_slots(request: ProbeRequest, cards: int) -> None:
     with _slots(request, cards) as held:
         name = None if held is None else ",".join(held)
         ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
-        if held is not None and ending.left_pid is not None:
-            set_aside(held, ending.left_pid)
         if read_json(request.answer_path) is None and not ending.abandoned:
             write_json(request.answer_path, classified(ending, request).to_json())
-        if name is not None and _can_say_how_far_over(request, name):
-            _grade(request, name)
+        if name is not None and ending.left_pid is None and _can_say_how_far_over(request, name):
+            ending = _grade(request, name)
+        if held is not None and ending.left_pid is not None and request.device == "cuda":
+            set_aside(held, ending.left_pid)
+        elif name is not None and not cancelled(request):
+            _refuse_shared(request, name)
+
+
+def _refuse_shared(request: ProbeRequest, slot_name: str) -> None:
+    """Put LOST in the place of what was measured on cards on which programs of others compute as well."""
+    answer = ProbeResult.read(request.answer_path)
+    measured = answer is not None and answer.status in (ProbeStatus.FIT, ProbeStatus.OOM)
+    if request.device != "cuda" or not measured:
+        return
+    if held := look_at_cards(visible=slot_name.replace("cuda-", "")).held:
+        reason = f"{'; '.join(held)}, and bytes and seconds beside others are not the recipe's"
+        lost = ProbeResult(status=ProbeStatus.LOST, device=request.device, reason=reason, cause=Cause.SHARED)
+        write_json(request.answer_path, lost.to_json())
 
 
 @contextmanager
@@ -113,12 +128,12 @@ def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
     return all(gpu is not None and gpu.capacity_bytes > _LARGER * request.limit_bytes for gpu in cards)
 
 
-def _grade(request: ProbeRequest, slot_name: str) -> None:
+def _grade(request: ProbeRequest, slot_name: str) -> Ending:
     """Probe again without the cap, and add its bytes and seconds to the answer. The verdict stays that of the cap."""
     free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
     free.folder.mkdir(exist_ok=True)
     write_json(free.request_path, free.to_json())
-    _keep(free, slot_name, request)
+    ending = _keep(free, slot_name, request)
     found, answer = ProbeResult.read(free.answer_path), ProbeResult.read(request.answer_path)
     assert answer is not None
     assert request.limit_bytes is not None
@@ -134,6 +149,7 @@ def _grade(request: ProbeRequest, slot_name: str) -> None:
             rank=found.rank, ranks=found.ranks,
         )  # fmt: skip
         write_json(request.answer_path, graded.to_json())
+    return ending
 
 
 def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:

@@ -38,7 +38,7 @@ class Next(StrEnum):
 
     KEEP = "keep"  # the result is final
     REPEAT = "repeat"  # the probe was killed; a second attempt may succeed
-    MEND = "mend"  # the disk is full, or every card hangs: the user must mend that first
+    MEND = "mend"  # the disk is full, or the cards are held: the user must mend that first
 
 
 def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1) -> Next:
@@ -48,6 +48,8 @@ def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1
     """
     if result.cause in (Cause.NO_SPACE, Cause.NO_CARD) or (result.status is ProbeStatus.LOST and is_full(folder)):
         return Next.MEND
+    if result.cause is Cause.SHARED:
+        return Next.REPEAT if attempts < _ATTEMPTS else Next.MEND
     if result.cause is Cause.JOB:
         return Next.REPEAT if jobs < _JOBS else Next.KEEP
     return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
@@ -57,6 +59,9 @@ def to_mend(result: ProbeResult, folder: Path) -> EnvironmentFault:
     """What the user must mend after `result` of the probe in `folder`, before the search can go on."""
     if result.cause is Cause.NO_CARD:
         return EnvironmentFault(f"{result.reason}; then run the same command again")
+    if result.cause is Cause.SHARED:
+        words = "end these programs, or name other cards in CUDA_VISIBLE_DEVICES, and run the same command again"
+        return EnvironmentFault(f"{result.reason}; {words}")
     return EnvironmentFault(f"no space left in {folder}; free some space and run the same command again")
 
 

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     NO_SPACE = "no space"  # the disk is full
     HANGS = "hangs"  # SIGKILL did not end it: it hangs in the card's driver
     NO_CARD = "no card"  # processes that hang hold every card, so it was not started
+    SHARED = "shared"  # other programs computed on its card
     CRASHED = "crashed"  # a signal that it raised itself, such as SIGSEGV
     EXITED = "exited"  # sys.exit, or an exit code before the answer
     RAISED = "raised"  # an exception
