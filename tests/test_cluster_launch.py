@@ -126,6 +126,21 @@ def test_twenty_jobs_that_end_with_a_probe_are_enough(cluster: Cluster) -> None:
     assert what_next(result, cluster.request.folder, attempts=1, jobs=20) is Next.KEEP
 
 
+@pytest.mark.parametrize("cause", [Cause.HANGS, Cause.NO_CARD])
+def test_a_node_on_whose_card_a_process_hangs_is_set_aside_and_its_probe_goes_to_another(
+    cluster: Cluster, cause: Cause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    hung = ProbeResult(status=ProbeStatus.LOST, device="cuda", reason="process 9 hangs", cause=cause)
+    write_json(cluster.request.answer_path, hung.to_json())
+    assert Allocation(home=cluster.pool.home, device="cuda")._is_broken(cluster.request.folder, cluster.pool)
+    assert cluster.pool.faulty() == {"n1"}
+    cluster.pool.end("7", "trial-0000-1")
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is Cause.JOB
+
+
 def test_two_jobs_never_take_the_same_probe(tmp_path: Path) -> None:
     pool = Pool(tmp_path / "jobs")
     pool.make()
