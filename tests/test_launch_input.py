@@ -9,13 +9,19 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.api import planning, reading
+from autofit.cluster.cards import check_count
 from autofit.errors import ConfigError
+from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import _on_machines, prepare
+from autofit.promotion import place
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.spread import with_launch
+
+WHOLE = Gpu(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", capacity_bytes=40 << 30)
+SLICE = Gpu(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-1", capacity_bytes=5 << 30)
 
 
 @pytest.fixture
@@ -138,12 +144,27 @@ def test_as_many_probes_run_at_once_as_there_are_cards_for_their_ranks(
 
 
 def test_more_ranks_than_cards_is_refused_with_what_keeps_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "gpus", lambda: ("card", "card"))
+    monkeypatch.setattr(reading, "gpus", lambda: (WHOLE, WHOLE))
     recipe = with_launch(grpo_recipe(world_size=8), Launch(ranks=8))
     with pytest.raises(ConfigError, match="trains on 8 cards, and this machine has 2; give --gpus 2"):
         reading.check_cards(recipe, "cuda")
     for device in ("cpu", "sim:t4"):
         reading.check_cards(recipe, device)
+
+
+def test_slices_of_a_card_are_refused_to_several_ranks_and_given_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "gpus", lambda: (SLICE, SLICE))
+    of_two = with_launch(grpo_recipe(world_size=2), Launch(ranks=2))
+    with pytest.raises(ConfigError, match=r"trains on 2 cards, and on this machine 2 .* MIG slices.* give --gpus 1"):
+        reading.check_cards(of_two, "cuda")
+    reading.check_cards(of_two, "sim:t4")
+    reading.check_cards(grpo_recipe(), "cuda")
+    with pytest.raises(ConfigError, match="of a job 1 of its cards is a MIG slice"):
+        check_count((WHOLE, WHOLE, SLICE), 2)
+    monkeypatch.setattr(place, "gpus", lambda: (SLICE, SLICE))
+    with pytest.raises(ConfigError, match=r"the run trains on 2 cards, and on this machine 2 .* are MIG slices"):
+        place.check_ranks(Launch(ranks=2), "cuda")
+    place.check_ranks(Launch(), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import cast
 from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.hardware import gpus
+from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
@@ -94,11 +94,17 @@ def launch_options(
 
 
 def check_cards(recipe: Recipe, device: str) -> None:
-    """Refuse a recipe that trains on more cards than the machine has."""
+    """Refuse a recipe that trains on more cards than the machine has, or on several of which some are slices."""
     cards = recipe.launch.cards
-    if device == "cuda" and cards > len(gpus()):
+    found = gpus() if device == "cuda" and cards > 1 else ()
+    if fault := slices_fault(found, cards):
         raise ConfigError(
-            f"the recipe trains on {cards} cards, and this machine has {len(gpus())}; give --gpus {len(gpus())}, which "
+            f"the recipe trains on {cards} cards, and on this machine {fault}; give --gpus 1, which keeps its "
+            f"effective batch, name whole cards in CUDA_VISIBLE_DEVICES, or turn MIG off (nvidia-smi -mig 0)"
+        )
+    if found and cards > len(found):
+        raise ConfigError(
+            f"the recipe trains on {cards} cards, and this machine has {len(found)}; give --gpus {len(found)}, which "
             f"keeps its effective batch, or --gpu {cards}xNAME for simulated cards"
         )
 

@@ -15,6 +15,7 @@ from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.hardware.card_kind import kind_of
+from autofit.hardware.hardware import slices_fault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 
@@ -122,7 +123,12 @@ def tell_cards(path: str) -> None:
 
 
 def check_count(cards: Sequence[Gpu], needed: int) -> None:
-    """Raise ConfigError where a job has fewer cards than a probe `needed`."""
+    """Raise ConfigError where a job has fewer cards than a probe `needed`, or slices where it needs several."""
+    if fault := slices_fault(cards, needed):
+        raise ConfigError(
+            f"the recipe trains on {needed} cards, and of a job {fault}; give --gpus 1, which keeps its effective "
+            f"batch, or ask for whole cards with --gpus-per-node, --partition or --constraint"
+        )
     if needed > len(cards):
         raise ConfigError(
             f"the recipe trains on {needed} cards, and a job sees {len(cards)}; give --gpus-per-node {needed}, or "

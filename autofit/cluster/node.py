@@ -8,6 +8,7 @@ from pathlib import Path
 from autofit.errors import ConfigError
 from autofit.files import is_full
 from autofit.hardware.card_kind import is_of_kind, kind_of
+from autofit.hardware.hardware import slices_fault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 
@@ -52,6 +53,8 @@ def card_fault(card: str | None, cards: int = 1) -> str | None:
     if len(found.cards) < cards:
         count = f"{cards} cards are needed, and {len(found.cards)} are visible there{_refused(found)}"
         return f"{count}; see --gpus-per-node"
+    if fault := slices_fault(found.cards, cards):
+        return fault
     return None if card is None else wrong_kind(found.cards, card)
 
 

@@ -1,6 +1,7 @@
 """The devices of this machine, found without torch: GPUs through NVML, host memory through the operating system."""
 
 import os
+from collections.abc import Iterable
 from typing import cast
 
 from autofit.errors import ConfigError
@@ -47,6 +48,21 @@ def gpu_of_slot(slot_name: str) -> Gpu | None:
     """The card of a slot such as "cuda-GPU-..." (or "cuda-0"), visible to this process or not: jobs see none."""
     name = slot_name.removeprefix("cuda-")
     return next((gpu for gpu in driver_gpus() if name in (gpu.uuid, str(gpu.index))), None)
+
+
+def slices_fault(cards: Iterable[Gpu], needed: int) -> str:
+    """Why `needed` ranks cannot train on `cards`, where MIG slices are among them; "" where they can.
+
+    A process sees one slice however many are named, and no two slices reach each other's memory (NVIDIA's MIG User
+    Guide, "Device Enumeration" and "Application Considerations").
+    """
+    slices = sum(gpu.is_slice for gpu in cards)
+    if needed < 2 or not slices:
+        return ""
+    return (
+        f"{slices} of its cards {'is a MIG slice' if slices == 1 else 'are MIG slices'}, and several ranks need whole "
+        f"cards: CUDA shows a process one slice only, and slices do not reach each other's memory"
+    )
 
 
 def threads_of_each(processes: int) -> int:

@@ -23,6 +23,11 @@ class Gpu:
     index: int = 0  # of the card in NVML's order, which is that of the PCI bus
     compute_capability: tuple[int, int] | None = None
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a part of a card in MIG mode."""
+        return self.uuid.startswith("MIG-")
+
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> Gpu:
         capability = cast("list[int] | None", content.get("compute_capability"))

@@ -8,7 +8,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.driver_names import card_of
-from autofit.hardware.hardware import Device, choose_device, gpus
+from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
 from autofit.hardware.visible import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
@@ -72,8 +72,12 @@ def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> N
         )
     if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
-    if device == "cuda" and not executor.is_slurm and launch.cards > len(gpus()):
+    if device != "cuda" or executor.is_slurm:
+        return
+    if launch.cards > len(gpus()):
         raise ConfigError(f"the run trains on {launch.cards} cards, and this machine has {len(gpus())}; {write}")
+    if fault := slices_fault(gpus(), launch.cards):
+        raise ConfigError(f"the run trains on {launch.cards} cards, and on this machine {fault}; {write}")
 
 
 def server_of(
