@@ -23,7 +23,7 @@ from autofit.commands.search import search
 from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
-from autofit.errors import AutofitError, one_line
+from autofit.errors import AutofitError, ConfigError, one_line
 from autofit.tuning.storage import VARIABLE, shows_password
 
 _COMMANDS = {
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"autofit: {stranger}")
     try:
         options = parser().parse_args(argv)
+        _check_working_folder()
         if getattr(options, "storage", None) is not None:
             os.environ[VARIABLE] = options.storage  # for the processes of this command as well
             if shows_password(options.storage):
@@ -57,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"autofit: {_os_error(error)}")
         return WRONG_USAGE
+
+
+def _check_working_folder() -> None:
+    """Raise ConfigError where this process works in a folder that was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory was deleted; go to a folder that exists") from error
 
 
 def _open_missing_streams() -> None:

@@ -54,6 +54,19 @@ def as_arguments(text: str) -> str:
     return _OPTION.sub(argument, text)
 
 
+def studies_folder(given: str | Path) -> Path:
+    """The folder of studies that was `given`, whole: jobs and mirrors find it from any working directory.
+
+    Raises ConfigError where it is relative to a working directory that was deleted.
+    """
+    try:
+        return Path(given).absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"the working directory was deleted, so --dir {given} is nowhere; go to a folder that exists"
+        ) from error
+
+
 def size(option: str, given: str | float | None) -> int | None:
     """Bytes of an argument such as 40GB or 40e9. Raises ConfigError for none or less."""
     if isinstance(given, str) or given is None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from transformers import TrainerCallback
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Control, Report, Run
 from autofit.plugin.transformers_run import TransformersRun
@@ -56,9 +56,11 @@ class AutofitCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError("the promise is given, or is that of a study's trial; leave out promise or study")
         with named_as_arguments():
             self._guards = read_guards(guards)
-            self._promise = _promise_of_trial(Path(studies), study, str(trial)) if study is not None else promise
+            self._promise = (
+                _promise_of_trial(studies_folder(studies), study, str(trial)) if study is not None else promise
+            )
         self._own = None if folder is not None else tempfile.TemporaryDirectory(prefix="autofit-")
-        self._folder = Path(folder) if folder is not None else Path(cast("Any", self._own).name)
+        self._folder = studies_folder(folder) if folder is not None else Path(cast("Any", self._own).name)
         self._say = say
         self._report: Report = Report()
         self._contract = ContractWatcher()

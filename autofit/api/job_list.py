@@ -11,7 +11,7 @@ import psutil
 from rich.markup import escape
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.tables import Shown
 from autofit.cluster import slurm
 from autofit.cluster.slurm import JobState
@@ -141,7 +141,7 @@ def jobs(folder: str | Path = FOLDER) -> Jobs:
     Each has `cancel()`, `tail()`, and `find` finds them by id. Raises ConfigError for a folder that has no studies.
     """
     with named_as_arguments():
-        home = Path(folder)
+        home = studies_folder(folder)
         if not any((home / name).exists() for name in ("studies.db", "probes", "promoted")):
             raise ConfigError(
                 f"there are no studies in {home}; run `autofit search` first, or point --dir at its folder"

@@ -8,7 +8,7 @@ import optuna
 from rich.markup import escape
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
 from autofit.api.trials import TrialResult
@@ -87,10 +87,11 @@ def studies(folder: str | Path = FOLDER, *, storage: str | None = None) -> Studi
     Raises ConfigError for a folder that has no database of studies, and EnvironmentFault for one that cannot be read.
     """
     with named_as_arguments():
-        use_storage(Path(folder), storage)
-        found = own_studies(Path(folder))
-        home = database_of(Path(folder)).home
-        return Studies(folder=Path(folder), home=home, studies=tuple(_summary(Path(folder), study) for study in found))
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
+        found = own_studies(folder)
+        home = database_of(folder).home
+        return Studies(folder=folder, home=home, studies=tuple(_summary(folder, study) for study in found))
 
 
 def _summary(folder: Path, study: optuna.Study) -> StudySummary:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofit.api.arguments import FOLDER, named_as_arguments
+from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.originals import Originals
 from autofit.api.promoted import PromotedRun
 from autofit.api.running import Runs
@@ -121,8 +121,9 @@ def monitor(folder: str | Path = FOLDER, *, storage: str | None = None) -> Snaps
     from autofit.tuning.storage import use_storage
 
     with named_as_arguments():
-        use_storage(Path(folder), storage)
-        watch = Watch(Path(folder))
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
+        watch = Watch(folder)
         watch.snapshot()
         time.sleep(_SAMPLE_S)
         return watch.snapshot()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.pipeline_check import check_stages
 from autofit.api.pipeline_known import Knowledge
@@ -58,14 +58,15 @@ def run(
     """
     with named_as_arguments():
         where = executor_asked(executor, debugging=False)
-        use_storage(Path(folder), storage)
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
         given = dict(pipeline) if isinstance(pipeline, Mapping) else Path(pipeline)
         read = read_pipeline(given, changes=changes)
         if only is not None:
             read.stage(only)
         over = {"target_vram": target_vram, "device": device, "trials": trials}
         options = {key: value for key, value in over.items() if value is not None}
-        about = Knowledge.of(read, Path(folder), options, search=search)
+        about = Knowledge.of(read, folder, options, search=search)
         driver = _Driver(
             about=about, mlflow=mlflow, executor=where, tell=on_event or silent, on_step=on_step,
             on_progress=on_progress,
@@ -74,7 +75,7 @@ def run(
         if plan:
             check_stages(about, only=only, tell=driver.tell)
             return PipelineResult(name=read.name, stages=driver.planned(chosen, restart=restart))
-        with exclusive(Path(folder) / "locks", f"pipeline-{read.name}"):
+        with exclusive(folder / "locks", f"pipeline-{read.name}"):
             check_stages(about, only=only, tell=driver.tell)
             return PipelineResult(name=read.name, stages=driver.run(chosen, restart=restart))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, one_of
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, one_of, studies_folder
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
@@ -150,10 +150,11 @@ def verify(
     EnvironmentFault when the comparison fails.
     """
     with named_as_arguments():
-        use_storage(Path(folder), storage)
-        found = load_study(Path(folder), study)
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
+        found = load_study(folder, study)
         chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
-        with database_errors(Path(folder)):
+        with database_errors(folder):
             proof = prove(found, chosen, say=_saying(on_event))
     return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
 
@@ -195,12 +196,13 @@ def promote(
     say = _saying(on_event)
     with named_as_arguments():
         one_of("--device", device, ("auto", "cpu", "cuda"))
-        use_storage(Path(folder), storage)
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
         watched_for = read_guards(guards)
         one_of("--allow", allow, TIERS)
         where = executor_asked(executor, debugging=False)
         promotion = plan_promotion(
-            Path(folder),
+            folder,
             study_name=study,
             trial=str(trial),
             device=device,
@@ -228,8 +230,8 @@ def promote(
                 f"trial {promotion.trial.number} {missing}; install it and run the same command again, or promote "
                 f"another trial"
             )
-        with exclusive(Path(folder) / "locks", promotion.folder.name), mended(promotion.folder):
-            how = launch_run(promotion, study_folder=Path(folder), restart=restart, guards=watched_for, executor=where)
+        with exclusive(folder / "locks", promotion.folder.name), mended(promotion.folder):
+            how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)
             say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
             try:
                 final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say)

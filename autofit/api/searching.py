@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 
 from autofit.api.advising import is_known, outside
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server, launch_options
@@ -136,12 +136,13 @@ def search(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )
         where = executor_asked(executor)
+        home = studies_folder(folder)
     asked = Request(
         recipe=recipe, name=name, target_vram=target_vram, headroom=headroom, device=device, gpu=gpu, trainer=trainer,
         space=space, allow=allow, changes=changes, prompt_tokens=prompt_tokens, launch=launch, trials=trials,
         time_budget=time_budget, plateau=plateau, min_gain=min_gain, goal=goal, sampler=sampler,
         measured_steps=measured_steps, deadline=deadline, parallel=parallel, seed=seed, study=study,
-        folder=Path(folder), executor=where,
+        folder=home, executor=where,
     )  # fmt: skip
     with named_as_arguments():
         asked.check()
@@ -171,8 +172,9 @@ def report(
     `html` is the path of a file to which it is also written, as a web page that needs nothing else.
     """
     with named_as_arguments():
-        use_storage(Path(folder), storage)
-        result = read_result(Path(folder), study)
+        folder = studies_folder(folder)
+        use_storage(folder, storage)
+        result = read_result(folder, study)
         if html is not None:
             from autofit.api.page import page_of
 

@@ -208,12 +208,18 @@ def is_alive(folder: Path) -> bool:
         return state is None or state.is_alive
     notes = [note for name in ("started.json", "job.json") if (note := _note(folder / name)) is not None]
     if notes:
-        return lives(notes[0])
+        return lives(notes[0]) and not _is_a_copy(folder)
     request = folder / "request.json"  # a process submitted it a moment ago and died before it could record the job
     try:
         return abs(time.time() - request.stat().st_mtime) < 3  # a clock that was set back makes no file young for long
     except FileNotFoundError:
         return False
+
+
+def _is_a_copy(folder: Path) -> bool:
+    """Whether `folder` was moved or copied after its job was noted: that job writes to the first place."""
+    first = (_note(folder / "request.json") or {}).get("folder")
+    return isinstance(first, str) and first.startswith("/") and Path(first).resolve() != folder.resolve()
 
 
 def _slurm_id(folder: Path) -> str | None:

@@ -19,6 +19,7 @@ from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
+from autofit.promotion.moved import check_found, working_folder
 from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of, signal_s, training_device
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
@@ -90,6 +91,9 @@ def plan_promotion(
     say(f"study {study.study_name}{' (used last)' if study_name is None else ''}")
     chosen = choose(trials_of(study), trial, record.rule)
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
+    cwd = working_folder(record.cwd, folder, record.values)
+    if launch and record.trains_on_data:
+        check_found(record.values, cwd, searched_from=record.cwd)
     where = record.device
     if launch and record.trains_on_data:
         where = training_device(record.device, device, begun=read_json(home / "request.json"), executor=executor)
@@ -129,7 +133,7 @@ def plan_promotion(
         folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
         values=values, yaml_path=path, tuned=tuned, written=written,
         ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
-        cwd=record.cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
+        cwd=cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
         trains_on_data=record.trains_on_data, command=record.command, server=server,
         promise=promise_of(chosen, record, proof.sentence),
     )  # fmt: skip

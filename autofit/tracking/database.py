@@ -6,6 +6,7 @@ never be used again. So it is made under a lock, in another file, and renamed.
 
 import functools
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from autofit.tuning.file_lock import exclusive
 _utils: Any = mlflow_utils  # MLflow is not fully typed
 _store: Any = SqlAlchemyStore
 _LOCK_S = 120.0
+_ARTIFACTS = re.compile(r"(file://.*?/mlartifacts)/")
 _seen: dict[Path, int] = {}  # inodes of the databases that this process has opened
 _BROKEN = (
     MlflowException, sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError, sqlite3.DatabaseError,
@@ -74,9 +76,31 @@ def _make_or_mend(folder: Path, path: Path, say: Callable[[str], None]) -> bool:
 def _connect_anew(path: Path) -> None:
     """Close this process's connections if another file is at `path` now: they would write to the one set aside."""
     inode = path.stat().st_ino
+    if _seen.get(path) != inode:
+        _follow_the_move(path)
     if _seen.setdefault(path, inode) != inode:
         _store._get_or_create_engine(f"sqlite:///{path}").dispose()
         _seen[path] = inode
+
+
+def _follow_the_move(path: Path) -> None:
+    """Let runs that were made before the studies' folder was moved, or copied, have their artifacts in it.
+
+    MLflow keeps whole addresses: it would make the old folder again.
+    """
+    here = (path.parent / "mlartifacts").as_uri()
+    try:
+        with closing(sqlite3.connect(path, timeout=20)) as database, database:
+            known = database.execute("SELECT DISTINCT artifact_location FROM experiments").fetchall()
+            found = (_ARTIFACTS.match(str(location)) for (location,) in known)
+            for old in {match[1] for match in found if match is not None} - {here}:
+                for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                    database.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE {column} LIKE ? || '/%'",  # noqa: S608
+                        (here, len(old) + 1, old),
+                    )
+    except sqlite3.DatabaseError as error:
+        raise EnvironmentFault(f"{path} cannot be used as a database: {error}") from error
 
 
 def _mend(folder: Path, path: Path, say: Callable[[str], None]) -> bool:
