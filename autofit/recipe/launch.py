@@ -21,6 +21,7 @@ from autofit.recipe.yaml_file import read_yaml_mapping
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]
 LAUNCH = "launch"  # the key of a recipe; no trainer sees it
+_NAMES_JSON = "; a JSON file is named in it, as deepspeed_config_file, with distributed_type: DEEPSPEED"
 DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
 THREADS = "num_cpu_threads_per_process"  # a flag of `accelerate launch` that has no place in its config
 MOST_RANKS = 4096
@@ -145,6 +146,8 @@ class Launch:
         """The launch that an accelerate config means; `what` names it in errors. Raises ConfigError."""
         kind = str(config.get("distributed_type", "NO"))
         rest = dict(config)
+        for key, named in (("fsdp_config", ""), ("deepspeed_config", _NAMES_JSON)):
+            _mapping(config.get(key), key, what, named)
         ranks = _integer(rest.pop("num_processes", 1), "num_processes", what)
         machines = _integer(rest.get("num_machines", 1), "num_machines", what)
         for key, count in (("num_processes", ranks), ("num_machines", machines)):
@@ -383,11 +386,11 @@ def _integer(value: object, key: str, what: str) -> int:
     return value
 
 
-def _mapping(value: object, key: str, what: str) -> Mapping[str, object]:
+def _mapping(value: object, key: str, what: str, named: str = "") -> Mapping[str, object]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{what}: {key} must be a mapping; got {quoted(value)}")
+        raise ConfigError(f"{what}: {key} must be a mapping; got {quoted(value)}{named}")
     return cast("Mapping[str, object]", value)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, nearest, quoted
+from autofit.files import regular_bytes
 from autofit.recipe.launch import DEEPSPEED_JSON
 from autofit.recipe.launch_values import WRAP_POLICIES
 
@@ -191,9 +192,8 @@ def _file_text(given: str, key: str) -> str:
     if not os.path.isfile(path):
         raise ConfigError(f"{key} must be a mapping or the path of a JSON file; there is no file {quoted(given)}")
     try:
-        content = path.read_bytes()[: _MOST_BYTES + 1]
-        if len(content) > _MOST_BYTES:
-            raise ConfigError(f"{key}: {quoted(given)} must have at most {_MOST_BYTES // 1024} KiB")
-        return content.decode()
+        return regular_bytes(path, most=_MOST_BYTES, what="a JSON file")[0].decode()
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {quoted(given)} {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {quoted(given)} cannot be read: {str(error)[:80]}") from error

@@ -1,7 +1,5 @@
 """YAML as users write it: a mapping of plain values, read so that no file can hang, crash or flood. No torch here."""
 
-import os
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, printable, quoted
+from autofit.files import regular_bytes
 
 MOST_BYTES = 128 * 1024  # of a file; the largest recipe we know of has 6 KB
 _MOST_VALUES = 20_000  # of a file, aliases counted as often as they are used
@@ -72,7 +71,7 @@ def _plain_value(text: str) -> object:
 def _text(path: Path) -> str:
     """What the file holds. Opened without waiting, so that a pipe or a device is refused and not read."""
     try:
-        content = _bytes(path)
+        content, _ = regular_bytes(path, most=MOST_BYTES, what="a YAML file")
         return content.decode("utf-8")
     except ConfigError:
         raise
@@ -84,25 +83,6 @@ def _text(path: Path) -> str:
         raise ConfigError(f"must be UTF-8 text; byte {error.start} is not valid") from error
     except ValueError as error:  # a null byte in the path
         raise ConfigError(f"is no path of a file: {error}") from error
-
-
-def _bytes(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"must be a YAML file, and is {_kind(mode)}")
-        content = os.read(handle, MOST_BYTES + 1)
-    finally:
-        os.close(handle)
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"must have at most {MOST_BYTES // 1024} KiB")
-    return content
-
-
-def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-    return next((name for test, name in kinds if test(mode)), "a device")
 
 
 def _one_line(error: yaml.YAMLError) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from autofit.errors import ConfigError, EnvironmentFault, quoted
-from autofit.files import read_json, write_json
+from autofit.files import read_json, regular_bytes, write_json
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -30,6 +30,7 @@ CALLS = (
 )  # fmt: skip
 _WANTED = "--storage must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
 _OTHERS = 0o077  # the bits of a file's mode that let others than its owner read or write it
+_MOST_BYTES = 4096  # of a file with a URL
 _given: dict[Path, str] = {}  # folder -> the database that this process was told to use for it
 
 
@@ -200,14 +201,15 @@ def _url(storage: str) -> "URL":
 def _read(path: Path) -> str:
     """The URL in the file `path`, which its owner alone may read."""
     try:
-        mode = path.stat().st_mode
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        content, found = regular_bytes(path, most=_MOST_BYTES)
+        text = content.decode("utf-8").strip()
+    except (OSError, ValueError) as error:
+        no_text = isinstance(error, UnicodeDecodeError)
+        why = error.strerror if isinstance(error, OSError) else "it is no text" if no_text else f"it {error}"
         raise ConfigError(f"--storage file:{path} cannot be read: {why}; it must hold one URL") from error
-    if mode & _OTHERS:
+    if found.st_mode & _OTHERS:
         raise ConfigError(
-            f"others can read {path}, which may hold a password (mode {mode & 0o777:o}); run chmod 600 {path}"
+            f"others can read {path}, which may hold a password (mode {found.st_mode & 0o777:o}); run chmod 600 {path}"
         )
     return text
 
