@@ -187,7 +187,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         (["promote", "best"], "there are no studies in autofit-studies"),
         (["promote"], "required: TRIAL"),
         (["ui"], "there are no studies"),
-        (["sync", "--study", "x", "--dir", "gone"], "there are no studies in gone"),
+        (["sync", "--study", "x", "--dir", "gone"], "there are no studies in .*gone"),
         (["report"], "there are no studies"),
         (["serach"], "invalid choice: 'serach'"),
         ([], "required: COMMAND"),

@@ -10,7 +10,7 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import TornFile, read_json, regular_bytes, write_atomically
 from autofit.recipe.launch import Launch
 from autofit.recipe.launch_keys import read_deepspeed_file
-from autofit.tuning.storage import Database, database_of, use_storage
+from autofit.tuning.storage import database_of, use_storage
 
 OPTIONS = (
     ["studies", "--storage", "file:{}"],
@@ -60,8 +60,8 @@ def test_a_flood_is_not_read(tmp_path: Path) -> None:
     with flood.open("wb") as file:
         file.truncate(2**40)  # sparse
     flood.chmod(0o600)
+    use_storage(tmp_path, f"file:{flood}")
     with pytest.raises(ConfigError, match="at most 4 KiB"):
-        use_storage(tmp_path, f"file:{flood}")
         database_of(tmp_path)
     with pytest.raises(ConfigError, match="at most"):
         read_deepspeed_file(str(flood))
@@ -88,9 +88,5 @@ def test_what_is_no_file_is_not_replaced(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"])
 def test_the_path_of_a_deepspeed_json_in_the_place_of_a_mapping_is_refused_for_every_type(kind: str) -> None:
     config = {"distributed_type": kind, "num_processes": 2, "deepspeed_config": "ds.json"}
-    with pytest.raises(ConfigError, match="deepspeed_config must be a mapping; got 'ds.json'; a JSON file is named in"):
+    with pytest.raises(ConfigError, match=r"deepspeed_config must be a mapping; got .ds\.json.; a JSON file"):
         Launch.of_accelerate(config, what="the accelerate config a.yaml")
-
-
-def test_a_database_has_a_home(tmp_path: Path) -> None:
-    assert Database(folder=tmp_path).home == str(tmp_path)

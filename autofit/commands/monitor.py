@@ -17,6 +17,7 @@ _REFRESH_S = 1.0
 def monitor(options: argparse.Namespace) -> int:
     """One look with --once or --json, and where the output is not a terminal; else until Ctrl-C, which is its end."""
     from autofit import api
+    from autofit.api.arguments import studies_folder
     from autofit.api.monitoring import Watch
 
     if options.json:
@@ -25,7 +26,7 @@ def monitor(options: argparse.Namespace) -> int:
         _print(api.monitor(options.dir))
     else:
         terminate_like_interrupt()
-        _live(Watch(options.dir))
+        _live(Watch(studies_folder(options.dir)))
     return DONE
 
 

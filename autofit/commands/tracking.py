@@ -7,16 +7,18 @@ from autofit.errors import ConfigError
 
 
 def ui(options: argparse.Namespace) -> int:
+    from autofit.api.arguments import studies_folder
     from autofit.tracking.study_mirror import sync
     from autofit.tracking.ui import pages, server
 
     terminate_like_interrupt()
+    folder = studies_folder(options.dir)
     if options.port is not None and not 0 < options.port < 65536:
         raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
-    sync(options.dir, options.study)
-    found = pages(options.dir, options.study)
+    sync(folder, options.study)
+    found = pages(folder, options.study)
     try:
-        with server(options.dir, port=options.port) as mlflow:
+        with server(folder, port=options.port) as mlflow:
             address = mlflow.address
             print(f"MLflow: {address}")
             print(f"all trials: {address}{found.table}")
@@ -30,9 +32,11 @@ def ui(options: argparse.Namespace) -> int:
 
 
 def sync(options: argparse.Namespace) -> int:
+    from autofit.api.arguments import studies_folder
     from autofit.tracking.database import tracking_uri
     from autofit.tracking.study_mirror import sync
 
-    count = sync(options.dir, options.study, rebuild=options.rebuild)
-    print(f"{count} finished trials are in MLflow ({tracking_uri(options.dir)})")
+    folder = studies_folder(options.dir)
+    count = sync(folder, options.study, rebuild=options.rebuild)
+    print(f"{count} finished trials are in MLflow ({tracking_uri(folder)})")
     return DONE

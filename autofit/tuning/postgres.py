@@ -25,6 +25,7 @@ _MAKING = 0x6175746F666974  # the advisory lock under which Optuna's tables are 
 _PASSING = ("08", "57P", "53300", "40001", "40P01")
 _DENIED, _READ_ONLY, _DISK_FULL, _LOCKED = "42501", "25006", "53100", "55P03"
 _log = logging.getLogger("autofit")
+_said: set[str] = set()  # databases that were named before the first connection
 T = TypeVar("T")
 
 
@@ -40,6 +41,9 @@ def _connect_args(url: URL) -> dict[str, Any]:
 def connection_to(database: Database) -> sqlalchemy.Connection:
     """A connection of its own, which commits each statement."""
     assert database.url is not None
+    if database.remembered and str(database) not in _said:
+        _said.add(str(database))
+        _log.warning("the studies of %s are in %s, as its storage.json says", database.folder, database)
     return sqlalchemy.create_engine(
         database.url, connect_args=_connect_args(database.url), poolclass=NullPool, isolation_level="AUTOCOMMIT"
     ).connect()

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import read_json, regular_bytes, write_json
+from autofit.owners import other_writers
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -40,6 +41,7 @@ class Database:
 
     folder: Path
     url: "URL | None" = field(default=None, repr=False)  # of a Postgres; None is the file in the folder
+    remembered: bool = False  # the folder's storage.json names it, and nobody now
 
     @property
     def path(self) -> Path:
@@ -86,8 +88,9 @@ def database_of(folder: Path) -> Database:
     Raises ConfigError for a text that names no Postgres or a folder that no database can be in, and EnvironmentFault
     without a driver for it.
     """
-    storage = _given.get(_place(folder)) or os.environ.get(VARIABLE) or _kept(folder)
-    return Database(folder=folder, url=None if storage is None else _url(storage))
+    named = _given.get(_place(folder)) or os.environ.get(VARIABLE)
+    storage = named or _followed(folder)
+    return Database(folder=folder, url=None if storage is None else _url(storage), remembered=not named)
 
 
 def keep_storage(database: Database) -> None:
@@ -98,7 +101,7 @@ def keep_storage(database: Database) -> None:
 
 def check_is_of(database: Database) -> None:
     """Raise ConfigError if the folder's studies are in another database: their probes would be taken for these."""
-    folder, kept = database.folder, _kept(database.folder)
+    folder, kept = database.folder, _kept(database.folder) if not _not_mine(database.folder) else None
     if kept is None and database.path.exists() and database.url is not None:
         raise ConfigError(
             f"the studies of {folder} are in {database.path}, so {database} cannot have more of them; choose "
@@ -120,7 +123,7 @@ def shows_password(storage: str) -> bool:
 def storage_option(folder: Path) -> str:
     """What a command that is proposed needs, besides the folder, to find its database."""
     database = database_of(folder)
-    return "" if database.url is None or _kept(folder) is not None else f" --storage '{database}'"
+    return "" if database.url is None or (_kept(folder) and not _not_mine(folder)) else f" --storage '{database}'"
 
 
 def me() -> str:
@@ -157,6 +160,30 @@ def _kept(folder: Path) -> str | None:
             f"{_kept_path(folder)} must name the database of the studies, but cannot be read; delete it and name the "
             f"database with --storage"
         ) from error
+
+
+def _not_mine(folder: Path) -> str:
+    """What another user may do to the folder's storage.json, in words: it may name a host of theirs. "" for nothing."""
+    for path in (folder, _kept_path(folder)):
+        try:
+            who = other_writers(path)
+        except OSError:  # there is none
+            continue
+        if who:
+            return f"{path} {who}"
+    return ""
+
+
+def _followed(folder: Path) -> str | None:
+    """What the folder's storage.json names. Raises ConfigError where others may have written it."""
+    kept = _kept(folder)
+    why = "" if kept is None else _not_mine(folder)
+    if why:
+        raise ConfigError(
+            f"{_kept_path(folder)} names a database, and is not followed, as {why}: your password (PGPASSWORD) would "
+            f"be sent to the host in it; name the database yourself with --storage"
+        )
+    return kept
 
 
 def _to_keep(database: Database) -> str:
