@@ -1,11 +1,13 @@
 """Who but this user may change a file or a folder, and folders that nobody else may."""
 
-import contextlib
 import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable
 from pathlib import Path
+
+from autofit.errors import ConfigError
 
 _ACL = "system.posix_acl_access"  # extended attribute of a file whose mode is not all
 
@@ -32,20 +34,33 @@ def make_own(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def close_to_others(folder: Path, *, up_to: str, enter: bool = True) -> None:
-    """Let nobody else write to `folder` of this user's, nor to those above it, up to the one called `up_to`.
+def private_folder(folder: Path) -> Path:
+    """`folder`, made if missing; nobody but this user can enter it from now on. Another user's is left as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid() and mode & 0o077:
+        folder.chmod(mode & ~0o077)
+    return folder
 
-    With `enter` False nobody else can enter `folder` itself. A folder of another user's is left as it is.
+
+def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Make `folder` for this user alone, or see that nobody else may write to it: jobs run code that lies there.
+
+    Raises ConfigError where others may. Root is told by `say` whose it is: in a container that is often the user.
     """
-    levels = [folder, *folder.parents]
-    names = [level.name for level in levels]
-    for level in levels[: names.index(up_to) + 1 if up_to in names else 1]:
-        keeps = 0o777 & ~(0o077 if level == folder and not enter else 0o022)
-        with contextlib.suppress(OSError):
-            found = level.stat()
-            mode = stat.S_IMODE(found.st_mode)
-            if found.st_uid == os.geteuid() and mode & ~(keeps | 0o7000):
-                level.chmod(mode & (keeps | 0o7000))
+    make_own(folder)
+    who = other_writers(folder)
+    if not who:
+        return
+    what = f"{folder} {who}, and the jobs of its studies load code from there"
+    if os.geteuid() == 0 and folder.stat().st_uid != 0:
+        say(f"{what}: that user can run code as root")
+        return
+    fix = "" if folder.stat().st_uid != os.geteuid() else f"run `chmod go-w {folder}`, or "
+    raise ConfigError(
+        f"{what}, so they could run code as you; {fix}choose another folder with --dir (a new one is yours alone)"
+    )
 
 
 def user_name(number: int) -> str:

@@ -184,7 +184,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         ([*SEARCH, "--dir", "run.yaml"], "must be a folder|cannot write"),
         (["search", "run.yaml", "--target-vram", "1GB", "--device", "cuda"], "needs a CUDA card"),
         (["doctor", "run.yaml", "--gpu", "t5"], "unknown GPU .t5."),
-        (["promote", "best"], "there are no studies in autofit-studies"),
+        (["promote", "best"], "there are no studies in .*autofit-studies"),
         (["promote"], "required: TRIAL"),
         (["ui"], "there are no studies"),
         (["sync", "--study", "x", "--dir", "gone"], "there are no studies in .*gone"),

@@ -4,12 +4,15 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from autofit import api
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.owners import close_to_others, make_own, other_writers
+from autofit.owners import check_is_own, make_own, other_writers
+from autofit.probing.launch import start_job
 from autofit.tuning.storage import check_is_of, database_of, keep_storage, storage_option, use_storage
 
 URL = "postgresql://me@db.example/studies"
@@ -84,11 +87,47 @@ def test_an_own_folder_is_closed_whatever_the_umask(tmp_path: Path, group_writes
     assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o775
 
 
-def test_what_lies_above_a_job_is_closed_to_writers_and_the_job_to_all(tmp_path: Path, group_writes: None) -> None:
-    job = tmp_path / "studies" / "probes" / "law" / "trial-0000-1" / "job"
-    job.mkdir(parents=True)
-    job.chmod(0o2775)  # of a folder whose group is handed on
-    close_to_others(job, up_to="probes", enter=False)
-    assert oct(job.stat().st_mode & 0o7777) == oct(0o2700)
-    assert [level.stat().st_mode & 0o022 for level in list(job.parents)[:3]] == [0, 0, 0]
-    assert (tmp_path / "studies").stat().st_mode & 0o020
+def test_the_folder_of_a_job_is_closed_whatever_the_umask(
+    tmp_path: Path, group_writes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+
+    class Executor:
+        def __init__(self, folder: Path, python: str) -> None:
+            modes.append(folder.stat().st_mode & 0o7777)
+
+        def update_parameters(self, **_: object) -> None: ...
+
+        def submit(self, *_: object) -> object:
+            return SimpleNamespace(job_id=str(os.getpid()))
+
+    monkeypatch.setattr("autofit.probing.launch.submitit.LocalExecutor", Executor)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)  # its group is handed on, as in the folders of a project
+    start_job(shared / "probe", print, "request.json", timeout_s=1)
+    (shared / "old" / "job").mkdir(parents=True)
+    start_job(shared / "old", print, "request.json", timeout_s=1)
+    assert list(map(oct, modes)) == [oct(0o2700), oct(0o2700)]
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o777, 0o757])
+def test_a_folder_of_studies_that_others_may_write_is_refused(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "studies"
+    folder.mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder, 0, THEIR_GROUP)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=r"can be written by .*run code as you; run `chmod go-w .*`, or choose"):
+        api.search(device="sim", gpu="t4", folder=folder)
+    with pytest.raises(ConfigError, match="run code as you"):
+        api.promote("best", folder=folder)
+
+
+@as_root
+def test_root_is_told_whose_folder_it_works_in(tmp_path: Path) -> None:
+    os.chown(tmp_path, STRANGER, THEIR_GROUP)
+    said: list[str] = []
+    check_is_own(tmp_path, say=said.append)
+    assert len(said) == 1
+    assert "that user can run code as root" in said[0]

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
 from autofit.cluster.slurm import check_commands
-from autofit.errors import AutofitError, ConfigError, nearest
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest
+from autofit.files import cannot_write
+from autofit.owners import check_is_own
 from autofit.units import parse_bytes, parse_frac, parse_seconds
 
 T = TypeVar("T")
@@ -65,6 +68,20 @@ def studies_folder(given: str | Path) -> Path:
         raise ConfigError(
             f"the working directory was deleted, so --dir {given} is nowhere; go to a folder that exists"
         ) from error
+
+
+def own_folder(folder: Path, on_event: OnEvent | None) -> None:
+    """Make `folder` for this user alone, before jobs that load what lies there; one that is there must be as much.
+
+    Raises ConfigError where others may write to it, and EnvironmentFault where it cannot be made.
+    """
+    tell = on_event or silent
+    try:
+        check_is_own(folder, say=lambda text: tell(Event(label="folder", text=text)))
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(folder, error)) from error
 
 
 def size(option: str, given: str | float | None) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, studies_folder
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.pipeline_check import check_stages
 from autofit.api.pipeline_known import Knowledge
@@ -75,6 +75,7 @@ def run(
         if plan:
             check_stages(about, only=only, tell=driver.tell)
             return PipelineResult(name=read.name, stages=driver.planned(chosen, restart=restart))
+        own_folder(folder, on_event)
         with exclusive(folder / "locks", f"pipeline-{read.name}"):
             check_stages(about, only=only, tell=driver.tell)
             return PipelineResult(name=read.name, stages=driver.run(chosen, restart=restart))

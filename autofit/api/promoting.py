@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, one_of, studies_folder
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, one_of, own_folder, studies_folder
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
@@ -198,6 +198,8 @@ def promote(
         one_of("--device", device, ("auto", "cpu", "cuda"))
         folder = studies_folder(folder)
         use_storage(folder, storage)
+        if launch and folder.is_dir():
+            own_folder(folder, on_event)
         watched_for = read_guards(guards)
         one_of("--allow", allow, TIERS)
         where = executor_asked(executor, debugging=False)

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 
 from autofit.api.advising import is_known, outside
-from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, studies_folder
+from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server, launch_options
@@ -31,6 +31,7 @@ from autofit.forecast.host_steps import WHY, has_room, without_offload
 from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
+from autofit.owners import private_folder
 from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
@@ -147,6 +148,7 @@ def search(
     with named_as_arguments():
         asked.check()
         use_storage(asked.folder, storage)
+        own_folder(asked.folder, on_event)
         if database_of(asked.folder).url is not None:
             open_storage(
                 asked.folder, create=True
@@ -203,6 +205,7 @@ class _Run:
             study = open_study(plan)
             if mirroring:
                 stack.enter_context(following(plan.folder, study.study_name, say=self._note))
+            private_folder(plan.folder / "probes")
             keep_worst_case(planned.scratch, plan.probes_folder)
             drop(planned.scratch)
             self._note(

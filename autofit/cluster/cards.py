@@ -18,6 +18,7 @@ from autofit.hardware.card_kind import kind_of
 from autofit.hardware.hardware import slices_fault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
+from autofit.owners import private_folder
 
 _LOOK_S = 0.25
 _MINUTES = "10"  # of the job: NVML takes seconds, a module system and a cold file system more
@@ -60,7 +61,7 @@ def cards_of_nodes(executor: Executor, folder: Path, *, say: Callable[[str], Non
     path = folder / f"{_key(executor)}.json"
     kept = read_json(path)
     if kept is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         kept = _asked(executor, folder, path, say)
     look = Look.from_json(kept)
     kinds = sorted({kind_of(card) for card in look.cards})

@@ -14,6 +14,8 @@ from typing import Any
 
 from autofit.cluster.executor import Executor, time_s
 from autofit.errors import EnvironmentFault, one_line
+from autofit.files import cannot_write
+from autofit.owners import private_folder
 
 SQUEUE_EVERY_S = 5.0  # least time between two calls, however many jobs there are
 _CALL_S = 60.0  # longest wait for an answer of slurmctld
@@ -68,6 +70,10 @@ def submit(
     import submitit
 
     python = f"{shlex.quote(sys.executable)} -P"
+    try:
+        private_folder(folder)  # submitit unpickles what lies there
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(folder, error)) from error
     try:
         made = submitit.SlurmExecutor(folder=folder, python=python, max_num_timeout=10**6)
     except RuntimeError as error:

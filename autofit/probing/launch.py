@@ -18,6 +18,7 @@ from autofit.cluster import slurm
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full, read_json, write_json
+from autofit.owners import private_folder
 from autofit.probing.answers import is_final
 from autofit.probing.births import lives, note_of
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
@@ -185,6 +186,7 @@ def start_job(
 
     On Slurm it runs once on each of the executor's nodes, and USR2 comes `signal_s` seconds before its time limit.
     """
+    private_folder(folder / "job")  # submitit unpickles what lies there
     if executor.is_slurm:
         name = f"autofit-{folder.name}"
         nodes = executor.nodes or 1

@@ -12,6 +12,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest
 from autofit.files import read_json, write_json
 from autofit.hardware.hardware import Device, slot_names
+from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
 from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.checkpoints import checkpoints
@@ -126,6 +127,7 @@ def plan_promotion(
     if launch and record.trains_on_data:
         check_ranks(tuned.launch, where, executor)
         server = server_of(merge(record.resolved, chosen.yaml_changes), tuned.values, where, executor, say=say)
+    private_folder(folder / "promoted")
     path = home / "tuned.yaml"
     written = tuned.write(path, accelerate=home / "accelerate.yaml")
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})

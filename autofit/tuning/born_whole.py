@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def is_there(path: Path) -> bool:
 def put_in_place(path: Path, make: Callable[[Path], None], *, update: bool = False) -> None:
     """Let `make` build the database in another file, and rename that to `path`; `update` starts from a copy of `path`.
 
-    A kill leaves `path` as it was. `make` must have closed the file when it returns.
+    Only this user may read a new one. A kill leaves `path` as it was. `make` must have closed the file when it returns.
     """
     new = path.with_name(f".{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,6 +31,7 @@ def put_in_place(path: Path, make: Callable[[Path], None], *, update: bool = Fal
         if update:
             _copy(path, new)
         make(new)
+        new.chmod(stat.S_IMODE(path.stat().st_mode) if update else 0o600)
         for suffix in _SIDE_FILES:  # SQLite would apply an old journal to the new database
             _with_suffix(path, suffix).unlink(missing_ok=True)
         os.replace(new, path)
