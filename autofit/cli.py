@@ -24,6 +24,7 @@ from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
 from autofit.errors import AutofitError, ConfigError, one_line
+from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import VARIABLE, shows_password
 
 _COMMANDS = {
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say("the password in --storage can be seen by others (ps): use PGPASSWORD, ~/.pgpass or file:PATH")
         return _COMMANDS[options.command](options)
     except AutofitError as error:
-        say(f"autofit: {one_line(error.as_options or str(error))}")
+        say(f"autofit: {one_line(without_secrets(error.as_options or str(error)))}")
         return WRONG_USAGE
     except KeyboardInterrupt:
         say("autofit: interrupted; run the same command again to go on")

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 import autofit
+from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import cache_folder
-from autofit.recipe.secrets import opened, sealed
+from autofit.recipe.secrets import opened, sealed, without_secrets
 
 TOKEN, KEY, PASSWORD = "hf_" + "t" * 30, "not-by-its-look-0123456789", "p4ssw0rd-in-a-url"
 GIVEN = {
@@ -27,6 +28,63 @@ def test_every_secret_becomes_a_reference_and_comes_back() -> None:
     kept = ("lora_r", "token", "reward_funcs", "pad_token")
     assert {key: found[key] for key in kept} == {key: GIVEN[key] for key in kept}
     assert opened(found) == GIVEN
+
+
+# 24 kinds, as they stand in recipes; none may be read in anything that autofit keeps.
+KINDS = {
+    "HF_TOKEN": "hf_" + "a" * 34, "GITHUB_TOKEN": "0123456789abcdef" * 2, "GH_PAT": "ghp_" + "b" * 36,
+    "GH_FINE": "github_pat_" + "c" * 40, "GH_APP": "ghs_" + "c" * 36, "GL_TOKEN": "glpat-" + "d" * 20,
+    "OPENAI_API_KEY": "sk-" + "e" * 40, "AWS_ACCESS_KEY_ID": "AKIA" + "F" * 16,
+    "AWS_SECRET_ACCESS_KEY": "wJalr/XUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", "AUTH_HEADER": "Bearer abcdefgh.12345678",
+    "JWT": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "SSH_PASSPHRASE": "correct horse battery",
+    "DATABASE_URL": "postgresql://me:p4/ss@w0rd@db.example/x", "PROXY": "http://me:pr0xypw@proxy:3128", "PIN": 12345678,
+    "SLACK": "xoxb-" + "1" * 12, "GOOGLE": "AIza" + "g" * 35, "WANDB_API_KEY": "h" * 40, "COMET": "i" * 25,
+    "NPM": "npm_" + "j" * 36, "DB_PWD": "hunter2", "LICENCE": "AAAA-BBBB-CCCC-DDDD", "COOKIE": "session=abcdef0123",
+    "KEY_PEM": "-----BEGIN PRIVATE KEY-----\nMIIEvQ\n-----END PRIVATE KEY-----",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_variable_of_env_stands_in_clear(name: str) -> None:
+    found = sealed({"env": {name: KINDS[name], "OMP_NUM_THREADS": 4, "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}})
+    assert str(KINDS[name]) not in repr(found)
+    back = opened(found)["env"]
+    assert back == {name: str(KINDS[name]), "OMP_NUM_THREADS": 4, "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    assert sealed(found) == found
+
+
+LOOKS = ("HF_TOKEN", "GH_PAT", "GH_FINE", "GH_APP", "GL_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AUTH_HEADER",
+         "JWT", "DATABASE_URL", "PROXY", "SLACK", "GOOGLE", "NPM")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_secret_is_told_by_its_look_anywhere_in_a_recipe(name: str) -> None:
+    given = {"model_init_kwargs": {"note": f"see {KINDS[name]} there"}}
+    secret = {"DATABASE_URL": "p4/ss", "PROXY": "pr0xypw", "AUTH_HEADER": "abcdefgh"}.get(name, str(KINDS[name]))
+    assert secret not in repr(sealed(given))
+    assert opened(sealed(given)) == given
+    assert secret not in without_secrets(f"see {KINDS[name]} there")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["search", "--pasword", "secretpw"], ["search", "--pg-url=postgresql://me:secretpw@h/d"],
+        ["studies", "--storag", "postgresql://me:secretpw@h/d"], ["studies", "postgresql://me:secretpw@h/d"],
+        ["studies", "--storage", "postgres//me:secretpw@h/d"], ["studies", "--storage", "secretpw:x@h"],
+        ["studies", "--storage", "postgresql://me:secretpw/@h:x/d"], ["studies", "--storage", "postgresql://me:secretpw@"],
+        ["studies", "--storage", "mysql://me:secretpw@h/d"], ["jobs", "tail", "x://me:secretpw@h"],
+        ["search", "--set", "env.KEY=[secretpw"], ["search", "--storage=postgres:secretpw"],
+        ["report", "--dir", "gone", "postgresql://me:secretpw@h/d"],
+    ],
+)  # fmt: skip
+def test_no_error_of_the_command_line_shows_a_password(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOFIT_STORAGE", "")  # the command line sets it
+    assert main(arguments) == 2
+    assert "secretpw" not in "".join(capsys.readouterr())
 
 
 def test_the_files_are_the_users_own() -> None:
@@ -59,8 +117,8 @@ def test_a_secret_that_is_gone_is_one_clear_error(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(tiny_recipe: Path) -> None:
     values = yaml.safe_load(tiny_recipe.read_text())
-    values |= {"hub_token": TOKEN, "env": {**values.get("env", {}), "WANDB_API_KEY": KEY}}
-    folder = Path("studies")
+    values |= {"hub_token": TOKEN, "env": {**values.get("env", {}), "WANDB_API_KEY": KEY, "GH": PASSWORD}}
+    folder = Path("studies").absolute()
     found = autofit.search(values, name="tiny", device="cpu", target_vram="3GB", trials=1, folder=folder)
     assert found.winner is not None
     done = autofit.promote("best", folder=folder)
@@ -70,7 +128,8 @@ def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(
     output = Path(values["output_dir"])
     files = [path for home in (folder, output) for path in home.rglob("*") if path.is_file() and path != done.yaml_path]
     assert len([path for path in files if path.is_relative_to(folder)]) > 20
+    assert stat.S_IMODE((folder / "studies.db").stat().st_mode) == 0o600
     assert {path.name for path in files} >= {"studies.db", "probe.log", "training_args.bin"}
-    with_secrets = [path for path in files if any(s.encode() in path.read_bytes() for s in (TOKEN, KEY))]
+    with_secrets = [path for path in files if any(s.encode() in path.read_bytes() for s in (TOKEN, KEY, PASSWORD))]
     assert with_secrets == []
     assert TOKEN not in repr(os.environ)

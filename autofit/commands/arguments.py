@@ -6,7 +6,9 @@ from typing import NoReturn
 
 from autofit import __version__
 from autofit.errors import ConfigError, nearest
+from autofit.recipe.secrets import without_secrets
 
+_UNKNOWN = "unrecognized arguments: "
 _OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run")
 
 
@@ -14,9 +16,13 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with the nearest valid option in place of the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = [word for word in message.split() if word.startswith("--")]
-        hint = nearest(wrong[0], self._options()) if message.startswith("unrecognized") and wrong else ""
-        raise ConfigError(f"{message}{hint}; see `{self.prog} --help`")
+        hint = ""
+        if message.startswith(_UNKNOWN):
+            words = message.removeprefix(_UNKNOWN).split()
+            wrong = [word.partition("=")[0] for word in words if word.startswith("-")]
+            hint = nearest(wrong[0], self._options()) if wrong else ""
+            message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
+        raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
 
     def _options(self) -> list[str]:
         """The options of this parser and of its commands."""

@@ -78,7 +78,7 @@ def settings(given: Sequence[str]) -> dict[str, object]:
         try:
             changes[key.strip()] = parse_yaml(value)
         except ConfigError as error:
-            raise ConfigError(f"--set {printable(text, 80)}: {error}") from error
+            raise ConfigError(f"--set {printable(key.strip(), 80)}: {error}") from error
     return changes
 
 

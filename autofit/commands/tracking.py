@@ -4,6 +4,7 @@ import argparse
 
 from autofit.commands.common import DONE, say, terminate_like_interrupt
 from autofit.errors import ConfigError
+from autofit.recipe.secrets import without_secrets
 
 
 def ui(options: argparse.Namespace) -> int:
@@ -38,5 +39,5 @@ def sync(options: argparse.Namespace) -> int:
 
     folder = studies_folder(options.dir)
     count = sync(folder, options.study, rebuild=options.rebuild)
-    print(f"{count} finished trials are in MLflow ({tracking_uri(folder)})")
+    print(f"{count} finished trials are in MLflow ({without_secrets(tracking_uri(folder))})")
     return DONE

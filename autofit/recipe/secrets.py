@@ -1,7 +1,7 @@
-"""Secrets of a recipe: tokens, passwords and keys, found by the name of their key or by their look. No torch here.
+"""Secrets of a recipe: all values of `env`, and tokens, passwords and keys by the name of their key or their look.
 
 Where a recipe is kept or sent (the study, requests, answers, logs), a reference stands for each secret. What it stands
-for is a file of its own that only the user can read, in a folder that only the user can enter.
+for is a file of its own that only the user can read, in a folder that only the user can enter. No torch here.
 """
 
 import hashlib
@@ -18,9 +18,17 @@ from autofit.files import cache_folder, cannot_write
 MASK = "***"
 _REFERENCE = "autofit-secret:"
 _SECRET_KEY = re.compile(
-    r"^token$|(^|_)(hub|hf|api|access|auth|bearer|refresh|wandb)_?(token|key)$|passw|secret|credential", re.IGNORECASE
+    r"^token$|(^|_)(hub|hf|api|access|auth|bearer|refresh|wandb|private|github|gitlab)_?(token|key)$"
+    r"|passw|passphrase|secret|credential",
+    re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|glpat-)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s]+(?=@)")
+# By their issuers' prefixes, as a JWT or after Bearer; the user and password of a URL, whose password may have a slash.
+_SECRET_VALUE = re.compile(
+    r"\b(?:hf_|sk-|gh[opusr]_|github_pat_|glpat-|xox[abprs]-|AIza|npm_|pypi-)[A-Za-z0-9_-]{8,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\beyJ[\w-]{5,}\.[\w-]+(?:\.[\w-]*)?|(?<=\bBearer )\S{8,}"
+    r"|(?<=://)(?:[^/@\s]+|[^/@\s:]*:[^@\s]+)(?=@)"
+)
+_IN_CLEAR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables of `env` that search spaces vary
 _KEPT = re.compile(_REFERENCE + r"[0-9a-f]{24}")
 
 
@@ -32,9 +40,25 @@ def masked(values: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
+def without_secrets(text: str) -> str:
+    """`text` for the eyes of others, with `***` for what looks like a secret, also after `password=` and the like."""
+    named = re.sub(r"(?i)([\w-]*(?:passw|passphrase|secret|token|api_?key)[\w-]*=)[^\s&'\"]+", rf"\1{MASK}", text)
+    return _SECRET_VALUE.sub(MASK, named)
+
+
 def sealed(values: Mapping[str, object]) -> dict[str, object]:
     """`values` with a reference for each secret; the same secret has the same reference on this machine."""
-    return _replaced(values, _kept)
+    env = values.get("env")
+    if not isinstance(env, Mapping):
+        return _replaced(values, _kept)
+    variables = {name: _variable(name, value) for name, value in env.items()}
+    return {**_replaced({**values, "env": {}}, _kept), "env": variables}  # in the order of `values`
+
+
+def _variable(name: str, value: object) -> object:
+    """The value of a variable of `env`, sealed unless it says no more than a switch does: nothing, true, 4."""
+    short = value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10_000)
+    return value if short or value == "" or name in _IN_CLEAR else _kept(str(value))
 
 
 def opened(values: Mapping[str, object]) -> dict[str, object]:
@@ -93,8 +117,8 @@ def _read(reference: str) -> str:
         return (_folder() / reference.removeprefix(_REFERENCE)).read_bytes().decode("utf-8", "surrogatepass")
     except OSError as error:
         raise ConfigError(
-            "a token or password of the recipe is no longer kept on this machine: give the recipe to `autofit search` "
-            "again, or set the token in the environment (HF_TOKEN) and leave it out of the recipe"
+            "a token, a password or a variable of the recipe's env is no longer kept on this machine: give the recipe "
+            "to `autofit search` again, or set the token in the environment (HF_TOKEN) and leave it out of the recipe"
         ) from error
 
 

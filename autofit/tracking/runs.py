@@ -17,6 +17,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from autofit.errors import EnvironmentFault
+from autofit.recipe.secrets import without_secrets
 from autofit.tracking.database import make_whole, tracking_uri
 
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it shows a traceback of what it also raises
@@ -75,8 +76,8 @@ def tracking_errors(folder: Path) -> Iterator[None]:
         of_database = getattr(error, "orig", None) or getattr(error.__cause__, "orig", None)  # without the statement
         reason = " ".join(str(of_database or error).split())[:200]
         raise EnvironmentFault(
-            f"MLflow at {tracking_uri(folder)} cannot be used: {reason}; the studies are unharmed: repair or move "
-            f"MLflow's database, then run `autofit sync` to rebuild it"
+            f"MLflow at {without_secrets(tracking_uri(folder))} cannot be used: {without_secrets(reason)}; the studies "
+            f"are unharmed: repair or move MLflow's database, then run `autofit sync` to rebuild it"
         ) from error
 
 

@@ -31,6 +31,7 @@ CALLS = (
 )  # fmt: skip
 _WANTED = "--storage must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
 _OTHERS = 0o077  # the bits of a file's mode that let others than its owner read or write it
+_OTHER_SCHEMES = ("mysql", "sqlite", "mariadb", "oracle", "mssql", "redis", "http", "https", "journal")
 _MOST_BYTES = 4096  # of a file with a URL
 _given: dict[Path, str] = {}  # folder -> the database that this process was told to use for it
 
@@ -117,7 +118,7 @@ def check_is_of(database: Database) -> None:
 
 def shows_password(storage: str) -> bool:
     """Whether the text of --storage has a password, which every user of the machine sees in its list of processes."""
-    return re.search(r"://[^/@]*:[^/]*@", storage) is not None or "password=" in storage
+    return re.search(r"://[^/@]*:[^@]*@", storage) is not None or "password=" in storage
 
 
 def storage_option(folder: Path) -> str:
@@ -205,7 +206,7 @@ def _url(storage: str) -> "URL":
     text = _read(Path(storage[5:]).expanduser()) if storage.startswith("file:") else storage.strip()
     scheme = text.partition(":")[0].partition("+")[0]
     if scheme not in ("postgresql", "postgres"):
-        got = f"{scheme[:20]}:..." if ":" in text else "no scheme"
+        got = f"{scheme}:..." if scheme in _OTHER_SCHEMES else "none of these"  # else it may be of a password
         raise ConfigError(f"{_WANTED}; got {got}; omit it for a SQLite file in the folder")
     try:
         found = make_url(text)
