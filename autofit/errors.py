@@ -16,6 +16,10 @@ class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""
 
 
+class Cancelled(AutofitError):
+    """What was asked for was cancelled before it answered."""
+
+
 class EnvironmentFault(AutofitError):
     """A fault of the machine: no space left, a database that cannot be read, a process that died."""
 

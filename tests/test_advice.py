@@ -1,12 +1,14 @@
 """The cheapest changes that make a config fit, on cards whose bytes follow a law."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import pytest
 from recipes import grpo_recipe
 
+from autofit.errors import Cancelled
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, cheapest_changes
 from autofit.forecast.bounds import Bounds, Known
@@ -164,6 +166,48 @@ def test_float32_under_lora_is_approximate_and_its_dtype_is_advised() -> None:
     found = advice(30 * GB, law=float32, dtype=None, gradient_checkpointing=True, max_completion_length=64).changes
     assert found[0].changes == {"dtype": "bfloat16"}
     assert found[0].tier == "approximate"
+
+
+def test_weights_of_16_bits_are_offered_beside_a_neutral_change_that_suffices() -> None:
+    def float32(values: Values) -> dict[str, dict[str, int]]:
+        held = law(values)
+        weights = 16 if values.get("dtype") == "bfloat16" else 32
+        return {phase: {**parts, "weights": weights * GB} for phase, parts in held.items()}
+
+    found = advice(95 * GB, law=float32, dtype=None).changes
+    assert found[0].changes == {"gradient_checkpointing": True}
+    assert {"dtype": "bfloat16"} in [change.changes for change in found]
+    tighter = advice(60 * GB, law=float32, dtype=None).changes
+    assert {"gradient_checkpointing": True, "dtype": "bfloat16"} in [change.changes for change in tighter]
+
+
+def test_a_change_that_leaves_too_little_to_spare_is_not_advised_and_told_as_the_closest() -> None:
+    """8.5 GB of weights that nothing changes, on 9 GB."""
+
+    def whole(values: Values) -> dict[str, dict[str, int]]:
+        return {phase: {**parts, "weights": 17 * GB // 2} for phase, parts in law(values).items()}
+
+    capacity = CONTEXT + 9 * GB
+    found = advice(capacity, law=whole, max_completion_length=32)
+    assert not any(change.tight for change in found.changes)
+    assert found.changes == ()
+    assert found.closest is not None
+    assert (found.closest.fits, found.closest.tight) == (True, True)
+
+
+def _cancelled(count: Iterator[int], after: int, values: Values) -> dict[str, dict[str, int]]:
+    if next(count) > after:
+        raise Cancelled
+    return law(values)
+
+
+def test_a_cancelled_probe_ends_it_with_what_was_found() -> None:
+    asked: list[Values] = []
+    full = advice(60 * GB, asked)
+    for after in range(len(asked)):
+        found = advice(60 * GB, law=partial(_cancelled, iter(range(100)), after))
+        assert len(found.changes) <= len(full.changes)
+        assert set(map(str, found.changes)) <= set(map(str, full.changes))
 
 
 def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> None:

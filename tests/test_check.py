@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,10 +15,14 @@ import torch
 from recipes import grpo_recipe, inspect
 from trl import SFTTrainer
 
+from autofit.api import checking, estimating
 from autofit.api.checking import Check
+from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast.advice import Advice
 from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of, step_of_longest
+from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_yaml_mapping
@@ -38,26 +45,30 @@ def result(used_bytes: int, *, update_bytes: int | None = None) -> ProbeResult:
     )  # fmt: skip
 
 
-def check(found: ProbeResult, mend: Change | None = None) -> Check:
+MEND = Change(
+    changes={"gradient_checkpointing": True}, given={"gradient_checkpointing": True}, tier="neutral", settings=1,
+    device_used_bytes=18 * GB + 2 * GB // 10, least_capacity_bytes=18 * GB, step_s=4.0, fits=True,
+)  # fmt: skip
+
+
+def check(found: ProbeResult, advice: Advice | None = None, **facts: int) -> Check:
     recipe = replace(grpo_recipe(), longest_row=4812, longest_place=1201, num_samples=9000, longest_prompt_tokens=1950)
+    recipe = replace(recipe, **facts)
     stops = crash_of(found, recipe, CARD.capacity_bytes) if found.device_used_bytes != 10 * GB else None
     return Check(
-        recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, mend=mend
+        recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, advice=advice
     )
 
 
 def test_the_line_names_the_phase_the_sample_the_step_and_the_change() -> None:
     """4 x 4 completions in groups of 4 are 4 prompts a step, and place 1,201 is in step 301."""
-    mend = Change(
-        changes={"gradient_checkpointing": True}, given={"gradient_checkpointing": True}, tier="neutral", settings=1,
-        device_used_bytes=18 * GB + 2 * GB // 10, least_capacity_bytes=18 * GB, step_s=4.0, fits=True,
-    )  # fmt: skip
-    found = check(result(CARD.capacity_bytes + 13 * GB // 10), mend)
+    found = check(result(CARD.capacity_bytes + 13 * GB // 10), Advice(changes=(MEND,)))
     assert (found.verdict, found.fits) == ("does not fit", False)
     assert found.line == (
-        "does not fit: update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest), 1.30 GB over; "
-        "set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"
+        "does not fit: update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest), 1.30 GB over"
     )
+    assert found.advised == ["set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"]
+    assert str(found).splitlines() == [found.line, *found.advised]
     kept = found.to_dict()
     assert kept["crash"] == {
         "phase": "update",
@@ -89,7 +100,30 @@ def test_what_no_sample_decides_is_said_without_one() -> None:
     load = replace(result(30 * GB), phases=(PhasePeak(name="load", peak_allocated_bytes=30 * GB, peak_reserved_bytes=0,
                                                       device_used_bytes=0),))  # fmt: skip
     assert "load, before the first step" in check(load).line
-    assert "no change that was tried makes it fit" in check(load).line
+    assert check(load, Advice()).advised == ["no change that was tried makes it fit with room to spare"]
+    assert check(load).advised == []
+
+
+def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
+    over = result(CARD.capacity_bytes + GB)
+    late, stopped = (check(over, Advice(changes=(MEND,), ending=ending)) for ending in Ending)
+    assert late.advised[0] == stopped.advised[0] == "set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"
+    assert "--advice-time" in late.advised[1]
+    assert not late.interrupted
+    assert stopped.interrupted
+    assert stopped.to_dict()["advice_ended_by"] == "interrupt"
+
+
+def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:
+    facts = {"model_parameters": 8 * GB, "weights_bytes": 32 * GB}
+    over = check(result(CARD.capacity_bytes + GB), **facts)
+    assert str(over).splitlines()[1] == (
+        "the weights are float32, as TRL loads a model whose `dtype` is not given: 32.00 GB for 8.00 B parameters; "
+        "dtype: bfloat16 takes half of that"
+    )
+    assert over.to_dict()["float32_weights_bytes"] == 32 * GB
+    assert "float32" not in str(check(result(10 * GB), **facts))
+    assert "float32" not in str(check(result(CARD.capacity_bytes + GB), model_parameters=8 * GB, weights_bytes=16 * GB))
 
 
 def test_the_step_follows_the_rollouts() -> None:
@@ -121,9 +155,40 @@ def test_the_command_ends_with_an_exit_code_for_a_users_tests(tiny_recipe: Path)
     done = subprocess.run([*command, "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "fits"
-    command += ["--target-vram", "430MB"]
+    command += ["--target-vram", "430MB", "--advice-time", "0"]
     done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("\n") == 1
     assert done.stdout.startswith("does not fit: ")
     assert "of sample 6 (the longest, 7 tokens; step" in done.stdout
+
+
+def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    def mends(*_: object, **__: object) -> Advice:
+        happened.append("advice")
+        return Advice(changes=(MEND,))
+
+    def within(limit_s: float, look: Callable[[], Advice], *, interrupted: object) -> Advice:
+        assert limit_s == 90
+        return look()
+
+    made = SimpleNamespace(
+        recipe=grpo_recipe(), device="sim:a10g", capacity_bytes=CARD.capacity_bytes, mends=mends, within=within,
+        advice=mends, estimate=lambda: result(CARD.capacity_bytes + GB),
+    )  # fmt: skip
+    for module in (checking, estimating):
+        monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
+    for call in (checking.check, estimating.estimate):
+        happened.clear()
+        found = call(None, advice_time="90s", on_result=lambda one: happened.append(f"{one.fits} {one.advice}"))
+        assert happened == ["False None", "advice"]
+        assert found.advice == Advice(changes=(MEND,))
+        happened.clear()
+        assert call(None, advice_time=0, on_result=lambda _: happened.append("verdict")).advice is None
+        assert happened == ["verdict"]
+        with pytest.raises(ConfigError, match="advice_time"):
+            call(None, advice_time="soon")

@@ -22,9 +22,9 @@ T = TypeVar("T")
 FOLDER = "autofit-studies"
 _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
-    "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only", "out", "parallel",
-    "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram", "time-budget",
-    "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus", "executor",
+    "advice-time", "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only",
+    "out", "parallel", "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram",
+    "time-budget", "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus", "executor",
 )  # fmt: skip
 _VALUE = r"local|slurm|debug|auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
 # An option with a URL is of the command of another program, as of Optuna's.
@@ -100,6 +100,12 @@ def seconds(option: str, given: str | float | None) -> float | None:
     if given <= 0:
         raise ConfigError(f"{option}: a duration must be above zero seconds; got {given!r}")
     return float(given)
+
+
+def seconds_or_none(option: str, given: str | float) -> float:
+    """Seconds of an argument such as 20s, where 0 is "none at all". Raises ConfigError for less."""
+    text = str(given).strip()
+    return 0.0 if re.fullmatch(r"0+(\.0+)?[smh]?", text) else seconds(option, given) or 0.0
 
 
 def share(option: str, given: str | float) -> float:

@@ -1,19 +1,22 @@
 """`autofit.check`: whether one config runs on a card, in one line; for a test of one's own, and before a run."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.table import Table
 
-from autofit.api.arguments import named_as_arguments
-from autofit.api.estimating import Asked, estimator
-from autofit.api.events import Event, OnEvent, silent
+from autofit.api.arguments import named_as_arguments, seconds_or_none
+from autofit.api.estimating import ADVICE_TIME, Asked, estimator
+from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import Given, launch_options
 from autofit.api.tables import Shown
+from autofit.forecast.advice import Advice
+from autofit.forecast.advice_text import ending_words, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
+from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -25,14 +28,24 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Check(Shown):
-    """Whether a config runs on a card. `str` of it is one line."""
+    """Whether a config runs on a card. `str` of it is the verdict in one line, and a line each of what mends it."""
 
     recipe: Recipe
     device: Device  # sim: and the card
     capacity_bytes: int  # what may be used of it
     result: ProbeResult  # of the simulation
     crash: Crash | None = None  # where it runs out of memory; None where it fits
-    mend: Change | None = None  # the first change that makes it fit with room to spare; None where none was found
+    advice: Advice | None = None  # changes that make it fit with room to spare; None where none was looked for
+
+    @property
+    def mend(self) -> Change | None:
+        """The first change that makes it fit with room to spare; None where none was found."""
+        return next(iter(() if self.advice is None else self.advice.changes), None)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search for changes: what was found before is here."""
+        return self.advice is not None and self.advice.ending is Ending.INTERRUPT
 
     @property
     def verdict(self) -> Verdict:
@@ -60,16 +73,23 @@ class Check(Shown):
             "step_s": self.result.median_step_s,
             "step_s_90": self.result.step_s_interval,
             "crash": None if self.crash is None else self.crash.to_json(),
+            "float32_weights_bytes": self.recipe.weights_bytes if self._of_weights else None,
             "change": None if self.mend is None else self.mend.to_json(),
+            "changes": [change.to_json() for change in (() if self.advice is None else self.advice.changes)],
+            "advice_ended_by": None if self.advice is None or self.advice.ending is None else str(self.advice.ending),
         }
 
     def parts(self) -> list[Table | str]:
-        """The line."""
-        return [self.line]
+        """The line, why the weights take so much, and what to change."""
+        return [self.line, *self._of_weights, *self.advised]
+
+    @property
+    def _of_weights(self) -> list[str]:
+        return float32_words(self.recipe, self.result, self.capacity_bytes)
 
     @property
     def line(self) -> str:
-        """The verdict, why, and what to change, in one line."""
+        """The verdict and why, in one line."""
         used = self.result.device_used_bytes or 0
         most = format_bytes(most_used_bytes(used, self.device))
         of = f"{format_bytes(used)} of {format_bytes(self.capacity_bytes)}"
@@ -81,7 +101,7 @@ class Check(Shown):
             head = f"may not fit: {of}, {most} if the prediction is as wrong as the worst compared: {self.crash.where}"
         else:
             head = f"does not fit: {self.crash.where}, {format_bytes(self.crash.over_bytes)} over"
-        return f"{head}; {self._mend}"
+        return head
 
     @property
     def _step(self) -> str:
@@ -92,11 +112,17 @@ class Check(Shown):
         return f"; a step takes {format_seconds(step_s)}{around}"
 
     @property
-    def _mend(self) -> str:
-        if self.mend is None:
-            return "no change that was tried makes it fit"
-        settings = self.mend.options.replace("--set ", "")
-        return f"set {settings} ({self.mend.tier}): {format_bytes(self.mend.device_used_bytes)}{self.mend.step_words}"
+    def advised(self) -> list[str]:
+        """What to change, a line each; [] where it fits, or nothing was looked for."""
+        if self.advice is None:
+            return []
+        lines = [
+            f"set {change.options.replace('--set ', '')} ({change.tier}): "
+            f"{format_bytes(change.device_used_bytes)}{change.step_words}"
+            for change in self.advice.changes
+        ]
+        tried = "was found" if self.advice.ending else "that was tried makes it fit with room to spare"
+        return [*(lines or [f"no change {tried}"]), *ending_words(self.advice)]
 
 
 def check(
@@ -109,18 +135,23 @@ def check(
     accelerate_config: str | os.PathLike[str] | None = None,
     num_processes: int | None = None,
     gpus: int | None = None,
+    advice_time: str | float = ADVICE_TIME,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
+    on_result: Callable[[Check], None] | None = None,
 ) -> Check:  # fmt: skip
     """Whether one config runs on a card with room for the prediction's error; if not, where it stops, and a change.
 
-    The arguments are those of `autofit.estimate`. Only if it does not fit are changes simulated, until the first one
-    that makes it fit. Where the dataset is read, the longest sample is named, and the step that trains on it.
+    The arguments are those of `autofit.estimate`; `on_result` hears the verdict before any change is tried. Only if it
+    does not fit are changes simulated, until the first one that makes it fit, and weights of 16 bits in place of
+    float32, for `advice_time` at most. Where the dataset is read, the longest sample is named, and the step that trains
+    on it.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
     tell = on_event or silent
     with named_as_arguments():
+        advice_s = seconds_or_none("--advice-time", advice_time)
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )
@@ -131,9 +162,19 @@ def check(
     with estimator(asked, tell) as made:
         result = made.estimate()
         fits = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
-        mends = () if fits else made.mends(result, tell=lambda text: tell(Event(text=text)), wanted=1).changes
-        return Check(
+        found = Check(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
             crash=None if fits else crash_of(result, made.recipe, made.capacity_bytes),
-            mend=mends[0] if mends else None,
         )  # fmt: skip
+        if on_result is not None:
+            on_result(found)
+        if fits or not advice_s:
+            return found
+        return replace(
+            found,
+            advice=made.within(
+                advice_s,
+                lambda: made.mends(result, tell=lambda text: tell(Event(text=text)), wanted=1),
+                interrupted=lambda: tell(STOPPING),
+            ),
+        )

@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from autofit.api.arguments import at_least_one, named_as_arguments, seconds, size
-from autofit.api.events import Event, OnEvent, silent
+from autofit.api.arguments import at_least_one, named_as_arguments, seconds, seconds_or_none, size
+from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import (
     Given,
     check_prompt_tokens,
@@ -22,7 +22,8 @@ from autofit.api.reading import (
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
-from autofit.forecast.advice_text import advice_lines, caution
+from autofit.forecast.advice_text import advice_lines, caution, float32_words
+from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.margin import is_tight
 from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
@@ -38,6 +39,8 @@ from autofit.space.space_file import space_knobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+ADVICE_TIME = "20s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -93,10 +96,17 @@ class Estimate(Shown):
         """The phases by category, whether it fits, and what would make it fit, or faster."""
         table, sentence = estimate_table(self.result, self.capacity_bytes)
         careful = caution(self.result, self.capacity_bytes)
-        return [table, sentence, *([careful] if careful else []), *self._advised]
+        halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
+        return [table, sentence, *([careful] if careful else []), *halves, *self.advised]
 
     @property
-    def _advised(self) -> list[str]:
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search for advice: what was found before is here."""
+        return self.advice is not None and self.advice.ending is Ending.INTERRUPT
+
+    @property
+    def advised(self) -> list[str]:
+        """The lines of the advice; [] without any."""
         advice = self.advice
         return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
@@ -171,8 +181,10 @@ def estimate(
     num_processes: int | None = None,
     gpus: int | None = None,
     advice: bool = True,
+    advice_time: str | float = ADVICE_TIME,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
+    on_result: Callable[[Estimate], None] | None = None,
 ) -> Estimate:  # fmt: skip
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 
@@ -180,12 +192,15 @@ def estimate(
     `gpus`) are as `autofit.search` takes them. `gpu` names the card, else
     the size of `target_vram` does (bytes, or text such as "40GB"), which also is how much of it may be used. `advice`
     looks for the cheapest changes that fit where it does not, or with too little to spare, else for changes that make
-    it faster, and for another card; each is simulated. `deadline` (seconds, or "15m") bounds one simulation.
+    it faster, and for another card; each is simulated, for `advice_time` at most (seconds, or "20s"; 0: none).
+    `on_result` hears the estimate before that, without advice. Ctrl-C ends the search for advice and keeps what was
+    found, with `interrupted` set. `deadline` (seconds, or "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
     tell = on_event or silent
     with named_as_arguments():
+        advice_s = seconds_or_none("--advice-time", advice_time)
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )
@@ -197,7 +212,16 @@ def estimate(
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))
-        found = made.advice(result, tell=lambda text: tell(Event(text=text))) if advice else None
-        return Estimate(
-            recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result, advice=found
+        found = Estimate(recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result)
+        if on_result is not None:
+            on_result(found)
+        if not advice or not advice_s:
+            return found
+        return replace(
+            found,
+            advice=made.within(
+                advice_s,
+                lambda: made.advice(result, tell=lambda text: tell(Event(text=text))),
+                interrupted=lambda: tell(STOPPING),
+            ),
         )

@@ -41,6 +41,7 @@ class Progress:
         return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"
 
 
+STOPPING = Event(text="stopping the simulations at work", interrupted=True)
 OnEvent = Callable[[Event], None]
 
 

@@ -2,22 +2,17 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from autofit.commands.common import (
     DONE,
     INTERRUPTED,
     NOTHING_FITS,
-    ignore_interrupts,
-    say,
+    hears,
     settings,
     show,
     terminate_like_interrupt,
 )
 from autofit.errors import ConfigError, quoted
-
-if TYPE_CHECKING:
-    from autofit.api import Event
 
 
 def advise(options: argparse.Namespace) -> int:
@@ -28,7 +23,7 @@ def advise(options: argparse.Namespace) -> int:
         options.recipe, cards=_names(options.cards), counts=_numbers(options.counts), prices=options.prices,
         trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
         accelerate_config=options.accelerate_config, num_processes=options.num_processes,
-        deadline=options.deadline, parallel=options.parallel, on_event=_on_event,
+        deadline=options.deadline, parallel=options.parallel, on_event=hears,
     )  # fmt: skip
     if options.json:
         print(json.dumps(found.to_dict()))
@@ -37,12 +32,6 @@ def advise(options: argparse.Namespace) -> int:
     if found.interrupted:
         return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS
-
-
-def _on_event(event: "Event") -> None:
-    if event.interrupted:
-        ignore_interrupts()
-    say(str(event))
 
 
 def _names(given: str | None) -> list[str] | str | None:

@@ -251,6 +251,9 @@ def _card(parser: _Parser) -> None:
     _add_trainer(parser)
     _launch(parser)
     parser.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
+    parser.add_argument("--advice-time", default="20s", metavar="TIME",
+                        help="time for changes to be tried after the verdict (default: 20s; 0: none); Ctrl-C ends it "
+                             "and keeps what was found")  # fmt: skip
 
 
 def _launch(parser: _Parser, *, other: bool = True) -> None:

@@ -2,18 +2,42 @@
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say, settings
+from autofit.commands.common import (
+    DONE,
+    INTERRUPTED,
+    NOTHING_FITS,
+    hears,
+    launch_arguments,
+    settings,
+    show,
+    show_lines,
+    terminate_like_interrupt,
+)
+
+if TYPE_CHECKING:
+    from autofit.api import Check
 
 
 def check(options: argparse.Namespace) -> int:
     from autofit import api
 
+    def shown(found: "Check") -> None:
+        if not options.json:
+            show(found)
+
+    terminate_like_interrupt()
     found = api.check(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        on_event=lambda event: say(str(event)),
+        advice_time=options.advice_time, on_event=hears, on_result=shown,
     )  # fmt: skip
-    print(json.dumps(found.to_dict()) if options.json else found.line)
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show_lines(found.advised)
+    if found.interrupted:
+        return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS

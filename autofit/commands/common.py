@@ -12,6 +12,7 @@ from autofit.errors import ConfigError, printable, quoted
 from autofit.tuning.storage import storage_option
 
 if TYPE_CHECKING:
+    from autofit.api.events import Event
     from autofit.api.tables import Shown
     from autofit.cluster.executor import Executor
 
@@ -46,6 +47,19 @@ def stranger_in(packages: Path) -> str | None:
     )
 
 
+def hears(event: "Event") -> None:
+    """Say an event; what was interrupted stops its work in peace."""
+    if event.interrupted:
+        ignore_interrupts()
+    say(str(event))
+
+
+def show_lines(lines: Sequence[str]) -> None:
+    """Print the sentences of a result whose head was shown before."""
+    for line in lines:
+        print(line)
+
+
 def show(result: "Shown") -> None:
     """Print the tables and sentences of a result; a table is as wide as the terminal."""
     from rich.console import Console
@@ -58,6 +72,7 @@ def show(result: "Shown") -> None:
             print(part)
         else:
             console.print(part)
+    sys.stdout.flush()  # before anything else that takes long
 
 
 def dir_option(folder: Path) -> str:

@@ -2,23 +2,44 @@
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say, settings, show
+from autofit.commands.common import (
+    DONE,
+    INTERRUPTED,
+    NOTHING_FITS,
+    hears,
+    launch_arguments,
+    settings,
+    show,
+    show_lines,
+    terminate_like_interrupt,
+)
+
+if TYPE_CHECKING:
+    from autofit.api import Estimate
 
 
 def estimate(options: argparse.Namespace) -> int:
     from autofit import api
 
+    def shown(found: "Estimate") -> None:
+        if options.plot is not None:
+            found.plot().savefig(options.plot, dpi=110)
+        if not options.json:
+            show(found)
+
+    terminate_like_interrupt()
     found = api.estimate(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
-        deadline=options.deadline, on_event=lambda event: say(str(event)),
+        advice_time=options.advice_time, deadline=options.deadline, on_event=hears, on_result=shown,
     )  # fmt: skip
-    if options.plot is not None:
-        found.plot().savefig(options.plot, dpi=110)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
-        show(found)
+        show_lines(found.advised)
+    if found.interrupted:
+        return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS

@@ -4,22 +4,27 @@ Cost order: the highest tier first, then the fewest changed settings, then the f
 because lower bounds from the parts of what was simulated (autofit.forecast.bounds) say which settings can help at all
 and at what value. One rule prunes the rest: a setting at its strongest value needs no more memory than at a milder one,
 so a set of settings that does not fit at its strongest values never fits.
+
+Only changes with room to spare are advised. Weights of 16 bits in place of float32 are tried beside all others: they
+are offered even where a setting of a higher tier suffices.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from autofit.errors import ConfigError
+from autofit.errors import Cancelled, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.cards import Card
 from autofit.forecast.change import Change, Probe, Tell, Trier
-from autofit.forecast.levers import Assignment, Levers, rank
+from autofit.forecast.ending import Ending
+from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers, rank
 from autofit.forecast.margin import roomy_bytes
 from autofit.hardware.hardware import Device
-from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
@@ -39,6 +44,7 @@ class Advice:
     untried: tuple[Change, ...] = ()  # that failed when they were tried, for another reason than memory
     faster: tuple[Change, ...] = ()  # the highest tier first, then the fastest
     card: Card | None = None  # the smallest other card that runs the recipe as it is
+    ending: Ending | None = None  # what ended the search for it early; None where it came to its end
 
 
 def cheapest_changes(
@@ -47,15 +53,14 @@ def cheapest_changes(
 ) -> Advice:  # fmt: skip
     """The cheapest changes that make `recipe` fit, if any, by `probe` (values of a recipe -> result on the card).
 
-    `base` is the result of the recipe as it is. One that fits without room to spare asks for changes that make room.
+    `base` is the result of the recipe as it is. A `probe` that raises Cancelled ends it with what was found.
     """
     try:
         levers = Levers.of(recipe, device)
     except ConfigError:
         return Advice()
-    roomy = base is not None and base.status is ProbeStatus.FIT
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
-    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, roomy=roomy)
+    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers)
     if base is not None:
         search.learn({}, base)
     return search.run()
@@ -67,27 +72,40 @@ class _Search:
     trier: Trier
     wanted: int
     workers: int
-    roomy: bool  # whether a change must leave the margin free
     results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     found: dict[frozenset[str], Change] = field(default_factory=dict)
+    halved: dict[frozenset[str], Change] = field(default_factory=dict)  # with weights of 16 bits, whatever else fits
     beaten: set[frozenset[str]] = field(default_factory=set)  # sets that do not fit at their strongest values
     broken: set[frozenset[str]] = field(default_factory=set)  # settings that could not be tried
 
     def run(self) -> Advice:
-        with ThreadPoolExecutor(self.workers) as pool:
+        proven = False
+        with contextlib.suppress(Cancelled), ThreadPoolExecutor(self.workers) as pool:
+            half = pool.submit(self._halve)
             for tier in TIERS:
                 names = [n for n in self.levers.strengths if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
                 self._try_sizes(pool, names, tier)
+                half.result()
                 if self._enough:
                     break
-        proven = not self.found and self._is_beaten()
-        found = sorted(self.found.values(), key=lambda change: change.cost)[: self.wanted]
+            proven = not self.found and self._is_beaten()
+        best = sorted(self.found.values(), key=lambda change: change.cost)[: self.wanted]
+        found = sorted([*best, *(c for c in self.halved.values() if c not in best)], key=lambda change: change.cost)
         tried = self.results.values()
-        missed = [change for change in tried if not change.fits and not change.failure]
-        closest = min(missed, key=lambda c: c.least_capacity_bytes, default=None) if not found else None
+        missed = [change for change in tried if not change.failure]
+        closest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes), default=None) if not found else None
         untried = tuple(change for change in tried if change.failure)
         return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
+
+    def _halve(self) -> None:
+        """Settle weights of 16 bits in place of float32; where they do not suffice, with checkpoints."""
+        if "dtype" not in self.levers.strengths:
+            return
+        half = frozenset({"dtype"})
+        for names in dict.fromkeys((half, half.union(n for n in CHECKPOINTING if n in self.levers.strengths))):
+            if not self.halved and self._is_open(names):
+                self._settle(names, self._start(names), self.halved)
 
     def _is_beaten(self) -> bool:
         """Whether even all settings that could be tried do not fit together, at their strongest values."""
@@ -131,15 +149,16 @@ class _Search:
         if any(b <= names for b in self.broken):
             return False
         at = self.levers.strongest(names)
-        return bool(at) and self._least_bytes(at) <= (self._room if self.roomy else self.trier.capacity_bytes)
+        return bool(at) and self._least_bytes(at) <= self._room
 
     def _tier_of(self, name: str) -> Tier:
         return self.levers.tier_of(name)
 
     # -- one set of settings --------------------------------------------------------------------------------------
 
-    def _settle(self, names: frozenset[str], at: Assignment) -> None:
-        """Find the mildest change of these settings that fits, beginning with the values `at`."""
+    def _settle(self, names: frozenset[str], at: Assignment, into: dict[frozenset[str], Change] | None = None) -> None:
+        """Find the mildest change of these settings that fits with room, beginning with the values `at`."""
+        into = self.found if into is None else into
         strongest = self.levers.strongest(names)
         best: Change | None = None
         while True:
@@ -147,13 +166,13 @@ class _Search:
             if change.failure:
                 self.broken.add(names)
                 break
-            best = change if change.fits and not (change.tight and self.roomy) else best
-            if (best is not None and not best.tight) or dict(at) == strongest:
+            best = change if change.fits and not change.tight else best
+            if best is not None or dict(at) == strongest:
                 break
             further = self._start(names)
             at = further if self._strength(further) > self._strength(at) else strongest
         if best is not None:
-            self.found[names] = best
+            into[names] = best
         elif dict(at) == strongest:
             self.beaten.add(names)
 

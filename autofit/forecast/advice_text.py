@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from autofit.forecast.advice import Advice
 from autofit.forecast.cards import Card
 from autofit.forecast.change import Change
+from autofit.forecast.ending import Ending
 from autofit.forecast.margin import WORST_ERROR_FRAC, is_tight, most_used_bytes
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
+
+_FLOAT32 = 3.5  # bytes of a parameter, from which on most of them are float32
 
 
 def advice_json(advice: Advice) -> dict[str, object]:
@@ -20,6 +23,7 @@ def advice_json(advice: Advice) -> dict[str, object]:
         "untried": [{"changes": dict(c.changes), "reason": c.failure} for c in advice.untried],
         "faster": [change.to_json() for change in advice.faster],
         "card": None if advice.card is None else advice.card.to_json(),
+        "advice_ended_by": None if advice.ending is None else str(advice.ending),
     }
 
 
@@ -35,6 +39,27 @@ def caution(result: ProbeResult, capacity_bytes: int) -> str:
     )
 
 
+def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
+    """A sentence where weights of float32 leave too little of the card for a recipe; [] without one."""
+    count, nbytes = recipe.model_parameters, recipe.weights_bytes
+    fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
+    if fits or not count or not nbytes or nbytes < _FLOAT32 * count:
+        return []
+    return [
+        f"the weights are float32, as TRL loads a model whose `dtype` is not given: {format_bytes(nbytes)} for "
+        f"{count / 1e9:.2f} B parameters; dtype: bfloat16 takes half of that"
+    ]
+
+
+def ending_words(advice: Advice) -> list[str]:
+    """A sentence where the search for advice was ended early; [] without one."""
+    words = {
+        Ending.TIME: "not every change was tried in the time for advice (--advice-time)",
+        Ending.INTERRUPT: "interrupted: not every change was tried",
+    }
+    return [] if advice.ending is None else [words[advice.ending]]
+
+
 def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
     """What to change, a line each, under a heading."""
     fits = result.status is ProbeStatus.FIT
@@ -47,7 +72,7 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
     lines += [_untried(change, recipe) for change in advice.untried]
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
-    return lines
+    return [*lines, *(f"{words}." for words in ending_words(advice))]
 
 
 def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -> Iterator[str]:
@@ -61,9 +86,15 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
     if advice.closest is None or fits:
         yield f"{tried}."
         return
-    over = advice.closest.least_capacity_bytes - capacity_bytes
-    closest = describe_changes(advice.closest.changes, recipe.resolved)
-    yield f"{tried}; the closest change exceeds the limit by {format_bytes(over)}: {closest}."
+    yield f"{tried}; the closest change {_miss(advice.closest, recipe, capacity_bytes)}."
+
+
+def _miss(closest: Change, recipe: Recipe, capacity_bytes: int) -> str:
+    what = describe_changes(closest.changes, recipe.resolved)
+    if closest.fits:
+        spare = format_bytes(capacity_bytes - closest.device_used_bytes)
+        return f"leaves {spare}, less than the prediction may be off: {what}"
+    return f"exceeds the limit by {format_bytes(closest.least_capacity_bytes - capacity_bytes)}: {what}"
 
 
 def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> str:

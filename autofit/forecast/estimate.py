@@ -1,8 +1,9 @@
 """One config on a simulated card: bytes by phase and category, step time, and whether it fits."""
 
+import contextlib
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import Cancelled, ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.forecast.advice import WANTED, Advice, cheapest_changes
 from autofit.forecast.advice_text import advice_json
 from autofit.forecast.cards import other_card
 from autofit.forecast.change import Tell, Trier
+from autofit.forecast.ending import Ending, within
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_tight, most_used_bytes
@@ -78,11 +80,11 @@ class Estimator:
             run_probe(str(request.request_path))
         result = ProbeResult.read(request.answer_path)
         if result is None:
-            raise EnvironmentFault("the simulation was cancelled before it answered")
+            raise Cancelled("the simulation was cancelled before it answered")
         return result
 
     def cancel(self) -> None:
-        """End the probes at work, in other threads, and those to come: each raises EnvironmentFault."""
+        """End the probes at work, in other threads, and those to come: each raises Cancelled."""
         self.cancelled.set()  # first: a probe whose folder is not there yet sees this
         for folder in self.folder.glob("*"):
             cancel(folder)
@@ -100,7 +102,23 @@ class Estimator:
         with ThreadPoolExecutor(1) as pool:
             card = pool.submit(other_card, result, self.capacity_bytes, self._probe_on)
             found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
-            return replace(found, card=card.result())
+            with contextlib.suppress(Cancelled):
+                found = replace(found, card=card.result())
+            return found
+
+    def within(self, limit_s: float, look: Callable[[], Advice], *, interrupted: Callable[[], None]) -> Advice:
+        """The advice that `look` finds until `limit_s` seconds have passed, or Ctrl-C comes, which is told first.
+
+        After such an end this estimator probes nothing more.
+        """
+
+        def cancel(ending: Ending) -> None:
+            if ending is Ending.INTERRUPT:
+                interrupted()
+            self.cancel()
+
+        found, ending = within(limit_s, look, cancel=cancel)
+        return replace(found, ending=ending)
 
     def trier(self, tell: Tell) -> Trier:
         """Tries changes of the recipe on the simulated card."""

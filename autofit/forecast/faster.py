@@ -1,7 +1,9 @@
 """Changes of one setting that make a config faster, each simulated: also those that a search may not try."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
+from autofit.errors import Cancelled
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, Trier
@@ -23,20 +25,22 @@ def faster_changes(
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     """(changes of one setting that are faster than `base` and leave room, changes that could not be tried).
 
-    Blocks that the allocator only keeps cached are room: it gives them back before memory runs out.
+    One that raises Cancelled ends with what was tried before.
 
     With `below`, only changes of the tiers below it, at most `most`. The highest tier comes first, then the fastest.
     """
     ideas = _ideas(levers, trier, base, below)[:most]
 
-    def tried(at: Assignment) -> Change:
+    def tried(at: Assignment) -> list[Change]:
         changes, given = levers.changes(at), levers.changes(at, yaml=True)
-        return trier.result(changes, given, tier=levers.tier(at), settings=len(at))[0]
+        with contextlib.suppress(Cancelled):
+            return [trier.result(changes, given, tier=levers.tier(at), settings=len(at))[0]]
+        return []
 
     with ThreadPoolExecutor(workers) as pool:
-        found = list(pool.map(tried, ideas))
-    before, room = base.median_step_s, roomy_bytes(trier.capacity_bytes, trier.device)
-    quick = [c for c in found if c.fits and c.least_capacity_bytes <= room and before is not None
+        found = [change for row in pool.map(tried, ideas) for change in row]
+    before = base.median_step_s
+    quick = [c for c in found if c.fits and not c.tight and before is not None
              and c.step_s is not None and c.step_s <= (1 - LEAST_GAIN) * before]  # fmt: skip
     return tuple(sorted(quick, key=lambda c: c.cost)), tuple(c for c in found if c.failure)
 
