@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A folder stands for everything in it; fakegpu has floors of its own (tests/fakegpu/test_floors.py).
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.errors",),
-    ("autofit.units", "autofit.files", "autofit.owners", "autofit.scratch"),
+    ("autofit.units", "autofit.files", "autofit.owners", "autofit.scratch", "autofit.lines"),
+    ("autofit.folding",),
     ("autofit.fakegpu",),
     ("autofit.recipe", "autofit.hardware"),
     ("autofit.fitcheck", "autofit.demo", "autofit.plugin", "autofit.space"),

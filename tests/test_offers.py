@@ -426,10 +426,11 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
     table, *_ = CardAdvice(recipe=recipe(), offers=rows, prices=PRICES).parts()
     Console(file=(text := io.StringIO()), width=width).print(table)
     assert max(map(len, text.getvalue().splitlines())) <= width
-    for words in ("685.83 ", "over 8,332.92 ", "0.02 ", "20m34s ", "over 2h46m ", "218 GB ", "of 84.94 GB ",
-                  "completions/s ", "8 x rtx4090 ", "(approximate) ", "cheapest ", "not possible "):  # fmt: skip
-        assert words in text.getvalue()
-    assert ("┃" in text.getvalue()) == (width >= 150)
+    shown = " ".join(text.getvalue().split())
+    for words in ("685.83", "over 8,332.92", "0.02", "20m34s", "over 2h46m", "218 GB", "of 84.94 GB", "completions/s",
+                  "8 x rtx4090", "(approximate)", "cheapest", "not possible"):  # fmt: skip
+        assert words in shown
+    assert ("┃" in text.getvalue()) == (width >= 140)
 
 
 def test_every_usual_card_is_known_and_wrong_names_and_counts_are_refused() -> None:

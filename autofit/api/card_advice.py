@@ -12,10 +12,11 @@ from autofit.api.arguments import at_least_one
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, launch_options
-from autofit.api.tables import Folding, Shown
+from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.folding import Folding
 from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
 from autofit.forecast.shop import Shop
 from autofit.hardware.needs import card_needs
@@ -105,10 +106,10 @@ class CardAdvice(Shown):
             table.add_row("\n".join((words, *marks.get(id(offer), ()))), *others)
         return table
 
-    def _narrow_table(self, title: str) -> Table:
+    def _narrow_table(self, title: str) -> Folding:
         """The same in five columns, some with two figures."""
         word, marks = samples_word(self.recipe.resolved), self._marks()
-        table = Table(title=title, title_justify="left", box=HORIZONTALS, show_lines=True, padding=(0, 1, 0, 0))
+        table = Folding(title=title, box=HORIZONTALS, show_lines=True, padding=(0, 1, 0, 0))
         for name in ("cards", "with"):
             table.add_column(name, overflow="fold", min_width={"cards": 14}.get(name))
         for name in ("device-used\nhost RAM", f"step\n{word}/s", "$/1,000\nsteps"):

@@ -17,6 +17,7 @@ from autofit.cluster import slurm
 from autofit.cluster.slurm import JobState
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import read_json
+from autofit.folding import Folding
 from autofit.probing.at_work import AtWork, probes_at_work
 from autofit.probing.cluster_launch import job_name
 from autofit.probing.job import cancel as cancel_probe
@@ -122,7 +123,7 @@ class Jobs(Shown):
         """A table with a job a row."""
         shown: list[Table | str] = []
         if self.jobs:
-            table = Table(title=f"Jobs of {escape(str(self.folder))}", title_justify="left")
+            table = Folding(title=f"Jobs of {escape(str(self.folder))}")
             for name in ("id", "what", "study", "state", "where", "since"):
                 table.add_column(name, overflow="fold", no_wrap=name == "id")
             for job in self.jobs:

@@ -12,6 +12,7 @@ from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
 from autofit.api.trials import TrialResult
+from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import baseline, winner
@@ -70,7 +71,7 @@ class Studies(Shown):
         if not self.studies:
             return [f"there are no studies in {self.home}"]
         title = f"Studies in {escape(self.home)}, the one used last at the end"
-        table = Table(title=title, title_justify="left")
+        table = Folding(title=title)
         for name in ("study", "model", "trainer", "device", "target", "trials", "winner", "promoted", "used (UTC)"):
             table.add_column(name, overflow="fold", no_wrap=name == "study")
         for study in self.studies:

@@ -7,6 +7,7 @@ from typing import Literal
 from rich.table import Table
 
 from autofit.api.tables import Shown
+from autofit.folding import Folding
 from autofit.promotion.promotion import model_path
 
 Status = Literal["done", "kept", "interrupted", "nothing fits", "not reached", "left alone", "planned"]
@@ -61,7 +62,7 @@ class PipelineResult(Shown):
 
     def parts(self) -> list[Table | str]:
         """A row a stage: what happened to it, and where its model is."""
-        table = Table(title=f"pipeline {self.name}", title_justify="left")
+        table = Folding(title=f"pipeline {self.name}")
         for column in ("stage", "trainer", "status", "what", "model"):
             table.add_column(column, overflow="fold")
         for stage in self.stages:

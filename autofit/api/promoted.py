@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autofit.files import read_json
+from autofit.folding import Folding
 from autofit.probing.launch import is_alive
 from autofit.promotion.progress import read_progress
 from autofit.watching.contract import Row, contract_of, verdict_of
@@ -94,7 +95,7 @@ def _request(folder: Path) -> dict[str, object] | None:
 
 def contract_table(rows: Sequence[Row], *, title: str) -> Table:
     """Promised beside actual, a figure a row."""
-    table = Table(title=escape(title), title_justify="left")
+    table = Folding(title=escape(title))
     for name in ("", "promised", "actual"):
         table.add_column(name, overflow="fold")
     table.add_column("kept", no_wrap=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.api.monitoring import Card, Host, Probe, Run, Snapshot
+from autofit.folding import Folding
 from autofit.units import format_bytes, format_seconds
 
 _NONE = "-"
@@ -26,22 +27,20 @@ def tables_of(snapshot: Snapshot) -> list[Table | str]:
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[Text]], *, texts: Sequence[str] = ()) -> Table:
-    """A table with the columns of `names` that say something in any row; on a narrow terminal `texts` are cut first."""
+    """A table with the columns of `names` that say something in any row; `texts` have more lines where it is narrow."""
     table = _plain(title)
     for place, name in enumerate(names):
         cells = [row[place] for row in rows]
         if any(cell.plain != _NONE for cell in cells):
-            widest = max([len(name), *(cell.cell_len for cell in cells)])
-            least = min(6, widest) if name in texts else widest
-            table.add_column(name, overflow="ellipsis", no_wrap=True, min_width=least, max_width=widest)
+            table.add_column(name, overflow="fold", no_wrap=name not in texts)
     for row in rows:
         said = (cell for place, cell in enumerate(row) if any(other[place].plain != _NONE for other in rows))
         table.add_row(*said)
     return table
 
 
-def _plain(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+def _plain(title: str) -> Folding:
+    return Folding(title=Text(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _devices(cards: Sequence[Card], host: Host, title: str) -> Table:

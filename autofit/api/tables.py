@@ -4,14 +4,13 @@ import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from autofit.api.trials import TrialResult
+from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes, samples_word
 from autofit.space.narrow import missing_packages
@@ -19,8 +18,8 @@ from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 
-_BOUNDLESS = 10_000  # columns
 WIDTH = 150  # of a table, in columns, where there is no terminal
+_LEAST_FRONT = 120  # columns from which on the front is a table
 
 
 class Shown:
@@ -39,23 +38,6 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return "\n".join(html_of(part) for part in self.parts())
-
-
-class Folding(Table):
-    """A table that shows `narrow` in its place where a terminal would cut a column off or break its words.
-
-    Rich knows the least width of a column without wrapping only as its `min_width`.
-    """
-
-    def __init__(self, *, narrow: Table, title: str) -> None:
-        super().__init__(title=title, title_justify="left")
-        self.narrow = narrow
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = [part for part in super().__rich_console__(console, options) if isinstance(part, Segment)]
-        wide = max(map(Segment.get_line_length, Segment.split_lines(whole)), default=0)
-        least = Measurement.get(console, options.update(max_width=_BOUNDLESS), self).minimum  # with unbroken words
-        yield from [self.narrow] if max(wide, least) > options.max_width else whole
 
 
 def _text_of(part: Table | str) -> str:
@@ -88,7 +70,7 @@ def front_table(
 ) -> Table:  # fmt: skip
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
     where = f" on {device_name}" if device_name else ""
-    table = Table(title=f"Pareto front (step time, device-used), {fidelity}{where}", title_justify="left")
+    table = Folding(title=f"Pareto front (step time, device-used), {fidelity}{where}", from_width=_LEAST_FRONT)
     for name in ("trial", "tier", "changes"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "of target", "free", "step", f"{samples_word(original)}/s", "speed-up"):
@@ -142,7 +124,7 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
     known = [row for row in neighbours if row.device_used_delta_bytes is not None]
     if not known:
         return None
-    table = Table(title=f"One knob of trial {number} changed by one step", title_justify="left")
+    table = Folding(title=f"One knob of trial {number} changed by one step")
     for name in ("knob", "from -> to", "tier"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "step"):

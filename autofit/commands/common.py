@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from autofit.errors import ConfigError, printable, quoted
+from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Print to stderr."""
+    print(on_terminal(text, is_terminal=sys.stderr.isatty()), file=sys.stderr, flush=True)
+
+
+def show_line(text: str) -> None:
+    """Print to stdout."""
+    print(on_terminal(text, is_terminal=sys.stdout.isatty()))
 
 
 def stranger_in(packages: Path) -> str | None:
@@ -57,7 +64,7 @@ def hears(event: "Event") -> None:
 def show_lines(lines: Sequence[str]) -> None:
     """Print the sentences of a result whose head was shown before."""
     for line in lines:
-        print(line)
+        show_line(line)
 
 
 def show(result: "Shown") -> None:
@@ -69,9 +76,9 @@ def show(result: "Shown") -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for part in result.parts():
         if isinstance(part, str):
-            print(part)
+            show_line(part)
         else:
-            console.print(part)
+            console.print(part, crop=False)
     sys.stdout.flush()  # before anything else that takes long
 
 

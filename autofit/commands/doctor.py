@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say, show_line
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _of_machine() -> int:
 
     look = look_at_cards()
     if not look.cards and not look.faults:
-        print(f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
+        show_line(f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
         return NOTHING_FITS if look.refused else DONE
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
@@ -48,14 +48,14 @@ def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
 
     start = cuda_start(server, folder, look.cards)
     for gpu in look.cards:
-        print(f"{'card':>16}: {gpu.name} ({gpu.uuid}), {format_bytes(gpu.capacity_bytes)}")
+        show_line(f"{'card':>16}: {gpu.name} ({gpu.uuid}), {format_bytes(gpu.capacity_bytes)}")
     problem = start_problem(look, start)
     if not problem:
-        print(f"{'cuda':>16}: starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
+        show_line(f"{'cuda':>16}: starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
     errors = (*held_cards(look), *([problem] if problem else ()))
     for severity, lines in (("error", errors), ("warning", (*look.refused, *look.faults) if look.cards else ())):
         for line in lines:
-            print(f"{severity:>16}: {line}")
+            show_line(f"{severity:>16}: {line}")
     return not errors
 
 
@@ -87,10 +87,10 @@ def _of_recipe(options: argparse.Namespace) -> int:
     beside = executor_findings(options.recipe.resolve().parent, cards=recipe.launch.cards)
     found = [*_findings(options, source.values, recipe, device), *beside]
     for finding in found:
-        print(f"{finding.severity:>16}: {finding}")
+        show_line(f"{finding.severity:>16}: {finding}")
     recipe.check()
     for name, text in recipe.describe():
-        print(f"{name:>16}: {text}")
+        show_line(f"{name:>16}: {text}")
     return NOTHING_FITS if not cards_work or any(finding.stops for finding in found) else DONE
 
 

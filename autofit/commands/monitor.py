@@ -38,7 +38,7 @@ def _print(snapshot: object) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables_of(snapshot):  # type: ignore[arg-type]
-        console.print(table)
+        console.print(table, crop=False)
 
 
 def _live(watch: "Watch") -> None:

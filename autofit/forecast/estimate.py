@@ -13,6 +13,7 @@ from rich.table import Table
 
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault
 from autofit.files import write_json
+from autofit.folding import Folding
 from autofit.forecast.advice import WANTED, Advice, cheapest_changes
 from autofit.forecast.advice_text import advice_json
 from autofit.forecast.cards import other_card
@@ -173,10 +174,10 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
     """A table of phases by category, and one sentence: whether it fits, missing bytes, and the largest category."""
     names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
-    table = Table(title=f"{result.device_name}, {result.fidelity}", title_justify="left")
+    table = Folding(title=f"{result.device_name}, {result.fidelity}")
     table.add_column("phase")
     for name in ["peak allocated", *names]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for phase in result.phases:
         bytes_of = result.categories.get(phase.name, {})
         cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]

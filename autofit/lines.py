@@ -1,0 +1,45 @@
+"""Sentences on a narrow terminal: no word is broken."""
+
+import shutil
+import textwrap
+
+_OPTIONS = ("   --set ", "   --gpu ")  # what follows is for a shell
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """`line` in lines of at most `width` columns; a word that is longer stays whole.
+
+    Options for a shell come last, on lines of their own, which a shell joins again.
+    """
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    place = next((line.index(mark) for mark in _OPTIONS if mark in line), None)
+    if place is None:
+        return _folded(line, width, indent + "  ")
+    options = line[place:].strip().replace(" --", "\n--").split("\n")
+    return [*_folded(line[:place], width, indent + "  "), *_joined(options, width, indent + "  ")]
+
+
+def _folded(line: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(line, max(width, 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _joined(options: list[str], width: int, indent: str) -> list[str]:
+    """Options in lines that end with a backslash, but the last."""
+    found = [indent + options[0]]
+    for option in options[1:]:
+        if len(found[-1]) + len(option) + 3 <= width:
+            found[-1] += f" {option}"
+        else:
+            found[-1] += " \\"
+            found.append(indent + option)
+    return found
+
+
+def on_terminal(text: str, *, is_terminal: bool) -> str:
+    """`text` for a terminal of any width; as it is where a program reads it."""
+    if not is_terminal:
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.splitlines() for part in wrapped(line, width))
