@@ -117,5 +117,5 @@ class FaultyRun:
         plugin: Any = load(self.trainer)
         return Ladder(
             trial=0, trainer=self.trainer, device="cpu", keys=plugin.keys, compared=plugin.compared, values=values,
-            resolved=plugin.parse(values, overrides={"use_cpu": True}).resolved, world_size=1, space=str(plugin.space),
+            resolved=plugin.parse(values, overrides={"use_cpu": True}).resolved, space=str(plugin.space),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import load_space
+from autofit.trainers.keys import ROLLOUTS
 from autofit.tuning.grid import Floats, Grid
 
 # The knobs of the default space whose effect the law knows.
@@ -98,7 +99,7 @@ def recipe_of(wanted: RecipeOf) -> Recipe:
         "load_in_8bit": False, "scale_rewards": "group", "top_entropy_quantile": 1.0, "optim": "adamw_torch",
         "torch_compile": False, "torch_empty_cache_steps": None,
     }  # fmt: skip
-    return Recipe(trainer="grpo", values={}, resolved=resolved)
+    return Recipe(trainer="grpo", values={}, resolved=resolved, keys=ROLLOUTS)
 
 
 def case_of(wanted: RecipeOf, card: Card) -> LawCase:

@@ -32,6 +32,7 @@ import tiny
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Space
 from autofit.space.space_file import load_space
+from autofit.trainers.keys import ROLLOUTS
 from autofit.tuning.grid import Grid
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study
@@ -73,7 +74,7 @@ def measure() -> None:
 def table() -> tuple[Space, Grid, run.law.Floats, run.law.Floats, run.law.Floats]:
     """The space and its grid; bytes, seconds of a step (median of three) and of its rollout, of each candidate."""
     content = json.loads(_TABLE.read_text())
-    recipe = Recipe(trainer="grpo", values={}, resolved=content["resolved"])
+    recipe = Recipe(trainer="grpo", values={}, resolved=content["resolved"], keys=ROLLOUTS)
     space = Space.of(recipe, load_space(None, trainer="grpo"), device="cpu")
     grid = Grid.of(space)
     used, step, rollout = (np.full(len(grid), np.nan) for _ in range(3))

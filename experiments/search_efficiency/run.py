@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
 import time
 import warnings
@@ -270,7 +271,8 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
                          "propose_ms_at_200": 0.0 if listed else propose_ms(name, 200)}  # fmt: skip
         summary[name]["probes"] = options.probes  # the most a search had
         details[name] = {
-            "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
+            "date": date.today().isoformat(), "commit": _commit(),
+            "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
             "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
             "recipes": options.recipes, "first_seed": options.first_seed,
             "stop_at_oom": options.stop_at_oom, "probes": options.probes,
@@ -283,6 +285,11 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (options.out / "results.json").write_text(json.dumps(details, indent=1) + "\n")
     plot({name: details[name]["curve"] for name in SAMPLERS if name in details}, options.out / "probes.png")
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=_HERE, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""The experiments start: what they import of autofit is there, and they call it as it can be called."""
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "experiments").rglob("*.py"))
+
+
+def ours(tree: ast.Module) -> Iterator[tuple[str, str, object]]:
+    """(name in the file, where it is from, the object) of all that is imported from autofit by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).split(".")[0] == "autofit":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):  # a module of a package
+                    importlib.import_module(f"{node.module}.{alias.name}")
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}", getattr(module, alias.name)
+
+
+def problem(call: ast.Call, called: Callable[..., object]) -> str | None:
+    """Why `called` refuses the arguments of `call`; None if it takes them, or if they are not all written there."""
+    if any(isinstance(given, ast.Starred) for given in call.args) or any(word.arg is None for word in call.keywords):
+        return None
+    try:
+        signature = inspect.signature(called)
+    except ValueError:
+        return None
+    try:
+        signature.bind(*call.args, **{str(word.arg): word.value for word in call.keywords})
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "experiments")))
+def test_an_experiment_calls_autofit_as_it_is_today_so_that_its_figures_can_be_made_again(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    known = {name: found for name, _, found in ours(tree)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    wrong = []
+    for call in calls:
+        called = known.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if callable(called) and (why := problem(call, called)) is not None:
+            wrong.append(f"{path.name}:{call.lineno} {ast.unparse(call.func)}: {why}")
+    assert not wrong
+
+
+def test_the_search_experiment_searches_a_case_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "search_efficiency"))
+    for name in ("cases", "law", "habits", "run"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    run = importlib.import_module("run")
+    run._CASES["small"] = case = run.cases.case_of(run.cases.RECIPES[0], run.law.CARDS["rtx4090"])
+    row = run.search(("autofit", "small", 0.05, 0, "law:truth", 3, False))
+    assert len(case.grid) > 10
+    assert len(row["speed"]) == 3
+    assert row["speed"][-1] > 0
