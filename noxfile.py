@@ -29,7 +29,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the default tests: every capability, within 3 minutes."""
+    """Run the default tests: every capability, in 7 to 8 minutes on two cores (measured: 7m19)."""
     session.install(*INSTALL)
     session.run("pytest", *session.posargs)
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds as text: parsing and formatting. 40GB is 40e9 bytes, 40GiB is 40·2^30 (DESIGN.md)."""
+"""Bytes and seconds as text: parsing and formatting. 40GB is 40e9 bytes, 40GiB is 40·2^30."""
 
 import re
 

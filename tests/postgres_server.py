@@ -35,7 +35,7 @@ def missing() -> str | None:
     try:
         import psycopg2  # noqa: F401
     except ImportError:
-        return "psycopg2 is not installed (pip install 'autofit[postgres]')"
+        return "psycopg2 is not installed (pip install 'psycopg2-binary>=2.9.9')"
     return None
 
 

@@ -298,7 +298,7 @@ def test_a_wrong_storage_is_one_line_that_shows_no_password(
 
 def test_a_missing_driver_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(EnvironmentFault, match=r"pip install 'autofit\[postgres\]'"):
+    with pytest.raises(EnvironmentFault, match=r"pip install 'psycopg2-binary>=2\.9\.9'"):
         studies(tmp_path, storage="postgresql://h/d")
 
 

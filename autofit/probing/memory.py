@@ -2,7 +2,7 @@
 
 On `cpu` every storage is tracked from the operator that made it to its release. The result equals the peak of
 `torch.profiler(profile_memory=True)` except for the 8-byte boxes that torch makes for Python numbers, which no operator
-returns: 48 to 72 B of 30 to 60 MB (tests/test_memory.py). The profiler's own events come too late to stop at a limit.
+returns: 48 to 72 B of 30 to 60 MB (tests/test_probe.py). The profiler's own events come too late to stop at a limit.
 """
 
 import os

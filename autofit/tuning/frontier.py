@@ -151,7 +151,7 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> Trial | None:
-    """The winner among the fitting trials: highest tier first, then the goal (DESIGN.md). None if no trial fits.
+    """The winner among the fitting trials: highest tier first, then the goal. None if no trial fits.
 
     speed: the fastest, unless a leaner one is as fast (`tuning.equals`). speed-at-any-tier: the same whatever the tier,
     and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.

@@ -219,7 +219,7 @@ def _url(storage: str) -> "URL":
     if "sslpassword" in rest:
         raise ConfigError("--storage must not have an sslpassword; use a key file without one, or a service of libpq")
     if importlib.util.find_spec("psycopg2") is None:
-        raise EnvironmentFault("--storage with Postgres needs a driver: pip install 'autofit[postgres]'")
+        raise EnvironmentFault("--storage with Postgres needs a driver: pip install 'psycopg2-binary>=2.9.9'")
     return URL.create(
         "postgresql+psycopg2", found.username, str(secret) if secret else None, found.host, found.port,
         found.database, rest,

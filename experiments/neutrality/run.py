@@ -3,7 +3,7 @@
 Run: python experiments/neutrality/run.py [--only TEXT]
 A cell is ||g - g_baseline|| / ||g_baseline|| of the accumulated gradient, identical rollouts, float32; the worst over
 the optimizer steps that a rollout serves, and for the split over a larger and a smaller micro-batch. It writes
-results.json and table.md. tests/test_neutrality.py holds the claims of autofit/space.py and search_spaces/ against
+results.json and table.md. tests/test_neutrality.py holds the claims of autofit/space/ and search_spaces/ against
 results.json, and measures some of the cells again.
 """
 

@@ -1,8 +1,9 @@
 """The seeds' configurations on simulated cards, next to the figures that the seeds give. Every figure is predicted.
 
 Run: python experiments/seeds/run.py [--only NAME ...]
-Each NAME.yaml is a recipe; seeds.yaml has its card, prompt and claim. Further models of a seed, besides its policy, are
-not part of a TRL recipe: their bf16 weights are added. Results: results.json and table.md.
+Each NAME.yaml is a recipe; seeds.yaml has its card, ranks, prompt and claim, and `recipe` where its YAML is another's.
+Further models of a seed, besides its policy, are not part of a TRL recipe: their bf16 weights are added. Results:
+results.json and table.md.
 """
 
 import argparse
@@ -22,8 +23,11 @@ GB = 1e9
 
 def estimate(name: str, seed: dict[str, Any]) -> dict[str, Any]:
     """What `autofit estimate --json` says, or its one line of error."""
-    command = [sys.executable, "-m", "autofit", "estimate", f"{name}.yaml", "--gpu", seed["card"], "--json",
+    ranks = seed.get("ranks", 1)
+    card = seed["card"] if ranks == 1 else f"{ranks}x{seed['card']}"
+    command = [sys.executable, "-m", "autofit", "estimate", f"{seed.get('recipe', name)}.yaml", "--gpu", card, "--json",
                "--no-advice", "--prompt-tokens", str(seed["tokens"])]  # fmt: skip
+    command += ["--num-processes", str(ranks)] if ranks > 1 else []
     command += ["--trainer", seed["trainer"]] if "trainer" in seed else []
     command += ["--target-vram", seed["target"]] if "target" in seed else []
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
@@ -44,7 +48,7 @@ def beside_bytes(seed: dict[str, Any], found: dict[str, Any]) -> int:
 def row(name: str, result: dict[str, Any]) -> str:
     seed, found = result["seed"], result["predicted"]
     if "error" in found:
-        return f"| {name} | {seed['card']} | {seed['says']} | {found['error']} | | | |"
+        return f"| {name} | {seed['card']} | {seed.get('ranks', 1)} | {seed['says']} | {found['error']} | | | |"
     needs = found["least_capacity_bytes"] + result["beside_bytes"]
     peak = max(found["phases"], key=lambda p: p["peak_allocated_bytes"])
     held = ", ".join(f"{k} {v / GB:.1f}" for k, v in sorted(peak["categories"].items(), key=lambda e: -e[1])[:3])
@@ -52,7 +56,8 @@ def row(name: str, result: dict[str, Any]) -> str:
     step = "-" if found["step_s"] is None else f"{found['step_s']:.2f} s"
     beside = f" + {result['beside_bytes'] / GB:.1f} beside" if result["beside_bytes"] else ""
     device = f"{found['device_used_bytes'] / GB:.1f}{beside}"
-    return f"| {name} | {seed['card']} | {seed['says']} | {device} | {fits} | {peak['name']}: {held} | {step} |"
+    card = f"{seed['card']} | {seed.get('ranks', 1)}"
+    return f"| {name} | {card} | {seed['says']} | {device} | {fits} | {peak['name']}: {held} | {step} |"
 
 
 def main() -> None:
@@ -69,10 +74,10 @@ def main() -> None:
                 results[name]["beside_bytes"] = beside_bytes(seed, found)
             print(row(name, results[name]), flush=True)
             path.write_text(json.dumps(results, indent=1) + "\n")
-    columns = ("configuration", "card", "the seed says", "device-used (GB), predicted", "verdict, predicted",
+    columns = ("configuration", "card", "ranks", "the seed says", "device-used (GB), predicted", "verdict, predicted",
                "at the peak (GB)", "step, predicted")  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    lines += [row(name, result) for name, result in results.items()]
+    lines += [row(name, result) for name, result in sorted(results.items())]
     (HERE / "table.md").write_text("\n".join(lines) + "\n")
 
 
