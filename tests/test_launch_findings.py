@@ -362,3 +362,12 @@ def test_accelerate_launch_passes_no_path_of_nvme_on() -> None:
 
     assert of_accelerate.__file__ is not None
     assert "NVME_PATH" not in Path(of_accelerate.__file__).read_text()
+
+
+def test_an_accumulation_in_the_accelerate_config_is_blamed_there_as_removing_the_recipes_changes_the_batch() -> None:
+    values = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4}
+    config = zero(gradient_accumulation_steps=4)
+    given = replace(asked(ZERO3, config=config, name="grpo.yaml", **values), values=values)
+    found = of(findings(given), "gradient_accumulation_steps")
+    assert found.where == "fsdp2.yaml: deepspeed_config.gradient_accumulation_steps"
+    assert "the recipe's 8 is taken then, and the effective batch stays as it is" in found.fix

@@ -38,6 +38,10 @@ def found(path: str, values: Mapping[str, object], config: Mapping[str, object] 
         (f"deepspeed_config.{DEVICE}", {}, {"deepspeed_config": {"deepspeed_config_file": "ds.json"}},
          "ds.json: zero_optimization.offload_param.device"),
         (STAGE, {}, None, "run.yaml (launch): deepspeed_config.zero_stage"),
+        # the trainer's own key in the recipe, and another of that name in the accelerate config
+        ("deepspeed_config.gradient_accumulation_steps", {"gradient_accumulation_steps": 8},
+         {"deepspeed_config": {"gradient_accumulation_steps": 4}},
+         "fsdp2.yaml: deepspeed_config.gradient_accumulation_steps"),
     ],
 )  # fmt: skip
 def test_each_way_of_saying_a_key_is_named(

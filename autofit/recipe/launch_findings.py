@@ -262,7 +262,8 @@ def _deepspeed_batch(asked: Asked) -> Iterator[Finding]:
             yield Finding(
                 severity=Severity.ERROR, where=asked.in_config(f"deepspeed_config.{key}"),
                 what=f"{zero[key]} here and {own} in the recipe: transformers refuses two values",
-                fix="remove it here: the recipe's is taken then",
+                fix=f"remove it here: the recipe's {own} is taken then, and the effective batch stays as it is"
+                    if key == "gradient_accumulation_steps" else "remove it here: the recipe's is taken then",
             )  # fmt: skip
     path = zero.get("deepspeed_config_file")
     content = read_json(Path(path)) if isinstance(path, str) else None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.launch_keys import fsdp_place
+from autofit.recipe.launch_values import FLAGS
 
 TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}  # flags of `accelerate launch`
 _LAUNCH = {
@@ -42,7 +43,10 @@ def place(
             found = fsdp_place(values, key, file, known) if name == "fsdp" else _in_json(values[name], key, file)
             if found is not None:
                 return found
-    flag = next((name for name in TYPES if values.get(name) is True), "") if path == "distributed_type" else key
+    if path == "distributed_type":
+        flag = next((name for name in TYPES if values.get(name) is True), "")
+    else:  # a key that is no flag, such as gradient_accumulation_steps, is the trainer's own in the recipe
+        flag = key if key in FLAGS.get(section, ()) else ""
     if flag in values:
         return f"{file}: {flag}"
     inner = config.get(section)
