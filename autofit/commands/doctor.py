@@ -32,7 +32,9 @@ def _of_machine() -> int:
 
     look = look_at_cards()
     if not look.cards and not look.faults:
-        show_line(f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
+        show_line(
+            f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)"
+        )
         return NOTHING_FITS if look.refused else DONE
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
