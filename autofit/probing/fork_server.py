@@ -260,6 +260,7 @@ def _redirect(log: str) -> None:
     os.dup2(nowhere, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    cast(Any, sys.stdout).reconfigure(line_buffering=True)  # the last words of a process that ends by os._exit
 
 
 if __name__ == "__main__":

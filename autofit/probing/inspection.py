@@ -3,6 +3,7 @@
 Runs in a child of the fork server, because trainers import torch and may import the user's code.
 """
 
+import sysconfig
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,19 @@ def run(request_path: str) -> int:
         trainer = load(str(request["trainer"]))
     except ConfigError as error:
         answer = {"error": str(error), "of_trainer": True}
+    except (SystemExit, KeyboardInterrupt) as error:
+        answer = {"error": f"the trainer {request['trainer']!r} ended the import {_exit_of(error)}", "of_trainer": True}
     else:
         answer = _told(trainer, cast(dict[str, object], request["values"]), inspection)
     write_json(Path(str(request["answer"])), answer)
     return 0
+
+
+def _exit_of(error: SystemExit | KeyboardInterrupt) -> str:
+    """How code of the user's ended its process, in words."""
+    if isinstance(error, KeyboardInterrupt):
+        return "by KeyboardInterrupt"
+    return f"by sys.exit({'' if error.code is None else repr(error.code)[:300]})"
 
 
 def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
@@ -42,8 +52,19 @@ def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -
         return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
     except ConfigError as error:
         return {"error": str(error)}
+    except (SystemExit, KeyboardInterrupt) as error:
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if not _is_librarys(frame.filename)]
+        where = f" ({own[-1]})" if own else ""
+        return {"error": f"its trainer, or code that it names (rewards, tools), ended {_exit_of(error)}{where}"}
     except Exception as error:  # of the trainer's own code, which may be anyone's
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return {"error": f"the trainer {trainer.name} failed on it: {text} ({Path(last.filename).name}:{last.lineno})"}
+
+
+def _is_librarys(file: str) -> bool:
+    """Whether a source file is Python's own or of an installed package."""
+    return "site-packages" in file or file.startswith(("<frozen", sysconfig.get_path("stdlib")))

@@ -3,23 +3,25 @@
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
 from autofit.files import is_full, read_json, write_json
 from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
+from autofit.probing.supervise import Ending
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.recipe import Recipe, TrainerName, merge
-from autofit.recipe.secrets import sealed
+from autofit.recipe.secrets import sealed, without_secrets
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.trainer_keys import TRAINERS
@@ -27,6 +29,7 @@ from autofit.scratch import OWNER
 
 _OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
 _OF_A_MACHINE = 8  # simulated cards, where nothing says otherwise
+_LAST_BYTES = 4096
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
@@ -79,7 +82,7 @@ def prepare(
             f"no space left to write {answer_path}; free some space or choose another folder with --dir"
         )
     if answer is None:
-        raise EnvironmentFault(f"reading {source.what} ended with exit code {ending.exit_code}; see {log}")
+        raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
     if "error" in answer:
         raise ConfigError(f"{answer['error']}" if answer.get("of_trainer") else f"{source.what}: {answer['error']}")
     facts = Facts.from_json(answer)
@@ -119,6 +122,27 @@ def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
     if machines in (None, recipe.launch.machines):
         return replace(recipe, notes=notes)
     return with_launch(replace(recipe, notes=notes), replace(recipe.launch, machines=machines))
+
+
+def _end_of(ending: Ending) -> str:
+    """How the process that read a recipe ended without an answer, in words."""
+    if ending.deadline_passed:
+        return f"took more than {_INSPECTION_S:.0f} s"
+    if ending.kernel_oom:
+        return "was ended by the kernel, as the machine had no memory left"
+    if ending.exit_code < 0:
+        return f"crashed its process ({signal.Signals(-ending.exit_code).name})"
+    return f"ended with exit code {ending.exit_code}, from its trainer or code that it names"
+
+
+def last_words(log: Path) -> str:
+    """What was printed last, as `: "set MY_KEY first"`; "" for nothing. The log itself is deleted with its folder."""
+    try:
+        said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in said if line.strip()]
+    return f"; it printed last: {without_secrets(one_line(lines[-1], 200))}" if lines else ""
 
 
 def _on_cards(recipe: Recipe, cards: int) -> Recipe:

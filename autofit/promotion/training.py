@@ -44,14 +44,24 @@ def main(request_path: str) -> int:
     request["values"] = with_address(opened(cast("dict[str, object]", request["values"])))
     try:
         return _train(request, folder)
+    except SystemExit as error:
+        traceback.print_exc()
+        if error.code in (0, None):
+            raise
+        _fail(folder, f"its code called sys.exit({error.code!r})")
+        return 1
     except Exception as error:
         if is_oom(error):  # the job goes on with a setting that needs less
             tell_oom(folder, Path(str(request["output_dir"])), error)
             return 1
         traceback.print_exc()
-        with contextlib.suppress(EnvironmentFault):  # a full disk
-            write_json(folder / "failed.json", {"reason": reason_of(error, Path(str(request["output_dir"])))})
+        _fail(folder, reason_of(error, Path(str(request["output_dir"]))))
         return 1
+
+
+def _fail(folder: Path, reason: str) -> None:
+    with contextlib.suppress(EnvironmentFault):  # a full disk
+        write_json(folder / "failed.json", {"reason": reason})
 
 
 def _train(request: dict[str, Any], folder: Path) -> int:

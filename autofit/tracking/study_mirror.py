@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlflow
-
 from autofit.errors import AutofitError
-from autofit.tracking.database import make_whole, tracking_uri
+from autofit.tracking.database import make_whole
 from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, client, experiment_id, runs_of, search, tracking_errors
 from autofit.tracking.summary import mirror_summary
@@ -97,7 +95,6 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
 def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s until standard input closes, then once more."""
     os.nice(19)  # gives way to the probe, which is being timed
-    mlflow.set_tracking_uri(tracking_uri(folder))
     study, ended = None, False
     mirrored: set[tuple[object, ...]] = set()
     while not ended:
