@@ -3,6 +3,7 @@
 Heavy imports happen inside the commands, so that `autofit --help` answers at once.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from autofit.errors import AutofitError, ConfigError, one_line
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import VARIABLE, shows_password
 
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
@@ -46,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[VARIABLE] = options.storage  # for the processes of this command as well
             if shows_password(options.storage):
                 say("the password in --storage can be seen by others (ps): use PGPASSWORD, ~/.pgpass or file:PATH")
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        sys.stdout.flush()  # here its errors have words
+        return code
     except AutofitError as error:
         say(f"autofit: {one_line(without_secrets(error.as_options or str(error)))}")
         return WRONG_USAGE
@@ -54,11 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("autofit: interrupted; run the same command again to go on")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return WRONG_USAGE
     except OSError as error:
         say(f"autofit: {_os_error(error)}")
+        _drop_output()
         return WRONG_USAGE
+
+
+def _drop_output() -> None:
+    """Let Python's end not fail on what could not be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_working_folder() -> None:
@@ -81,4 +94,6 @@ def _open_missing_streams() -> None:
 def _os_error(error: OSError) -> str:
     from autofit.files import cannot_write
 
+    if error.filename is None and error.errno in _OF_OUTPUT:
+        return f"the output cannot be written: {error.strerror}; what the command did is kept, so run it again"
     return cannot_write(Path(str(error.filename or ".")), error)

@@ -12,6 +12,7 @@ import pytest
 from autofit.cli import _COMMANDS
 from autofit.commands.arguments import parser
 from autofit.commands.common import terminate_like_interrupt
+from autofit.tuning.study import open_storage
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -57,6 +58,7 @@ def test_a_ctrl_c_that_comes_in_a_destructor_is_not_lost(number: signal.Signals)
     program = f"""
 import os, signal
 from autofit.commands.common import terminate_like_interrupt
+from autofit.tuning.study import open_storage
 
 class Dropping:
     def __del__(self):
@@ -72,3 +74,18 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("heard\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["studies"], ["studies", "--json"]], ids=" ".join)
+def test_an_output_that_is_full_is_one_line(command: list[str], tmp_path: Path) -> None:
+    open_storage(tmp_path, create=True).engine.dispose()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "autofit", *command, "--dir", str(tmp_path)], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "autofit: the output cannot be written: No space left on device; what the command did is kept, so run it again"
+    ]

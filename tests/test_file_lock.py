@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -63,4 +64,18 @@ def test_a_file_system_without_locks_is_refused(mounted: Path, monkeypatch: pyte
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(EnvironmentFault, match="must lock files, but No locks available"), exclusive(mounted, "s"):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_in_the_place_of_a_lock_is_told_or_used_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "law.lock").mkdir() if kind == "folder" else os.mkfifo(tmp_path / "law.lock")
+    if kind == "pipe":
+        with exclusive(tmp_path, "law"):
+            pass
+        return
+    with (
+        pytest.raises(EnvironmentFault, match=r"law\.lock: it must be a file, and is a folder; move that away"),
+        exclusive(tmp_path, "law"),
+    ):
         pass

@@ -13,6 +13,7 @@ from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
+from autofit.probing.launch import is_alive
 from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
     Promotion,
@@ -233,11 +234,13 @@ def promote(
                 f"another trial"
             )
         with exclusive(folder / "locks", promotion.folder.name), mended(promotion.folder):
-            how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)
-            say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
             try:
+                how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)
+                say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
                 final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say)
             except KeyboardInterrupt:
+                if not is_alive(promotion.folder):
+                    raise
                 say("saving a checkpoint after the step at work; run the same command again to resume")
                 stop(promotion)
                 return _result(promotion, "interrupted", written)

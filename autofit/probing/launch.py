@@ -30,6 +30,7 @@ _ENDED = {  # by the state that Slurm gives it
     "NODE_FAIL": "lost a node", "BOOT_FAIL": "got a node that did not start", "FAILED": "failed",
     "DEADLINE": "was not over by its deadline",
 }  # fmt: skip
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a command's handlers raise an exception
 _ATTEMPTS = 2  # a killed probe is repeated once
 _JOBS = 20  # attempts, where the cluster ended the job each time: no fault of the probe's
 
@@ -197,9 +198,9 @@ def start_job(
     local = submitit.LocalExecutor(folder=folder / "job", python=python)
     # submitit counts a preemption within 10 minutes of the limit as a timeout, so the limit is well above the deadline.
     local.update_parameters(timeout_min=max(11, int(timeout_s / 60) + 1), stderr_to_stdout=True)
-    with _ignoring_interrupts():
+    with holding_back_interrupts():
         job = local.submit(function, argument)
-    write_json(folder / "job.json", {"job_id": job.job_id, **note_of(int(job.job_id)), "submitted": time.time()})
+        write_json(folder / "job.json", {"job_id": job.job_id, **note_of(int(job.job_id)), "submitted": time.time()})
 
 
 def is_alive(folder: Path) -> bool:
@@ -258,13 +259,25 @@ def cancel_waiting(folder: Path) -> None:
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Context in which started children ignore Ctrl-C: the search itself decides which of its jobs to stop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def holding_back_interrupts() -> Iterator[None]:
+    """Context in which a job is started and noted: a signal that comes meanwhile is acted on at its end, and not lost.
+
+    Children started within never get Ctrl-C: the search itself decides which of its jobs to stop.
+    """
+    came: list[int] = []
+    handlers: dict[int, Callable[..., object]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDING:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, _: came.append(number))  # a child that is started has none
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, old)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited comes now
+        for number in came[:1]:
+            signal.raise_signal(number)

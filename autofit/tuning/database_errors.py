@@ -48,7 +48,14 @@ def _advice(error: BaseException | None, path: Path) -> str:
         return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
-    return "move the file away, or choose another folder with --dir"
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return "move the file away, or choose another folder with --dir"
+    if code == sqlite3.SQLITE_IOERR:
+        return (
+            f"the disk failed, or a quota is used up (see `quota`, `df {path.parent}`): mend that and run the same "
+            f"command again; the file is left as it is"
+        )
+    return "run the same command again, or choose another folder with --dir; the file is left as it is"
 
 
 def tell_errors(storage: RDBStorage, folder: Path) -> None:

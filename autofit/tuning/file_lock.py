@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
     path = folder / f"{name}.lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = _opened(path)
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
     with file:
@@ -41,10 +42,16 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
                     f"with --study"
                 )
             time.sleep(0.1)
-        with path.open("w") as second:  # another opening of the file, as another process has
+        with _opened(path) as second:  # another opening of the file, as another process has
             if _locked(second):
                 raise _no_locks(folder, "it gives one lock to two at once")
         yield
+
+
+def _opened(path: Path) -> TextIO:
+    """The file for its lock; a pipe in its place is not waited for."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    return open(path, "w", encoding="utf-8", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def _locked(file: TextIO) -> bool:

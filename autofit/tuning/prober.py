@@ -50,5 +50,9 @@ class Prober:
 
     def _start(self, attempts: Attempts, values: dict[str, object]) -> Path:
         folder = attempts.new_folder()
-        self.launcher.submit(self.setup.request(folder, values, measured_steps=self.measured_steps))
+        try:
+            self.launcher.submit(self.setup.request(folder, values, measured_steps=self.measured_steps))
+        except KeyboardInterrupt:
+            self.launcher.cancel(folder)
+            raise
         return folder

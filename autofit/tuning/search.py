@@ -331,8 +331,8 @@ class Search:
 
     def _submit(self, number: int, values: dict[str, object]) -> None:
         folder = self._attempts(number).new_folder()
+        self._live[number] = folder  # before it starts: Ctrl-C comes the moment that it has
         self._launcher.submit(self._setup.request(folder, values))
-        self._live[number] = folder
 
     def _attempts(self, number: int) -> Attempts:
         return Attempts(home=self.plan.probes_folder, name=f"trial-{number:04d}")
