@@ -52,6 +52,12 @@ class Cluster:
         name = job_name(self.pool.home) if name is None else name
         self.queue._states = {"7": JobState(state=state, nodes="n1", name=name)}
 
+    def prints(self, text: str) -> None:
+        """Job 7 has begun on its node, and its log ends with `text`."""
+        write_json(self.pool.home / "begun" / "7", {"node": "n1", "pid": 1})
+        self.pool.log_of("7").parent.mkdir(exist_ok=True)
+        self.pool.log_of("7").write_text(f"submitit INFO - Loading\n{text}\n\n")
+
     def result(self) -> ProbeResult | None:
         return self.launcher.result(self.request.folder)
 
@@ -66,10 +72,11 @@ def test_a_probe_whose_job_was_ended_is_lost_to_the_cluster_and_repeated(cluster
     cluster.tell(state)
     result = cluster.result()
     assert result is not None
-    assert (result.status, result.cause) == (ProbeStatus.LOST, Cause.JOB)
+    assert (result.status, result.ended_with_job) == (ProbeStatus.LOST, True)
     assert "job 7 on n1" in result.reason
     assert what_next(result, cluster.request.folder, **cluster.attempts.counted()) is Next.REPEAT
-    assert cluster.attempts.counted() == {"attempts": 0, "jobs": 1}
+    failed = state in ("TIMEOUT", "FAILED")  # without a reason of Slurm's own
+    assert cluster.attempts.counted() == {"attempts": 0, "jobs": 1, "failed_jobs": failed}
     assert not cluster.pool.running()
     assert (cluster.request.folder / "cancel").exists()  # what still runs of it stops
 
@@ -88,7 +95,39 @@ def test_a_job_out_of_host_memory_is_the_probes_own_fault(cluster: Cluster) -> N
     assert result is not None
     assert result.cause is Cause.HOST_OOM
     assert "--mem" in result.reason
-    assert cluster.attempts.counted() == {"attempts": 1, "jobs": 0}
+    assert cluster.attempts.counted() == {"attempts": 1, "jobs": 0, "failed_jobs": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "printed"),
+    [
+        ("FAILED", "slurmstepd-n1: error: StepId=1.0 exceeded memory limit (594796544 > 314572800), being killed"),
+        ("CANCELLED", "slurmstepd: error: Exceeded job memory limit"),
+        ("FAILED", "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM"),
+    ],
+)
+def test_a_job_that_slurm_ended_for_its_memory_without_saying_so_in_its_state_is_read_from_its_log(
+    cluster: Cluster, state: str, printed: str
+) -> None:
+    cluster.prints(f"{printed}\nsrun: error: n1: task 0: Killed")
+    cluster.tell(state)
+    result = cluster.result()
+    assert result is not None
+    assert result.cause is Cause.HOST_OOM
+    assert "give --mem more than the partition's default" in result.reason
+    assert cluster.said[-1] == f"trial-0000-1: {result.reason}"
+
+
+def test_a_job_that_fails_is_repeated_with_what_it_printed_and_three_are_enough(cluster: Cluster) -> None:
+    cluster.prints("Bus error")
+    cluster.tell("FAILED")
+    result = cluster.result()
+    assert result is not None
+    assert result.reason == "job 7 on n1 ended as FAILED while it had the probe; it printed: Bus error"
+    assert cluster.said[-1] == f"trial-0000-1 is repeated: {result.reason}"
+    counted = cluster.attempts.counted()
+    assert what_next(result, cluster.request.folder, **{**counted, "failed_jobs": 2}) is Next.REPEAT
+    assert what_next(result, cluster.request.folder, **{**counted, "failed_jobs": 3}) is Next.KEEP
 
 
 def test_a_job_of_that_id_that_is_another_ones_has_not_our_probe(cluster: Cluster) -> None:

@@ -124,7 +124,7 @@ class Allocation:
         if self.device != "cuda" or answer is None or answer.status not in (ProbeStatus.FAILED, ProbeStatus.LOST):
             return False
         hangs = answer.cause in (Cause.HANGS, Cause.NO_CARD)
-        if not hangs and not is_card_broken(f"{answer.reason}\n{_end_of(folder / 'probe.log')}"):
+        if not hangs and not is_card_broken(f"{answer.reason}\n{end_of(folder / 'probe.log')}"):
             return False
         pool.set_aside(f"its card broke down: {one_line(answer.reason, 200)}")
         (folder / "answer.json").unlink()
@@ -144,7 +144,7 @@ class Allocation:
             server.close()
 
 
-def _end_of(log: Path) -> str:
+def end_of(log: Path) -> str:
     """The last lines of a log; empty where there is none."""
     try:
         with log.open("rb") as file:

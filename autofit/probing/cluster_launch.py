@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.slurm import JobState
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import write_json
-from autofit.probing.allocation import Allocation
+from autofit.probing.allocation import Allocation, end_of
 from autofit.probing.debug import DebugLauncher
 from autofit.probing.job import answered, cancel, run_probe
 from autofit.probing.launch import Launcher, answer_in, lost, lost_path
@@ -25,6 +26,9 @@ _MISSING_S = 5.0  # a probe that is nowhere for this long was lost between two f
 _BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
 _IDLE_S = 20.0
 _HELD = "launch_failed_requeued_held"  # Slurm's reason
+# What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
+# the job is FAILED then), or as the kernel tells it of a cgroup.
+_OUT_OF_MEMORY = re.compile(r"exceeded (\w+ )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)
 _CALM = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # no sign that the next job ends so too
 
 
@@ -138,13 +142,25 @@ class ClusterLauncher(Launcher):
             return found
         node = self._pool.node_of(job) or state.nodes
         where = f"job {job} on {node or 'a node'}"
-        if state.state == "OUT_OF_MEMORY":
-            words = f"{where} ran out of host memory, and Slurm ended it; give --mem more"
+        said = end_of(self._pool.log_of(job))
+        if state.state == "OUT_OF_MEMORY" or _OUT_OF_MEMORY.search(said):
+            words = f"{where} ran out of host memory, and Slurm ended it; give --mem more than {self._memory}"
             found = lost(folder, words, Cause.HOST_OOM)
             write_json(folder / "answer.json", found.to_json())
+            cancel(folder)
+            self._tell(f"{folder.name}: {words}")
             return found
-        words = "was put back into the queue" if state.waits else f"ended as {state.state}"
-        return self._given_up(folder, lost(folder, f"{where} {words} while it had the probe", Cause.JOB))
+        if state.waits or state.state in (*_CALM, "ENDED"):
+            words = "was put back into the queue" if state.waits else f"ended as {state.state}"
+            return self._given_up(folder, lost(folder, f"{where} {words} while it had the probe", Cause.JOB))
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing")
+        words = f"ended as {state.state} while it had the probe; it printed: {printable(one_line(last), 200)}"
+        return self._given_up(folder, lost(folder, f"{where} {words}", Cause.JOB_FAILED))
+
+    @property
+    def _memory(self) -> str:
+        """What a job asks for of a node's memory, in words."""
+        return self._executor.mem or "the partition's default"
 
     def _given_up(self, folder: Path, result: ProbeResult) -> ProbeResult:
         """Keep `result`, and stop what may still run of the probe on a node that Slurm no longer reaches."""

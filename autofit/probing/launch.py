@@ -33,6 +33,7 @@ _ENDED = {  # by the state that Slurm gives it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a command's handlers raise an exception
 _ATTEMPTS = 2  # a killed probe is repeated once
 _JOBS = 20  # attempts, where the cluster ended the job each time: no fault of the probe's
+_FAILED_JOBS = 3  # attempts, where the job ended each time, and the cluster tells no reason of its own
 
 
 class Next(StrEnum):
@@ -43,17 +44,17 @@ class Next(StrEnum):
     MEND = "mend"  # the disk is full, or the cards are held: the user must mend that first
 
 
-def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1) -> Next:
+def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1, failed_jobs: int = 0) -> Next:
     """The next action after `result` of the probe in `folder`, attempt number `attempts` (from 1).
 
-    The cluster has ended the job of `jobs` attempts, which are not among `attempts`.
+    The jobs of `jobs` attempts have ended under them, which are not among `attempts`; `failed_jobs` of these failed.
     """
     if result.cause in (Cause.NO_SPACE, Cause.NO_CARD) or (result.status is ProbeStatus.LOST and is_full(folder)):
         return Next.MEND
     if result.cause is Cause.SHARED:
         return Next.REPEAT if attempts < _ATTEMPTS else Next.MEND
-    if result.cause is Cause.JOB:
-        return Next.REPEAT if jobs < _JOBS else Next.KEEP
+    if result.ended_with_job:
+        return Next.REPEAT if jobs < _JOBS and failed_jobs < _FAILED_JOBS else Next.KEEP
     return Next.REPEAT if result.was_killed and attempts < _ATTEMPTS else Next.KEEP
 
 
@@ -79,10 +80,11 @@ class Attempts:
         return list(itertools.takewhile(Path.exists, map(self._folder, itertools.count(1))))
 
     def counted(self) -> dict[str, int]:
-        """How many attempts there are, and how many whose job the cluster ended: arguments of `what_next`."""
+        """How many attempts there are, and how many whose job ended under them: arguments of `what_next`."""
         folders = self.folders()
-        jobs = sum(lost_path(folder).exists() for folder in folders)
-        return {"attempts": len(folders) - jobs, "jobs": jobs}
+        lost = [found for folder in folders if (found := ProbeResult.read(lost_path(folder))) is not None]
+        failed = sum(found.cause is Cause.JOB_FAILED for found in lost)
+        return {"attempts": len(folders) - len(lost), "jobs": len(lost), "failed_jobs": failed}
 
     def new_folder(self) -> Path:
         """The folder of the next attempt."""

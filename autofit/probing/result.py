@@ -29,6 +29,7 @@ class Cause(StrEnum):
     DEADLINE = "deadline"  # it exceeded its deadline
     KILLED = "killed"  # by another process, or with its job
     JOB = "job"  # the cluster ended its job: preempted, cancelled, timed out, or the node went away
+    JOB_FAILED = "job failed"  # its job ended, and the cluster tells no reason of its own
     HOST_OOM = "host oom"  # the kernel's out-of-memory killer ended it: the host's memory, not the card's
     NO_SPACE = "no space"  # the disk is full
     HANGS = "hangs"  # SIGKILL did not end it: it hangs in the card's driver
@@ -231,6 +232,11 @@ class ProbeResult:
     def was_killed(self) -> bool:
         """Whether the probe was killed from outside, so that it is no evidence about its candidate."""
         return self.status is ProbeStatus.LOST and self.cause is not Cause.DEADLINE
+
+    @property
+    def ended_with_job(self) -> bool:
+        """Whether its job ended while it ran: no attempt of its own."""
+        return self.cause in (Cause.JOB, Cause.JOB_FAILED)
 
     @property
     def is_graded(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
-from autofit.probing.result import Cause, ProbeResult, ProbeSetup
+from autofit.probing.result import ProbeResult, ProbeSetup
 from autofit.recipe.recipe import merge
 from autofit.tuning.frontier import Trial
 
@@ -31,12 +31,12 @@ class Prober:
         started = 0 if earlier else 1  # by this run of the command
         while True:
             result = self._wait(folder)
-            follows = what_next(result, folder, attempts=started, jobs=attempts.counted()["jobs"])
+            follows = what_next(result, folder, **{**attempts.counted(), "attempts": started})
             if follows is Next.MEND and started:
                 raise to_mend(result, folder)
             if follows is Next.KEEP:
                 return None if result.was_killed else result
-            folder, started = self._start(attempts, values), started + (result.cause is not Cause.JOB)
+            folder, started = self._start(attempts, values), started + (not result.ended_with_job)
 
     def _wait(self, folder: Path) -> ProbeResult:
         try:
