@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +15,15 @@ import tiny
 from drivers import Card, Driver, compiled
 
 from autofit.api.planning import Planned, Request, make_plan
-from autofit.cluster.cards import asks_for_cards, cards_of_nodes, check_count, named_cards
+from autofit.cluster.cards import _key, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.cluster.executor import Executor, executor_of
 from autofit.cluster.executor_findings import executor_findings
 from autofit.cluster.node import is_card_broken, node_fault
 from autofit.errors import ConfigError
+from autofit.files import write_json
 from autofit.hardware.card_kind import is_of_kind, kind_of
-from autofit.hardware.health import look_at_cards
+from autofit.hardware.compiler import missing_compilers
+from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.tuning.search import Search, open_study
@@ -132,6 +135,35 @@ def test_the_kind_can_be_named_and_more_ranks_than_cards_are_one_error() -> None
     assert not asks_for_cards(executor_of({"kind": "slurm", "slurm": {"gres": "tmpdisk:10"}}))
 
 
+def test_a_node_without_a_compiler_is_said_and_asked_again(tmp_path: Path) -> None:
+    executor, said = executor_of({"kind": "slurm"}), list[str]()
+    told = {**look_at(Card()), "node": "n1", "missing": "no C compiler is on the PATH"}
+    path = tmp_path / f"{_key(executor)}.json"
+    write_json(path, told)
+    assert cards_of_nodes(executor, tmp_path, say=said.append).kind == H200
+    assert said == ["the node n1: no C compiler is on the PATH; load it in setup (executor.yaml)"]
+    assert not path.exists()
+    write_json(path, {**told, "missing": ""})
+    cards_of_nodes(executor, tmp_path, say=said.append)
+    assert (len(said), path.exists()) == (1, True)
+
+
+def look_at(card: Card) -> dict[str, object]:
+    """What a node with such a card tells."""
+    gpu = Gpu(name=card.name, uuid=card.uuid, capacity_bytes=card.total_mib << 20, compute_capability=card.capability)
+    return Look(cards=(gpu,), driver="580.65.06").to_json()
+
+
+def test_compilers_that_a_training_needs_are_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert re.match("no C compiler .*; no C[+][+] compiler .*offload", missing_compilers())
+    for name in ("clang", "c++"):
+        (tmp_path / name).touch(mode=0o755)
+    assert missing_compilers() == ""
+
+
 # -- on a real Slurm --------------------------------------------------------------------------------------------------
 
 
@@ -211,9 +243,12 @@ def test_doctor_tells_what_is_wrong_with_an_executor_file(slurm: Cluster, tmp_pa
     assert [(f.where.rpartition(" ")[2], f.stops) for f in executor_findings(tmp_path, cards=2)] == [
         ("(gpus_per_node)", True), ("(partition)", True),
     ]  # fmt: skip
-    (tmp_path / "executor.yaml").write_text("executor: slurm\npartition: main\ntime: 2-00:00:00\n")
-    (found,) = executor_findings(tmp_path, cards=1)
-    assert "the partition main allows" in str(found)
+    (tmp_path / "executor.yaml").write_text(
+        "executor: slurm\npartition: main\ntime: 2-00:00:00\nslurm: {requeue: false}\n"
+    )
+    requeue, limit = executor_findings(tmp_path, cards=1)
+    assert "a full run ends at its time limit" in str(requeue)
+    assert "the partition main allows" in str(limit)
     assert executor_findings(tmp_path / "none", cards=1) == []
 
 

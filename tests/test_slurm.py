@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
 
+from autofit.cluster import slurm as slurm_module
 from autofit.cluster.executor import executor_of
 from autofit.cluster.slurm import Queue, cancel, submit
 
 
 def _say(argument: str) -> None:
-    import os
-
     print("said", argument, os.environ.get("HELLO"), os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
     if argument == "sleep":
         time.sleep(60)
@@ -31,7 +31,9 @@ def _ended(queue: Queue, ids: list[str]) -> list[str]:
 
 
 def test_jobs_run_once_each_with_the_setup_and_a_card(slurm: Cluster, tmp_path: Path) -> None:
-    asked = executor_of({"kind": "slurm", "gpus_per_node": 1, "mem": "500M", "setup": "export HELLO=world"})
+    setup = ["export HELLO=world", f"export PYTHONPATH={os.environ['PYTHONPATH']}"]
+    site = {"export": "NONE", "requeue": False}  # as some sites demand
+    asked = executor_of({"kind": "slurm", "gpus_per_node": 1, "mem": "500M", "setup": setup, "slurm": site})
     ids = submit(asked, tmp_path, _say, ["a", "b"], name="autofit-test")
     assert len(ids) == 2
     assert _ended(Queue(every_s=0.3), ids) == ["COMPLETED", "COMPLETED"]
@@ -39,6 +41,24 @@ def test_jobs_run_once_each_with_the_setup_and_a_card(slurm: Cluster, tmp_path: 
     assert "said a world" in said
     assert "said b world" in said
     assert "None" not in said
+    assert "Requeue=0" in slurm.run("scontrol", "show", "job", ids[0])
+
+
+@pytest.mark.parametrize(
+    ("told", "sizes"),
+    [
+        ("MaxArraySize            = 1001\n", [5]),
+        ("MaxArraySize            = 2\n", [2, 2, 1]),
+        ("MaxArraySize            = 0\n", [1] * 5),
+        (None, [5]),
+    ],
+)
+def test_more_jobs_than_a_site_allows_in_one_array_are_several(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(slurm_module, "_call", lambda command, needed: told)
+    assert [len(part) for part in slurm_module._arrays("abcde")] == sizes
+    assert slurm_module._arrays("a") == ["a"]
 
 
 def test_a_job_of_two_nodes_runs_on_each(slurm: Cluster, tmp_path: Path) -> None:

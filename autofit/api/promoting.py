@@ -233,6 +233,9 @@ def promote(
                 f"trial {promotion.trial.number} {missing}; install it and run the same command again, or promote "
                 f"another trial"
             )
+        if where.is_slurm and not where.is_requeued:
+            say("Slurm puts no job back into its queue (no-requeue): at its time limit the run saves a checkpoint and "
+                "ends, and the same command goes on from there")  # fmt: skip
         with exclusive(folder / "locks", promotion.folder.name), mended(promotion.folder):
             try:
                 how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)

@@ -15,6 +15,7 @@ from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.hardware.card_kind import kind_of
+from autofit.hardware.compiler import missing_compilers
 from autofit.hardware.hardware import slices_fault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
@@ -78,6 +79,9 @@ def cards_of_nodes(executor: Executor, folder: Path, *, say: Callable[[str], Non
             f"a study is of one kind of card, and a job sees {' and '.join(kinds)} on the node {node}; ask for one, "
             f"as in --gpus-per-node a100:1"
         )
+    if missing := str(kept.get("missing", "")):
+        path.unlink(missing_ok=True)  # the next search asks again
+        say(f"the node {kept.get('node', '')}: {missing}; load it in setup (executor.yaml)")
     return NodeCards(kind=kinds[0], cards=look.cards)
 
 
@@ -119,8 +123,9 @@ def _waited_for(job: str, path: Path, say: Callable[[str], None]) -> dict[str, o
 
 
 def tell_cards(path: str) -> None:
-    """The job: write what its node's driver tells, and the node's name."""
-    write_json(Path(path), {**look_at_cards().to_json(), "node": os.environ.get("SLURMD_NODENAME", "")})
+    """The job: write what its node's driver tells, the node's name, and which compilers it lacks."""
+    node = {"node": os.environ.get("SLURMD_NODENAME", ""), "missing": missing_compilers()}
+    write_json(Path(path), {**look_at_cards().to_json(), **node})
 
 
 def check_count(cards: Sequence[Gpu], needed: int) -> None:

@@ -45,6 +45,11 @@ class Executor:
         return self.kind == "slurm"
 
     @property
+    def is_requeued(self) -> bool:
+        """Whether Slurm may put its jobs back into the queue."""
+        return "no-requeue" not in self.slurm
+
+    @property
     def time_s(self) -> float | None:
         """The longest time of a job in seconds."""
         return None if self.time is None else time_s(self.time)
@@ -195,6 +200,8 @@ def _checked_rest(value: object) -> dict[str, object]:
             raise ConfigError(f"slurm: {option} is an option of its own; give --{option}, or {option} beside slurm")
         if option in _OURS:
             raise ConfigError(f"slurm: autofit sets {option} itself, to find and restart its jobs; leave it out")
+        if option == "requeue":  # which jobs have unless it is forbidden
+            option, one = ("requeue", True) if one is not False else ("no-requeue", True)
         if one is not False:
             found[option] = one
     return found

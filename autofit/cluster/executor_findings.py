@@ -22,6 +22,12 @@ def _findings(executor: Executor, file: str, cards: int) -> Iterator[Finding]:
             severity=Severity.ERROR, where=f"{file} (gpus_per_node)",
             what=f"a job has {count} cards, and the recipe trains on {cards}", fix=f"ask for {cards}",
         )  # fmt: skip
+    if not executor.is_requeued:
+        yield Finding(
+            severity=Severity.NOTE, where=f"{file} (slurm)",
+            what="Slurm puts no job back into its queue, so a full run ends at its time limit",
+            fix="run the same promote command again, which goes on from the last checkpoint",
+        )  # fmt: skip
     limits = partition_limits_s()
     if limits is None:
         yield Finding(

@@ -2,6 +2,7 @@
 
 import getpass
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,8 +26,8 @@ _ALIVE = frozenset((
     "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT",
 ))  # fmt: skip
 _DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
-
-
+# A site that gives jobs a bare environment (--export=NONE, SBATCH_EXPORT) would hide from srun what the job itself set.
+_EXPORT_ALL = "unset SLURM_EXPORT_ENV"
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 _NOT_HERE = (
     f"the executor slurm needs Slurm's commands ({', '.join(_COMMANDS)}) on the PATH; log in to the cluster, or use "
@@ -83,19 +84,28 @@ def submit(
         "job_name": name, "partition": executor.partition, "account": executor.account, "qos": executor.qos,
         "constraint": executor.constraint, "mem": executor.mem, "gpus_per_node": executor.gpus_per_node,
         "cpus_per_task": executor.cpus_per_task, "nodes": nodes, "ntasks_per_node": 1, "time": minutes,
-        "setup": list(executor.setup) or None, "exclude": ",".join(exclude) or None, "signal_delay_s": signal_s,
+        "setup": [_EXPORT_ALL, *executor.setup], "exclude": ",".join(exclude) or None, "signal_delay_s": signal_s,
         "stderr_to_stdout": True, "wckey": "", "srun_args": ["--kill-on-bad-exit=1"] if nodes > 1 else None,
         "array_parallelism": max(1, len(arguments)),
-        "additional_parameters": {"requeue": True, **executor.slurm},
+        "additional_parameters": {**({"requeue": True} if executor.is_requeued else {}), **executor.slurm},
     }  # fmt: skip
     made.update_parameters(**{key: value for key, value in asked.items() if value is not None})
     try:
-        jobs = made.map_array(function, arguments)
+        jobs = [job for part in _arrays(arguments) for job in made.map_array(function, part)]
     except submitit.core.utils.FailedJobError as error:
         raise EnvironmentFault(f"sbatch refused the job: {one_line(str(error))}") from error
     except OSError as error:
         raise EnvironmentFault(f"the job cannot be submitted from {folder}: {error.strerror or error}") from error
     return [job.job_id for job in jobs]
+
+
+def _arrays(arguments: Sequence[str]) -> list[Sequence[str]]:
+    """`arguments` in parts that one array may have: a site's MaxArraySize, 0 where it allows none."""
+    longest = len(arguments)
+    if longest > 1:
+        found = re.search(r"MaxArraySize\s*=\s*(\d+)", _call(["scontrol", "show", "config"], needed=False) or "")
+        longest = max(1, min(longest, int(found[1]))) if found else longest
+    return [arguments[first : first + longest] for first in range(0, len(arguments), max(1, longest))]
 
 
 def limit_of_job_s(executor: Executor) -> float:
