@@ -56,8 +56,10 @@ def _probe(
     with fake_gpu("a100-40gb") as gpu:
         gpu.only_last_decode_steps = True
         task = Task(device="sim:a100-40gb", output=folder / "out", worst_case=WorstCase(path=worst_case), steps=1)
-        load(trainer).build(values, task).train(Report())
-    return gpu, json.loads(worst_case.read_text())
+        run = load(trainer).build(values, task)
+        began_s = gpu.elapsed_s
+        run.train(Report())
+    return gpu, {**json.loads(worst_case.read_text()), "train_s": gpu.elapsed_s - began_s}
 
 
 def test_grouped_queries_in_float32_run_the_efficient_kernel_where_prompts_differ_in_length(
@@ -107,3 +109,34 @@ def test_samples_run_the_kernel_of_the_worst_batch_that_the_dataset_can_make(
     monkeypatch.chdir(tmp_path)
     gpu, _ = _probe("sft", tmp_path, lengths, per_device_train_batch_size=batch, use_peft=False, **changes)
     assert set(gpu.attention_kernels) == kernels
+
+
+def test_rows_that_are_cut_from_one_stream_have_no_padding_but_for_the_rest_at_its_end() -> None:
+    lengths = Lengths.of([9, 9, 9, 4], most=9, filled=True)
+    assert [lengths.padded(rows, None) for rows in (1, 2, 3, 4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("prompt_tokens", [None, 40])
+def test_wrapped_packing_is_probed_in_the_batches_of_trls_own_trainer(
+    prompt_tokens: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"packing": True, "packing_strategy": "wrapped", "max_length": 64, "bf16": True, "use_peft": False,
+               "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}  # fmt: skip
+    probe, facts = _probe("sft", tmp_path, [50, 30, 8, 40] * 6, prompt_tokens, **changes)
+    assert set(probe.attention_kernels) == {"flash"}  # no mask, which all but a few micro-batches of an epoch have
+    if prompt_tokens is not None:
+        return  # a row that stands for a dataset
+    plugin: Any = load("sft")
+    values = yaml.safe_load(write_recipe(tmp_path, tmp_path / "model", **changes).read_text())
+    _prompts(tmp_path, [50, 30, 8, 40] * 6, "text")
+    for key in ("reward_funcs", "num_generations", "max_completion_length"):
+        values.pop(key, None)
+    with fake_gpu("a100-40gb") as gpu:
+        own = plugin.real(plugin.parse({**values, "max_steps": 1}, overrides={"report_to": [], "save_strategy": "no"}))
+        own.train_dataset = own.train_dataset.filter(lambda row: len(row["input_ids"]) == 64)
+        began_s = gpu.elapsed_s
+        own.train()
+    assert gpu.attention_kernels == probe.attention_kernels
+    assert probe.peak_allocated_bytes == gpu.peak_allocated_bytes
+    assert facts["train_s"] == pytest.approx(gpu.elapsed_s - began_s, rel=0.05)

@@ -141,7 +141,8 @@ class SftTrainer(SamplesTrainer):
             index, rows, raw, largest, mixed=bool(config.training.packing or config.training.shuffle_dataset)
         )
         others = len(rows) < len(raw) and not config.training.packing
-        return rows.select([index]), facts, Lengths.of(counts.tolist(), most=longest, others=others)
+        filled = config.training.packing and config.training.packing_strategy == "wrapped"
+        return rows.select([index]), facts, Lengths.of(counts.tolist(), most=longest, others=others, filled=filled)
 
 
 TRAINER = SftTrainer()

@@ -23,6 +23,7 @@ class Lengths:
     sequences: int = 1  # that a sample adds to a batch
     generates: bool = False  # whether a rollout is padded as a whole, over its micro-batches
     unmasked_is_larger: bool = False  # whether attention without a mask takes more memory
+    filled: bool = False  # whether samples are cut from one stream, so that few are not of the longest length
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, most: int, others: bool = False, **more: Any) -> "Lengths":
@@ -34,14 +35,15 @@ class Lengths:
         """Whether the worst micro-batch, its samples cut to `limit` tokens, has padding.
 
         A rollout of prompts that differ has padding in each micro-batch but one of a single completion: TRL shuffles
-        the completions, which end at different lengths too.
+        the completions, which end at different lengths too. Of samples that fill what they are cut from, the few
+        micro-batches of an epoch that hold a shorter one do not count.
         """
         most = self.most if limit is None else min(self.most, limit)
         if min(self.least, most) == most:
             return False
         if micro_batch * self.sequences == 1:
             return self.generates and not self.unmasked_is_larger
-        if self.generates or not self.unmasked_is_larger:
+        if self.generates or not (self.unmasked_is_larger or self.filled):
             return True
         same = sum(length >= most for length in self.longest)
         return same < min(micro_batch, KEPT)
