@@ -15,6 +15,7 @@ from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
+from autofit.commands.explain import explain
 from autofit.commands.jobs import jobs
 from autofit.commands.monitor import monitor
 from autofit.commands.promote import promote
@@ -32,7 +33,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
-    "studies": studies, "advise": advise, "jobs": jobs,
+    "studies": studies, "advise": advise, "jobs": jobs, "explain": explain,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.folding",),
     ("autofit.fakegpu",),
     ("autofit.recipe", "autofit.hardware"),
+    ("autofit.frontends",),
     ("autofit.fitcheck", "autofit.demo", "autofit.plugin", "autofit.space"),
     ("autofit.trainers", "autofit.search_spaces"),
     ("autofit.cluster",),

@@ -27,13 +27,12 @@ VERL = {
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (VERL, r"this is a config of verl .* model_name_or_path: Qwen/Qwen3-4B; lora_r: 16; num_generations: 5; .*"
-               r"max_completion_length: 512; .*gradient_accumulation_steps = 40 on one GPU"),
+        (VERL, r"this is a config of verl .*1,280 samples over all GPUs \(ppo_mini_batch_size 256 x rollout.n 5\)"),
         ({"distributed_type": "FSDP", "num_processes": 2}, "a config of accelerate .*--accelerate_config FILE"),
         ({"device_map": "auto"}, "'device_map': TRL places the model itself.*fsdp2"),
         ({"tools": ["search"]}, "'tools': it takes functions that the model may call.*--trainer module:object"),
         ({"rollout_func": "mine.roll"}, "'rollout_func': it takes a function"),
-        ({"base_model": "Qwen/Qwen3-4B"}, "'base_model' is a key of axolotl; in TRL it is model_name_or_path"),
+        ({"base_model": "Qwen/Qwen3-4B"}, "'base_model' is a key of Axolotl; in TRL it is model_name_or_path"),
         ({"finetuning_type": "lora"}, "LLaMA-Factory; in TRL it is use_peft"),
     ],
 )  # fmt: skip

@@ -163,6 +163,13 @@ def parser() -> argparse.ArgumentParser:
                         help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
     _launch(doctor)
+
+    explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
+    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl or ms-swift, or a shell "
+                         "script that starts verl")  # fmt: skip
+    explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
+                         help="ranks that it is launched on, where the file does not say")  # fmt: skip
+    explain.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
     return top
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, nearest
+from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Trainer
 from autofit.recipe.trainer_keys import trainer_of
 
@@ -39,6 +40,8 @@ def trainer_for(values: Mapping[str, object], asked: str | None) -> str:
     """The trainer of a recipe: `asked` where it is given, else told by the recipe's keys. Raises ConfigError."""
     if asked is not None:
         check_name(asked)
+    if ":" not in (asked or "") and (other := refusal(values)) is not None:
+        raise ConfigError(other)
     return trainer_of(values, asked)
 
 

@@ -1,0 +1,230 @@
+"""Other tools' files: which tool's, and the batch by that tool's own arithmetic. Figures are worked out by hand."""
+
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autofit.cli import main
+from autofit.errors import MOST_OF_A_LINE, ConfigError
+from autofit.frontends import flat, shell, verl
+from autofit.frontends.reading import explain, refusal
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
+from autofit.plugin.registry import trainer_for
+
+LLAMA: dict[str, object] = {
+    "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "stage": "sft", "do_train": True,
+    "finetuning_type": "lora", "template": "llama3", "cutoff_len": 2048, "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+}  # fmt: skip
+AXO: dict[str, object] = {"base_model": "Qwen/Qwen3-4B", "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+                          "sequence_len": 2048, "adapter": "lora", "optimizer": "adamw_torch"}  # fmt: skip
+SWIFT: dict[str, object] = {"model": "Qwen/Qwen2.5-7B-Instruct", "tuner_type": "lora", "torch_dtype": "bfloat16",
+                            "per_device_train_batch_size": 2, "split_dataset_ratio": 0.0}  # fmt: skip
+
+
+def verl_file(**changed: object) -> dict[str, object]:
+    """A GRPO config on 8 GPUs with `changed` values by their last name: `n`, `use_kl_loss`, ..."""
+    places: dict[str, tuple[str, ...]] = {
+        "actor": ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "use_kl_loss",
+                  "ppo_max_token_len_per_gpu", "strategy", "ulysses_sequence_parallel_size", "ppo_epochs"),
+        "rollout": ("n", "tensor_model_parallel_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+        "ref": ("ref_log_prob",), "model": ("lora_rank", "use_remove_padding"),
+    }  # fmt: skip
+    given = {"ppo_micro_batch_size_per_gpu": 16, "n": 5, "log_prob_micro_batch_size_per_gpu": 16, **changed}
+    nested: dict[str, Any] = {section: {name: given[name] for name in names if name in given}
+                              for section, names in places.items()}  # fmt: skip
+    prompts = {"train_batch_size": given["train_batch_size"]} if "train_batch_size" in given else {}
+    return {"actor_rollout_ref": nested, "data": prompts, "algorithm": {"adv_estimator": "grpo"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "tool"),
+    [
+        (LLAMA, LLAMA_FACTORY), (AXO, AXOLOTL), (SWIFT, MS_SWIFT), (verl_file(), VERL),
+        ({"model_name_or_path": "m", "optimizer": "adamw", "num_epochs": 3}, None),  # a recipe with misspelt keys
+        ({"model_name_or_path": "m", "stage": 2}, None),
+        ({**LLAMA, **AXO}, None),  # of two tools
+    ],
+)  # fmt: skip
+def test_a_file_is_of_the_tool_whose_own_keys_it_has(values: dict[str, object], tool: object) -> None:
+    assert tool_of(values) is tool
+
+
+def test_no_key_is_of_two_tools_or_of_trl() -> None:
+    keys = [key for tool in TOOLS for key in (*tool.needs, *tool.own)]
+    assert len(keys) == len(set(keys))
+    scripts = [importlib.import_module(f"trl.scripts.{name}") for name in ("grpo", "sft", "dpo", "reward")]
+    kinds = [kind for script in scripts for kind in script.make_parser().dataclass_types]
+    assert not {field.name for kind in kinds for field in fields(kind)} & set(keys)
+
+
+def facts(values: dict[str, object]) -> dict[str, str]:
+    return {line.name: line.text for line in verl.explain(values).lines}
+
+
+def test_the_effective_batch_of_verl_is_mini_batch_by_group_over_all_gpus_not_the_generation() -> None:
+    said = facts(verl_file())
+    assert "1,024 prompts x 5 = 5,120 samples" in said["a generation"]
+    assert "256 prompts x 5 = 1,280 samples an optimizer step, over all 8 GPUs" in said["effective batch"]
+    assert said["optimizer steps"].startswith("4 a generation")
+    assert "160 samples a data-parallel rank and step = 10 micro-batches of 16" in said["micro-batches"]
+    assert "8 a generation (1,024 / 256 x 2 epochs)" in facts(verl_file(ppo_epochs=2))["optimizer steps"]
+
+
+def test_the_micro_batch_of_verl_changes_no_effective_batch_and_sequence_parallel_no_more() -> None:
+    other = facts(verl_file(ppo_micro_batch_size_per_gpu=32, ulysses_sequence_parallel_size=2))
+    assert "1,280 samples" in other["effective batch"]
+    assert "320 samples a data-parallel rank and step = 10 micro-batches of 32" in other["micro-batches"]
+
+
+def test_a_reference_or_lora_is_told_only_where_verl_makes_one() -> None:
+    assert "none: use_kl_loss" in facts(verl_file())["reference"]
+    assert "a second copy of the model, actor.kl_loss_coef 0.001" in facts(verl_file(use_kl_loss=True))["reference"]
+    assert facts(verl_file(lora_rank=0))["trained"] == "all weights"
+    assert facts(verl_file(lora_rank=32))["trained"] == "LoRA of rank 32"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"ppo_micro_batch_size_per_gpu": 7},
+            "7 must divide the 160 samples .*; verl ends after the first rollout; 5, 8, 10 work|4, 5, 8, 10 work",
+        ),
+        ({"ppo_mini_batch_size": 300, "n": 1}, "= 300 must be a multiple of the 8 data-parallel ranks"),
+        ({"tensor_model_parallel_size": 3}, "engine of 3 GPUs .*must divide the 8 GPUs; verl ends when the workers"),
+        ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 100}, "100 x sequence parallel 1 is below .*= 1024"),
+        ({"use_dynamic_bsz": True, "log_prob_use_dynamic_bsz": False}, "must equal actor.use_dynamic_bsz"),
+        ({"train_batch_size": 128}, "train_batch_size 128 must be at least ppo_mini_batch_size 256"),
+        ({"train_batch_size": 257, "n": 1}, "= 257 must be a multiple of the 8 GPUs; verl refuses"),
+        ({"ppo_micro_batch_size_per_gpu": None}, "ppo_micro_batch_size_per_gpu must be set"),
+        ({"use_kl_loss": True}, "ref.log_prob_micro_batch_size_per_gpu must be set"),
+        ({"ulysses_sequence_parallel_size": 2, "use_remove_padding": False}, "needs use_remove_padding"),
+    ],
+)
+def test_a_rule_that_verl_applies_late_or_at_the_start_is_told_before(changed: dict[str, object], message: str) -> None:
+    wrong = verl.explain(verl_file(**changed)).wrong
+    assert any(re.search(message, text) for text in wrong), wrong
+    if not changed.get("use_kl_loss"):
+        assert not verl.explain(verl_file()).wrong
+
+
+def test_another_engine_than_fsdp_has_an_effective_batch_and_no_micro_batches_that_are_not_certain() -> None:
+    said = facts(verl_file(strategy="megatron"))
+    assert "1,280 samples over all GPUs" in said["effective batch"]
+    assert said["micro-batches"] == "not known: megatron is not read, only FSDP"
+
+
+SCRIPT = """
+set -x
+NNODES=${NNODES:-2}
+mini=64
+max_len=$((1024 * 2 + 512))
+# data.train_batch_size=7
+ARGS=(
+    data.train_batch_size=${BATCH:-512}
+    data.max_response_length=$max_len
+)
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo "${ARGS[@]}" \\
+    actor_rollout_ref.rollout.n=8 +actor_rollout_ref.actor.ppo_mini_batch_size=${mini} \\
+    actor_rollout_ref.model.path=$HOME/model trainer.nnodes="$NNODES" \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 $@
+"""
+
+
+def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it_is_run(tmp_path: Path) -> None:
+    found, unread = shell.overrides(SCRIPT)
+    assert found["data.train_batch_size"] == 512
+    assert found["data.max_response_length"] == 2560
+    assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == 64
+    assert found["trainer.nnodes"] == 2
+    assert unread == ("actor_rollout_ref.model.path",)
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    said = dict(explain(tmp_path / "run.sh").lines)
+    assert "64 prompts x 8 = 512 samples an optimizer step, over all 16 GPUs" in said["effective batch"]
+
+
+def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_path: Path) -> None:
+    text = SCRIPT.replace("${NNODES:-2}", "$SLURM_NNODES")
+    (tmp_path / "run.sh").write_text(text)
+    found = explain(tmp_path / "run.sh")
+    assert found.unread == ("trainer.nnodes",)
+    assert "512 samples over all GPUs" in dict(found.lines)["effective batch"]
+    assert dict(found.lines)["micro-batches"].startswith("not known")
+
+
+def test_a_script_with_another_engine_is_not_taken_for_fsdp(tmp_path: Path) -> None:
+    for option in ("model_engine=megatron", "--config-name='ppo_megatron_trainer.yaml'"):
+        (tmp_path / "run.sh").write_text(SCRIPT.replace("algorithm.adv", f"{option} algorithm.adv"))
+        assert "megatron" in dict(explain(tmp_path / "run.sh").lines)["micro-batches"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "ranks", "message"),
+    [
+        (LLAMA_FACTORY, LLAMA, None, "1 x gradient_accumulation_steps 8 = 8 samples on each data-parallel rank"),
+        (LLAMA_FACTORY, LLAMA, 4, "= 8 samples x 4 ranks = 32"),
+        (LLAMA_FACTORY, {"stage": "dpo", "cutoff_len": 9}, 2, "8 (the default) x gradient_accumulation_steps 1 "
+                                                              "(the default) = 8 samples x 2 ranks = 16"),
+        (LLAMA_FACTORY, {"stage": "ppo", "cutoff_len": 9}, 2, "not known"),
+        (AXOLOTL, AXO, None, "micro_batch_size 2 x gradient_accumulation_steps 4 = 8 samples on each"),
+        (AXOLOTL, {"base_model": "m", "micro_batch_size": 2, "batch_size": 12}, None,
+         "x 6, from batch_size 12 = 12 samples"),
+        (MS_SWIFT, SWIFT, None, "2 x as many as make 16 samples or more over all ranks"),
+        (MS_SWIFT, SWIFT, 4, "x 2, with which ms-swift makes 16 samples or more = 4 samples x 4 ranks = 16"),
+        (MS_SWIFT, {**SWIFT, "rlhf_type": "grpo"}, None, "x gradient_accumulation_steps 1 (the default) = 2 samples"),
+    ],
+)  # fmt: skip
+def test_the_effective_batch_of_a_flat_file_is_its_tools_own(
+    tool: Any, values: dict[str, object], ranks: int | None, message: str
+) -> None:
+    assert message in dict(flat.explain(tool, values, ranks=ranks).lines)["effective batch"]
+
+
+@pytest.mark.parametrize("values", [LLAMA, AXO, SWIFT, verl_file()])
+def test_a_command_that_trains_refuses_a_foreign_file_with_its_batch_in_a_line_that_is_not_cut(
+    values: dict[str, object],
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        trainer_for(values, None)
+    assert len(str(error.value)) <= MOST_OF_A_LINE
+    assert "trl grpo" not in str(error.value)
+    assert trainer_for(values, "mine:TRAINER") == "mine:TRAINER"  # whose keys may have these names
+    if values is LLAMA:
+        assert "LLaMA-Factory (stage, finetuning_type)" in str(error.value)
+        assert "stage sft" in str(error.value)
+
+
+def test_a_recipe_of_trl_is_not_refused() -> None:
+    assert refusal({"model_name_or_path": "m", "num_generations": 8, "reward_funcs": ["a.b"]}) is None
+
+
+def test_explain_says_the_batch_and_ends_with_1_where_a_rule_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(verl_file()))
+    assert main(["explain", str(path)]) == 0
+    assert "1,280 samples" in capsys.readouterr().out
+    path.write_text(yaml.safe_dump(verl_file(ppo_micro_batch_size_per_gpu=7)))
+    assert main(["explain", str(path), "--json"]) == 1
+    assert '"tool": "verl"' in capsys.readouterr().out
+    path.write_text("model_name_or_path: m\nstage: 2\n")
+    assert main(["explain", str(path)]) == 2
+    assert "is not recognised as a file of verl, LLaMA-Factory, Axolotl, ms-swift (it has stage of LLaMA-Factory)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_explain_loads_no_torch() -> None:
+    code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'optuna'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
