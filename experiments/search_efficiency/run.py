@@ -253,6 +253,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=_HERE)
     options = parser.parse_args()
+    options.commit = _commit()  # a long run may end after the next commit
     load_cases(options.recipes)
     began = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(options.workers) as pool:
@@ -271,7 +272,7 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
                          "propose_ms_at_200": 0.0 if listed else propose_ms(name, 200)}  # fmt: skip
         summary[name]["probes"] = options.probes  # the most a search had
         details[name] = {
-            "date": date.today().isoformat(), "commit": _commit(),
+            "date": date.today().isoformat(), "commit": options.commit,
             "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
             "versions": {n: version(n) for n in ("optuna", "numpy", "scipy")}, "truth": options.truth,
             "recipes": options.recipes, "first_seed": options.first_seed,
