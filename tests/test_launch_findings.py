@@ -365,7 +365,7 @@ def test_accelerate_launch_passes_no_path_of_nvme_on() -> None:
 
 
 def test_an_accumulation_in_the_accelerate_config_is_blamed_there_as_removing_the_recipes_changes_the_batch() -> None:
-    values = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4}
+    values: dict[str, Any] = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4}
     config = zero(gradient_accumulation_steps=4)
     given = replace(asked(ZERO3, config=config, name="grpo.yaml", **values), values=values)
     found = of(findings(given), "gradient_accumulation_steps")

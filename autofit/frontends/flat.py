@@ -11,7 +11,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, Tool
 
 _ACCUMULATION, _MICRO = "gradient_accumulation_steps", "per_device_train_batch_size"
 # Micro-batch key and its default. LLaMA-Factory: transformers' TrainingArguments; Axolotl: schemas/training.py;
-# ms-swift: trainers/arguments.py, line 129.
+# ms-swift: swift/trainers/arguments.py, line 129.
 _MICRO_BATCH = {LLAMA_FACTORY.name: (_MICRO, 8), AXOLOTL.name: ("micro_batch_size", 1), MS_SWIFT.name: (_MICRO, 1)}
 # The key that names the trainer, and its default (finetuning_args.py; schemas/config.py; rlhf_args.py).
 _TRAINER = {
@@ -75,7 +75,7 @@ def _accumulation(
     total = _whole(values.get("batch_size"))
     if tool is AXOLOTL and total is not None:  # utils/config/__init__.py, normalize_config
         return total // micro, f"{total // micro}, from batch_size {total}"
-    if tool is MS_SWIFT and values.get("rlhf_type") != "grpo":  # trainers/arguments.py, line 283
+    if tool is MS_SWIFT and values.get("rlhf_type") != "grpo":  # swift/trainers/arguments.py, line 283
         if ranks is None:
             return None, f"as many as make 16 samples or more over all ranks ({_ACCUMULATION} is not set)"
         steps = max(1, math.ceil(16 / micro / ranks))
