@@ -102,6 +102,11 @@ def _repeat(rows: Dataset, training: Any) -> Dataset:
     return rows.select([0] * (prompts_per_generation * (generations + 1)))
 
 
+def _without_end(training: Any) -> dict[str, object]:
+    """Arguments of a generation that no end token ends: vLLM's, which has no `eos_token_id`, or transformers'."""
+    return {"ignore_eos": True} if training.use_vllm else {"eos_token_id": [_NEVER]}
+
+
 class RolloutRun(TrlRun):
     """A run of a trainer that generates: it saves only between rollouts, and restores the prompts' order on resume."""
 
@@ -188,7 +193,7 @@ class RolloutTrainer(TrlTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         """A trainer with random weights on the longest prompt; every completion has `max_completion_length` tokens."""
         training = config.training
-        training.generation_kwargs = {**(training.generation_kwargs or {}), "eos_token_id": [_NEVER]}
+        training.generation_kwargs = {**(training.generation_kwargs or {}), **_without_end(training)}
         rewards = reward_functions(config)
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
         with random_weights(self.trl_module), random_reward_models(self.trl_module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.kernel_log import KernelLog
 from autofit.fakegpu.patches.vllm import weights_bytes
+from autofit.fakegpu.patches.vllm_params import SamplingParams, StructuredOutputsParams
 
 from .tiny_trainers import Case, build_model, tokenizer
 
@@ -154,6 +156,20 @@ def test_a_forecast_is_told_the_engine_and_counts_nothing_of_it_twice(tmp_path: 
     assert engine.sync_s > 0
     assert length == 32
     assert gpu.peak_allocated_bytes < GIB
+
+
+def test_what_vllm_has_no_field_for_is_refused_as_by_vllm() -> None:
+    params = SamplingParams(n=1, max_tokens=8, logprobs=0, ignore_eos=True, seed=3)
+    assert params.max_tokens == 8
+    with pytest.raises(TypeError, match="Unexpected keyword argument 'eos_token_id'"):
+        SamplingParams(max_tokens=8, eos_token_id=[1])
+
+
+@pytest.mark.parametrize("given", [{}, {"regex": "a", "json_object": True}])
+def test_structured_outputs_need_one_constraint_as_vllms(given: dict[str, Any]) -> None:
+    assert StructuredOutputsParams(regex="a+").regex == "a+"
+    with pytest.raises(ValueError, match="need one of json, regex"):
+        StructuredOutputsParams(**given)
 
 
 def test_trl_knows_no_vllm_after_the_block(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.vllm_params import SamplingParams, StructuredOutputsParams
 from autofit.fakegpu.ranks import server_cards
 
 Target = tuple[object, str, object, str]
@@ -52,10 +53,6 @@ class _Settings(Protocol):
 
     max_tokens: int
     logprobs: int | None
-
-
-class SamplingParams(SimpleNamespace):
-    """vllm.SamplingParams: stores all its arguments."""
 
 
 class FakeEngine:
@@ -208,7 +205,8 @@ class FakeClient:
         largest = -(-len(prompts) // self._engine.law.copies)  # the cards work at once, each on its part
         inputs = [{"prompt_token_ids": ids} for ids in prompts[:largest] for _ in range(n)]
         self._engine.group = n
-        rows = self._engine.generate(inputs, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
+        params = cast(_Settings, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
+        rows = self._engine.generate(inputs, params)
         completions = [rows[0].outputs[0].token_ids] * (len(prompts) * n)
         known = logprobs is not None
         return {
@@ -317,7 +315,7 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     generating: Callable[..., object] = untouched(owner.generate)
     reason = "vLLM cannot run on a card that is not there"
     for name, value in (
-        ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", SimpleNamespace),
+        ("LLM", engine), ("SamplingParams", SamplingParams), ("StructuredOutputsParams", StructuredOutputsParams),
         ("is_vllm_available", lambda *_: True), ("VLLMClient", lambda *_, **__: FakeClient(gpu, models[-1])),
     ):  # fmt: skip
         yield module, name, value, reason
