@@ -186,6 +186,13 @@ def test_the_weights_of_a_quantised_model_take_no_memory_before_they_are_quantis
             "Free memory on device cuda:0 (7.3/15.5 GiB) on startup is less than desired GPU memory utilization"
         ),
         MemoryError(),
+        *(
+            RuntimeError(
+                f"NVML_SUCCESS == {asked} INTERNAL ASSERT FAILED at "
+                '"/__w/pytorch/pytorch/c10/cuda/CUDACachingAllocator.cpp":1407, please report a bug to PyTorch. '
+            )
+            for asked in ("r", "DriverAPI::get()->nvmlInit_v2_()")
+        ),
     ],
     ids=lambda error: f"{type(error).__name__}: {error}"[:50],
 )
@@ -204,6 +211,10 @@ def test_a_failed_allocation_is_an_oom_whoever_tells_it(error: Exception) -> Non
         RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
         ValueError("max_length must be larger"),
         OSError("No space left on device"),
+        RuntimeError(
+            "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+            '"/__w/pytorch/pytorch/c10/cuda/PeerToPeerAccess.cpp":83, please report a bug to PyTorch. '
+        ),
     ],
     ids=str,
 )

@@ -21,6 +21,10 @@ _WORDS = (
     "larger than the available KV cache memory",  # vLLM, the same for one sequence of the longest length
     "Cuda failure 2 'out of memory'",  # NCCL's last error, in torch's DistBackendError
 )
+# torch, c10/cuda/CUDACachingAllocator.cpp, reportProcessMemoryInfo: an allocation has failed, and for its message torch
+# asserts that NVML lists the card's processes. A MIG slice and a container without rights refuse that, so a
+# RuntimeError comes instead of the OutOfMemoryError. PeerToPeerAccess.cpp has the same assertion about something else.
+_UNREPORTED = ("NVML_SUCCESS == ", "INTERNAL ASSERT FAILED", "CUDACachingAllocator.cpp")
 # bitsandbytes, csrc: CUDA_CHECK_RETURN prints this and calls exit(1) (bitsandbytes-foundation/bitsandbytes#464).
 _LAST_WORDS = b"Error out of memory at line"
 _END_BYTES = 4000
@@ -55,4 +59,7 @@ def _is_oom(error: BaseException) -> bool:
         return True
     if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) is not None:
         return bool(error.error_code == _CUDA_ERROR_MEMORY_ALLOCATION)  # type: ignore[attr-defined]
-    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in _WORDS)
+    if not isinstance(error, RuntimeError | ValueError):
+        return False
+    text = str(error)
+    return any(words in text for words in _WORDS) or all(words in text for words in _UNREPORTED)
