@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate import DistributedType
 from drivers import Card, Driver, compiled
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, modeling_utils
 
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
@@ -23,6 +24,7 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.steps import StepClock
 from autofit.probing.supervise import Ending
+from autofit.trainers.common import random_model
 from autofit.trainers.weights import random_checkpoint
 
 GIB = 1 << 30
@@ -165,6 +167,46 @@ def test_the_weights_of_a_quantised_model_take_no_memory_before_they_are_quantis
     assert matrix.get_dtype() == "BF16"
     assert norm[...].eq(1).all()
     assert matrix[...].float().std().item() == pytest.approx(config.initializer_range, rel=0.2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_are_one_in_the_checkpoint_so_that_a_quantised_model_ties_them_too(
+    tiny_model: Path, tied: bool
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=tied)
+    state = random_checkpoint(LlamaForCausalLM, config, device="cpu", dtype=torch.bfloat16)
+    assert ("lm_head.weight" in state) is not tied
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_zero3_does_not_divide_the_parameters_whose_shapes_a_checkpoint_takes(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # zero.Init, which would divide them, cannot be imported
+    config = AutoConfig.from_pretrained(tiny_model)
+    assert random_checkpoint(LlamaForCausalLM, config, device="cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"), [("NO", {"": 0}), ("MULTI_GPU", None), ("DEEPSPEED", None)]
+)  # as TRL's trainers set it beside create_model_from_path
+def test_a_quantised_model_is_placed_by_the_rank_and_not_by_a_device_map_which_zero3_refuses(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, launch: str, expected: object
+) -> None:
+    state = SimpleNamespace(distributed_type=DistributedType(launch), device=torch.device("cuda"))
+    monkeypatch.setattr("accelerate.PartialState", lambda: state)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(_: object, **given: Any) -> LlamaForCausalLM:
+        asked.update(given)
+        return LlamaForCausalLM(given["config"])
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
+    random_model(str(tiny_model), dtype="bfloat16", quantization_config=object())
+    assert asked["device_map"] == expected
 
 
 # -- OOMs that only words tell ----------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
         model = architecture.from_pretrained(
             None, config=config, state_dict=state, quantization_config=quantization,
-            device_map={"": 0} if on_card else None, **options,
+            device_map=_device_map() if on_card else None, **options,
         )  # fmt: skip
     if kwargs.get("use_kernels"):  # as from_pretrained does
         model.set_use_kernels(True)
@@ -297,6 +297,17 @@ def dtype_of(asked: Any, config: Any) -> torch.dtype:
     dtype = getattr(torch, str(asked))
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _device_map() -> dict[str, int] | None:
+    """Where a quantised model goes, as TRL says it: on several ranks and under DeepSpeed it says nothing.
+
+    bitsandbytes then takes the card that is this rank's, and ZeRO-3 refuses to be told.
+    """
+    from accelerate import DistributedType, PartialState
+
+    distributed = PartialState().distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED)
+    return None if distributed else {"": 0}
 
 
 def _loads_on_host() -> bool:

@@ -7,6 +7,7 @@ card it would raise the peak above what quantising a checkpoint needs.
 from typing import Any
 
 import torch
+from transformers.modeling_utils import set_quantized_state
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -33,8 +34,16 @@ class RandomSlice:
 
 
 def random_checkpoint(architecture: Any, config: Any, *, device: str, **options: Any) -> dict[str, RandomSlice]:
-    """A state dict for `from_pretrained` of the model that `architecture` makes from `config`, without its values."""
-    with torch.device("meta"):
+    """A state dict for `from_pretrained` of the model that `architecture` makes from `config`, without its values.
+
+    Tied weights have one entry, as in a checkpoint on disk: transformers unties a pair that has two.
+    """
+    with torch.device("meta"), set_quantized_state():  # ZeRO-3 would divide the parameters of any other model
         model = architecture._from_config(config, **options)
     spread = float(getattr(config, "initializer_range", None) or 0.02)  # transformers' default
-    return {name: RandomSlice(t.shape, t.dtype, device, spread) for name, t in model.state_dict().items()}
+    tied = getattr(model, "all_tied_weights_keys", {})  # {name: the weight that it shares}; empty where config unties
+    return {
+        name: RandomSlice(t.shape, t.dtype, device, spread)
+        for name, t in model.state_dict().items()
+        if name not in tied
+    }
