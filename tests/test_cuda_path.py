@@ -15,6 +15,8 @@ from accelerate import DistributedType
 from drivers import Card, Driver, compiled
 from transformers import AutoConfig, LlamaForCausalLM, modeling_utils
 
+from autofit.errors import EnvironmentFault
+from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
 from autofit.probing.memory import CpuMemory
@@ -76,6 +78,26 @@ def test_a_server_whose_imports_started_cuda_begins_again_without_them_so_that_i
     assert ending.exit_code == 0, (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "answer.json").read_text()) is False
     assert "started CUDA" in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim:l4"])
+def test_the_child_that_inspects_a_recipe_sees_one_of_the_cards(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """With several, transformers makes TRL's trainers train by nn.DataParallel, which SFT, DPO and reward refuse."""
+    cards = tuple(Gpu(name="NVIDIA L4", uuid=f"GPU-{i}", capacity_bytes=24 * GIB) for i in range(8))
+    monkeypatch.setattr("autofit.probing.prepare.gpus", lambda: cards)
+    path = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
+    asked: dict[str, Any] = {}
+
+    def refuse(message: dict[str, Any]) -> Ending:
+        asked.update(message)
+        return Ending(exit_code=1)
+
+    server: Any = SimpleNamespace(call=refuse)
+    with pytest.raises(EnvironmentFault, match="exit code 1"):
+        prepare(path, trainer="sft", device=device, folder=tmp_path / "i", server=server)
+    assert asked["env"] == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
 
 
 # -- the cap ----------------------------------------------------------------------------------------------------------

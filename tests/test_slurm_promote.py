@@ -8,7 +8,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +26,7 @@ from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
-from autofit.promotion.allocated import REQUEUES, run_allocated
+from autofit.promotion.allocated import REQUEUES, _env, run_allocated
 from autofit.promotion.ending import ending_of
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.machines import Machines, begin, superseded
@@ -269,6 +271,17 @@ def test_a_training_sees_no_more_cards_than_it_has_ranks(monkeypatch: pytest.Mon
     assert only_cards(1) == {"CUDA_VISIBLE_DEVICES": "3"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert only_cards(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(("launch", "cards"), [({}, "4"), ({"ranks": 4, "machines": 2}, "4,5")])
+def test_a_node_with_more_cards_than_ranks_gives_the_training_those_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any], cards: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    values = {LAUNCH: Launch(**launch).to_values()} if launch else {}
+    mine = replace(at(0), nodes=Launch(**launch).machines)
+    assert _env({"values": values, "device": "cuda"}, mine)["CUDA_VISIBLE_DEVICES"] == cards
+    assert _env({"values": values, "device": "cpu"}, mine)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 def test_accelerate_takes_the_config_of_several_machines(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def prepare(
             "argument": str(folder / "inspect.json"),
             "cwd": str(Path.cwd()),
             "log": str(log),
-            "env": {},
+            "env": _one_card(),
             "deadline_s": _INSPECTION_S,
         }
     )
@@ -143,6 +143,18 @@ def last_words(log: Path) -> str:
         return ""
     lines = [line.strip() for line in said if line.strip()]
     return f"; it printed last: {without_secrets(one_line(lines[-1], 200))}" if lines else ""
+
+
+def _one_card() -> dict[str, str]:
+    """The variable that leaves the child one of the cards: with several, transformers would train by nn.DataParallel.
+
+    TRL's SFT, DPO and reward trainers refuse that, and the inspection makes them, for a simulated card too.
+    """
+    try:
+        cards = gpus()
+    except ConfigError:  # told where a card is chosen
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": cards[0].uuid} if cards else {}
 
 
 def _on_cards(recipe: Recipe, cards: int) -> Recipe:

@@ -88,10 +88,13 @@ def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, b
 
 
 def _env(request: Mapping[str, object], mine: OwnJob) -> dict[str, str]:
-    """The environment of this node's training, which sees no cards that the node has for the server's sake."""
+    """The environment of this node's training, which sees a card for each of its ranks and no more.
+
+    A node may have more: for the server's sake, or as the site gives whole nodes. One rank that sees several would
+    train by nn.DataParallel, which TRL's trainers refuse.
+    """
     launch = Launch.of(cast("dict[str, object]", request["values"]))
-    more = request["device"] == "cuda" and request.get("serves")
-    return computing_env(**(only_cards(launch.ranks // mine.nodes) if more else {}))
+    return computing_env(**(only_cards(launch.ranks // mine.nodes) if request["device"] == "cuda" else {}))
 
 
 def _fault(request: Mapping[str, object], mine: OwnJob) -> str | None:
