@@ -11,6 +11,7 @@ from autofit.lines import wrapped
 
 _FRAME = 3  # columns of a terminal beside each column of a table: a line and two blanks
 _NONE = "-"
+_SHORT = 24  # characters of a text that stands among others in a line
 
 
 class Folding(Table):
@@ -51,7 +52,7 @@ class Folding(Table):
             yield from self._blocks(options.max_width)
 
     def _blocks(self, width: int) -> Iterator[Text]:
-        """A title, and for each row its first cell, its texts a line each, and its figures in one."""
+        """A title, and for each row its first cell, its long texts a line each, and the others in one."""
         title = _text(self.title or "")
         yield from (Text(line, style="italic") for line in wrapped(title.plain, width))
         for row in zip(*(column.cells for column in self.columns), strict=True):
@@ -59,10 +60,14 @@ class Folding(Table):
             yield from _lines(" ".join(filter(None, (_name(first), _flat(head)))), width, "", style="bold")
             said = [(column, cell) for column, cell in rest if cell.plain.strip() not in ("", _NONE)]
             for column, cell in said:
-                if column.justify != "right":
+                if not _is_short(column):
                     yield from _lines(": ".join(filter(None, (_name(column), _flat(cell)))), width, "  ")
-            figures = [f"{_name(column)} {_flat(cell)}" for column, cell in said if column.justify == "right"]
+            figures = [f"{_name(column)} {_flat(cell)}".strip() for column, cell in said if _is_short(column)]
             yield from _lines(", ".join(figures), width, "  ")
+
+
+def _is_short(column: Column) -> bool:
+    return column.justify == "right" or _most(column) <= _SHORT
 
 
 def _lines(words: str, width: int, indent: str, *, style: str = "") -> list[Text]:

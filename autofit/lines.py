@@ -1,9 +1,12 @@
 """Sentences on a narrow terminal: no word is broken."""
 
+import re
 import shutil
 import textwrap
 
-_OPTIONS = ("   --set ", "   --gpu ")  # what follows is for a shell
+_COMMANDS = ("   --set ", "   --gpu ", "   then: ")  # what follows is for a shell
+_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|B|s)\b)")  # the blank before it
+_HELD = "\xa0"  # a blank that no line ends with
 
 
 def wrapped(line: str, width: int) -> list[str]:
@@ -14,7 +17,7 @@ def wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
-    place = next((line.index(mark) for mark in _OPTIONS if mark in line), None)
+    place = next((line.index(mark) for mark in _COMMANDS if mark in line), None)
     if place is None:
         return _folded(line, width, indent + "  ")
     options = line[place:].strip().replace(" --", "\n--").split("\n")
@@ -22,7 +25,11 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def _folded(line: str, width: int, indent: str) -> list[str]:
-    return textwrap.wrap(line, max(width, 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """`line` in lines of at most `width` columns; a number stays with its unit, and a change is one word."""
+    held = _UNIT.sub(_HELD, line).replace(" -> ", f"{_HELD}->{_HELD}")
+    wide = max(width, 20)
+    found = textwrap.wrap(held, wide, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [part.replace(_HELD, " ") for part in found]
 
 
 def _joined(options: list[str], width: int, indent: str) -> list[str]:

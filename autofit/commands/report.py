@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, say, show
+from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, say, show, show_line
 from autofit.tuning.stop import Stop, StopKind
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         show(result)
         if result.winner is not None:
             where = dir_option(options.dir)
-            print(f"Next: autofit promote best{where}   then: autofit ui{where}")
+            show_line(f"Next: autofit promote best{where}   then: autofit ui{where}")
     return exit_code(result.stop, fits=result.winner is not None)
 
 
