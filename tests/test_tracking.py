@@ -123,3 +123,30 @@ def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) 
     assert follower.returncode == 0
     assert b"MLflow:" in errors
     assert b"Traceback" not in errors
+
+
+def test_many_runs_at_once_are_those_that_mlflows_client_makes_one_by_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, few in (("at once", 3), ("one by one", 50)):
+        shutil.copytree(folder, tmp_path / name, ignore=shutil.ignore_patterns("mlflow.db*", "mlartifacts", "locks"))
+        monkeypatch.setattr("autofit.tracking.study_mirror._FEW", few)
+        assert sync(tmp_path / name, "law") == 8
+        assert sync(tmp_path / name, "law") == 8
+        assert_equal_to_optuna(tmp_path / name)
+        found.append({number: _content(run, tmp_path / name) for number, run in runs_of(tmp_path / name).items()})
+    assert found[0] == found[1]
+    api = client(tmp_path / "at once")  # MLflow goes on with them as with its own
+    run = runs_of(tmp_path / "at once")["0"].info.run_id
+    api.log_metric(run, "step_s", 7.0, step=1)
+    assert api.get_run(run).data.metrics["step_s"] == 7.0
+    assert len(api.get_metric_history(run, "step_s")) == 2
+
+
+def _content(run: Any, home: Path) -> dict[str, Any]:
+    """What is shown of a run, without what differs from one to the next."""
+    own = run.to_dictionary()
+    info = {k: v for k, v in own["info"].items() if k not in ("run_id", "run_uuid", "experiment_id")}
+    place = str(info.pop("artifact_uri")).replace(run.info.run_id, "RUN").replace(home.as_uri(), "HOME")
+    return {"info": info, "place": place, "data": own["data"]}

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autofit.errors import AutofitError
-from autofit.tracking.database import make_whole
+from autofit.tracking.database import make_whole, tracking_uri
+from autofit.tracking.many_runs import put_runs
 from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, client, experiment_id, runs_of, search, tracking_errors
 from autofit.tracking.summary import mirror_summary
-from autofit.tracking.trial_run import how_confirmed, mirror_confirmation, mirror_trial
+from autofit.tracking.trial_run import finished_run, how_confirmed, mirror_confirmation, mirror_trial
 from autofit.tuning.database_errors import database_errors
 from autofit.tuning.file_lock import exclusive
 from autofit.tuning.frontier import baseline
@@ -74,6 +75,11 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
             return len(finished)
         runs = runs_of(api, experiment, None if len(new) > _FEW else [t.number for t in new.values()])
         record, base = record_of(study), baseline(trials)
+        fresh = [key for key in new if str(key[0]) not in runs]
+        if len(fresh) > _FEW and tracking_uri(folder).startswith("sqlite:"):
+            made = [finished_run(study.study_name, record, new[key], key[1], base) for key in fresh]
+            put_runs(api, experiment, made)
+            runs = runs_of(api, experiment)
         for (number, ended, _), trial in new.items():
             known = runs.get(str(number))
             if known is not None and known.data.tags.get(ENDED, str(ended)) != str(ended):

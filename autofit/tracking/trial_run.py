@@ -11,6 +11,7 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.secrets import masked
 from autofit.space.describe import describe_changes
+from autofit.tracking.many_runs import FinishedRun
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, STATUS, STUDY, TIER, TRIAL
 from autofit.tuning.frontier import SPEED, Trial
 from autofit.tuning.record import StudyRecord
@@ -25,19 +26,30 @@ def mirror_trial(
     ended: datetime | None, base: Trial | None,
 ) -> Run:  # fmt: skip
     """The run of a finished trial, in MLflow; `run` is the one that was begun before. `base` is the baseline."""
+    made = finished_run(study_name, record, trial, ended, base)
+    if run is None:
+        run = api.create_run(experiment, start_time=made.began_ms, tags=dict(made.tags), run_name=made.name)
+    metrics = [Metric(key, value, made.ended_ms, 0) for key, value in made.metrics.items()]
+    log_params(api, run.info.run_id, trial_params(trial, record.resolved))
+    api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in made.tags.items()])
+    api.set_terminated(run.info.run_id, status=made.status, end_time=made.ended_ms)
+    return run
+
+
+def finished_run(
+    study_name: str, record: StudyRecord, trial: Trial, ended: datetime | None, base: Trial | None
+) -> FinishedRun:
+    """What MLflow shows of a finished trial, before its confirmation. `base` is the baseline."""
     result = trial.result
     assert result is not None
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
-    tags = _tags(study_name, trial, result, record.resolved) | {ENDED: str(ended)}
-    if run is None:
-        start_ms = at_ms - int(1000 * (result.wall_s or 0))
-        run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=f"trial-{trial.number:04d}")
-    figures = with_gb(_metrics(result) | _compared(trial, base, record))
-    metrics = [Metric(key, value, at_ms, 0) for key, value in figures.items()]
-    log_params(api, run.info.run_id, trial_params(trial, record.resolved))
-    api.log_batch(run.info.run_id, metrics=metrics, tags=[RunTag(k, v) for k, v in tags.items()])
-    api.set_terminated(run.info.run_id, status=_RUN_STATUS[result.status], end_time=at_ms)
-    return run
+    return FinishedRun(
+        name=f"trial-{trial.number:04d}", status=_RUN_STATUS[result.status],
+        began_ms=at_ms - int(1000 * (result.wall_s or 0)), ended_ms=at_ms,
+        params=_params(trial_params(trial, record.resolved)),
+        metrics=with_gb(_metrics(result) | _compared(trial, base, record)),
+        tags=_tags(study_name, trial, result, record.resolved) | {ENDED: str(ended)},
+    )  # fmt: skip
 
 
 def _tags(study_name: str, trial: Trial, result: ProbeResult, resolved: Mapping[str, object]) -> dict[str, str]:
@@ -52,9 +64,13 @@ def _tags(study_name: str, trial: Trial, result: ProbeResult, resolved: Mapping[
 
 def log_params(api: Any, run_id: str, values: Mapping[str, object]) -> None:
     """Log `values` without secrets, in the batches that MLflow takes. Logged again, they must be the same."""
-    params = [Param(key, str(value)[:6000]) for key, value in masked(values).items()]
+    params = [Param(key, value) for key, value in _params(values).items()]
     for start in range(0, len(params), 90):
         api.log_batch(run_id, params=params[start : start + 90])
+
+
+def _params(values: Mapping[str, object]) -> dict[str, str]:
+    return {key: str(value)[:6000] for key, value in masked(values).items()}
 
 
 def with_launch(values: Mapping[str, object]) -> dict[str, object]:
