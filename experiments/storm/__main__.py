@@ -27,6 +27,8 @@ from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
+from storm.places import NAME as PLACES  # noqa: E402
+from storm.places import call_from_places  # noqa: E402
 from storm.readers import READERS  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
 
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--torn", type=int, default=20, help="torn files, a fifth of them in checkpoints")
     parser.add_argument("--kills", type=int, default=20, help="kills, as many of each kind")
     parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
+    parser.add_argument("--calls", type=int, default=200, help="commands from other folders, as other users; by root")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -58,6 +61,7 @@ def main() -> int:
             "torn files": partial(tear_files, files=options.torn - options.torn // 5, dice=dice),
             "torn checkpoints": partial(tear_checkpoints, files=options.torn // 5, dice=dice),
             **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
+            PLACES: partial(call_from_places, calls=options.calls if os.geteuid() == 0 else 0, dice=dice),
             NAME: partial(meet_neighbours, meetings=options.meetings if os.geteuid() == 0 else 0, dice=dice),
         }
         for name in options.only or chances:
