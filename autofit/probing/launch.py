@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 
 import submitit
 
@@ -267,7 +268,7 @@ def holding_back_interrupts() -> Iterator[None]:
     Children started within never get Ctrl-C: the search itself decides which of its jobs to stop.
     """
     came: list[int] = []
-    handlers: dict[int, Callable[..., object]] = {}
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = {}
     if threading.current_thread() is threading.main_thread():
         for number in _ENDING:
             handler = signal.getsignal(number)
@@ -281,5 +282,5 @@ def holding_back_interrupts() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited comes now
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])

@@ -39,7 +39,7 @@ def put_runs(api: Any, experiment: str, runs: Sequence[FinishedRun]) -> None:
 
 
 def _add(rows: dict[Any, list[dict[str, object]]], run: FinishedRun, experiment: int, place: str) -> None:
-    own = {"run_uuid": uuid.uuid4().hex}
+    own: dict[str, object] = {"run_uuid": uuid.uuid4().hex}
     rows[SqlRun].append(own | {
         "name": run.name, "experiment_id": experiment, "status": run.status, "start_time": run.began_ms,
         "end_time": run.ended_ms, "lifecycle_stage": "active", "user_id": "unknown", "source_type": "UNKNOWN",

@@ -61,7 +61,7 @@ def call_from_places(
     if not calls:
         return found
     drive(folder / "study", 2, 0)
-    _load_all(folder)
+    _load_all(folder, without)
     every = [case for case in cases() if case.command[0] not in without]
     dice.shuffle(every)
     every.sort(key=_turns(every).__getitem__)
@@ -80,11 +80,12 @@ def call_from_places(
     return found
 
 
-def _load_all(folder: Path) -> None:
+def _load_all(folder: Path, without: tuple[str, ...]) -> None:
     """Import what the commands need: another user may not enter the folder of this Python."""
     shutil.copytree(folder / "study", folder / "warm")
     for command in _COMMANDS:
-        main([*command, "--dir", str(folder / "warm")])
+        if command[0] not in without:
+            main([*command, "--dir", str(folder / "warm")])
 
 
 def _turns(every: list[Case]) -> dict[Case, int]:
