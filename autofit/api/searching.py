@@ -148,8 +148,9 @@ def search(
     with named_as_arguments():
         asked.check()
         use_storage(asked.folder, storage)
+        database = database_of(asked.folder)
         own_folder(asked.folder, on_event)
-        if database_of(asked.folder).url is not None:
+        if database.url is not None:
             open_storage(
                 asked.folder, create=True
             ).engine.dispose()  # a server that is away, or only reads, is told at once

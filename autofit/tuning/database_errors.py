@@ -48,7 +48,7 @@ def _advice(error: BaseException | None, path: Path) -> str:
         return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
         return "make the file writable or choose another folder with --dir"
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_OK):  # OK: a text that is not UTF-8
         return "move the file away, or choose another folder with --dir"
     if code == sqlite3.SQLITE_IOERR:
         return (
