@@ -23,11 +23,13 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 # By their issuers' prefixes, as a JWT or after Bearer; the user and password of a URL, whose password may have a slash.
-_SECRET_VALUE = re.compile(
+_LOOKS = (
     r"\b(?:hf_|sk-|gh[opusr]_|github_pat_|glpat-|xox[abprs]-|AIza|npm_|pypi-)[A-Za-z0-9_-]{8,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\beyJ[\w-]{5,}\.[\w-]+(?:\.[\w-]*)?|(?<=\bBearer )\S{8,}"
-    r"|(?<=://)(?:[^/@\s]+|[^/@\s:]*:[^@\s]+)(?=@)"
 )
+_WITH_PASSWORD = r"(?<=://)[^/@\s:]*:[^@\s]+(?=@)"
+_SECRET_VALUE = re.compile(rf"{_LOOKS}|(?<=://)[^/@\s]+(?=@)|{_WITH_PASSWORD}")
+_SECRET_TEXT = re.compile(rf"{_LOOKS}|{_WITH_PASSWORD}")  # a user's name alone tells where
 _IN_CLEAR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables of `env` that search spaces vary
 _KEPT = re.compile(_REFERENCE + r"[0-9a-f]{24}")
 
@@ -43,7 +45,7 @@ def masked(values: Mapping[str, object]) -> dict[str, object]:
 def without_secrets(text: str) -> str:
     """`text` for the eyes of others, with `***` for what looks like a secret, also after `password=` and the like."""
     named = re.sub(r"(?i)([\w-]*(?:passw|passphrase|secret|token|api_?key)[\w-]*=)[^\s&'\"]+", rf"\1{MASK}", text)
-    return _SECRET_VALUE.sub(MASK, named)
+    return _SECRET_TEXT.sub(MASK, named)
 
 
 def sealed(values: Mapping[str, object]) -> dict[str, object]:

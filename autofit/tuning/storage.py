@@ -206,7 +206,8 @@ def _url(storage: str) -> "URL":
     text = _read(Path(storage[5:]).expanduser()) if storage.startswith("file:") else storage.strip()
     scheme = text.partition(":")[0].partition("+")[0]
     if scheme not in ("postgresql", "postgres"):
-        got = f"{scheme}:..." if scheme in _OTHER_SCHEMES else "none of these"  # else it may be of a password
+        known = f"{scheme}:..." if scheme in _OTHER_SCHEMES else "another scheme"  # else it may be of a password
+        got = known if ":" in text else "no scheme"
         raise ConfigError(f"{_WANTED}; got {got}; omit it for a SQLite file in the folder")
     try:
         found = make_url(text)
