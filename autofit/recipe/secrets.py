@@ -27,9 +27,9 @@ _LOOKS = (
     r"\b(?:hf_|sk-|gh[opusr]_|github_pat_|glpat-|xox[abprs]-|AIza|npm_|pypi-)[A-Za-z0-9_-]{8,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\beyJ[\w-]{5,}\.[\w-]+(?:\.[\w-]*)?|(?<=\bBearer )\S{8,}"
 )
-_WITH_PASSWORD = r"(?<=://)[^/@\s:]*:[^@\s]+(?=@)"
-_SECRET_VALUE = re.compile(rf"{_LOOKS}|(?<=://)[^/@\s]+(?=@)|{_WITH_PASSWORD}")
-_SECRET_TEXT = re.compile(rf"{_LOOKS}|{_WITH_PASSWORD}")  # a user's name alone tells where
+_IN_URL = r"(?<=://)[^/@\s:]*:[^@\s]+(?=@)"
+_SECRET_VALUE = re.compile(rf"{_LOOKS}|(?<=://)[^/@\s]+(?=@)|{_IN_URL}")
+_SECRET_TEXT = re.compile(rf"{_LOOKS}|{_IN_URL}")  # a user's name alone tells where
 _IN_CLEAR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables of `env` that search spaces vary
 _KEPT = re.compile(_REFERENCE + r"[0-9a-f]{24}")
 
