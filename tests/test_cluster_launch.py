@@ -16,7 +16,7 @@ from autofit.files import write_json
 from autofit.probing import cluster_launch
 from autofit.probing.allocation import Allocation, _Told
 from autofit.probing.cluster_launch import ClusterLauncher, job_name
-from autofit.probing.launch import Attempts, Next, what_next
+from autofit.probing.launch import Attempts, Next, end_in_slurm, what_next
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 
@@ -116,6 +116,15 @@ def test_a_job_that_slurm_ended_for_its_memory_without_saying_so_in_its_state_is
     assert result.cause is Cause.HOST_OOM
     assert "give --mem more than the partition's default" in result.reason
     assert cluster.said[-1] == f"trial-0000-1: {result.reason}"
+
+
+def test_a_run_that_slurm_ended_for_its_memory_is_told_so_whatever_its_state(cluster: Cluster, tmp_path: Path) -> None:
+    write_json(tmp_path / "job.json", {"slurm": "7"})
+    cluster.tell("FAILED")
+    assert end_in_slurm(tmp_path) == "job 7 failed, on n1"
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/7_0_log.out").write_text("slurmstepd: error: StepId=7.0 exceeded memory limit (9 > 8)\n")
+    assert end_in_slurm(tmp_path) == "job 7 was killed, as it used more memory than --mem, on n1"
 
 
 def test_a_job_that_fails_is_repeated_with_what_it_printed_and_three_are_enough(cluster: Cluster) -> None:

@@ -26,6 +26,9 @@ _ALIVE = frozenset((
     "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT",
 ))  # fmt: skip
 _DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
+# What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
+# the job is FAILED then), or as the kernel tells it of a cgroup.
+_OUT_OF_MEMORY = re.compile(r"exceeded (\w+ )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)
 # A site that gives jobs a bare environment (--export=NONE, SBATCH_EXPORT) would hide from srun what the job itself set.
 _EXPORT_ALL = "unset SLURM_EXPORT_ENV"
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
@@ -166,6 +169,11 @@ def exclude(ids: Sequence[str], nodes: Sequence[str]) -> None:
 def requeue(job_id: str) -> None:
     """Put a running job back into the queue; Slurm starts it again from its beginning."""
     _call(["scontrol", "requeue", job_id])
+
+
+def is_out_of_memory(said: str) -> bool:
+    """Whether Slurm says at the end of a job's log that it ended the job for its memory."""
+    return _OUT_OF_MEMORY.search(said) is not None
 
 
 def is_running(job_id: str) -> bool:

@@ -17,13 +17,13 @@ from autofit.hardware.hardware import slot_names
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.launch import answer_in, lost, lost_path
+from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeStatus
 
 _LOOK_S = 0.2  # between two looks at the queue
 _TOLD_S = 1.0  # Slurm's signal reaches the probe and its job at nearly the same time
 _EARLY_S = 90.0  # Slurm sends the signal before the time limit up to a minute early
-_LOG_BYTES = 10_000  # read of a log's end
 _ENDS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
@@ -142,16 +142,6 @@ class Allocation:
             yield server.socket_path if server.is_ready() else None
         finally:
             server.close()
-
-
-def end_of(log: Path) -> str:
-    """The last lines of a log; empty where there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
 
 
 def _give_up(folder: Path, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.slurm import JobState
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import write_json
-from autofit.probing.allocation import Allocation, end_of
+from autofit.probing.allocation import Allocation
 from autofit.probing.debug import DebugLauncher
 from autofit.probing.job import answered, cancel, run_probe
 from autofit.probing.launch import Launcher, answer_in, lost, lost_path
+from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 
@@ -26,9 +26,6 @@ _MISSING_S = 5.0  # a probe that is nowhere for this long was lost between two f
 _BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
 _IDLE_S = 20.0
 _HELD = "launch_failed_requeued_held"  # Slurm's reason
-# What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
-# the job is FAILED then), or as the kernel tells it of a cgroup.
-_OUT_OF_MEMORY = re.compile(r"exceeded (\w+ )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)
 _CALM = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # no sign that the next job ends so too
 
 
@@ -143,7 +140,7 @@ class ClusterLauncher(Launcher):
         node = self._pool.node_of(job) or state.nodes
         where = f"job {job} on {node or 'a node'}"
         said = end_of(self._pool.log_of(job))
-        if state.state == "OUT_OF_MEMORY" or _OUT_OF_MEMORY.search(said):
+        if state.state == "OUT_OF_MEMORY" or slurm.is_out_of_memory(said):
             words = f"{where} ran out of host memory, and Slurm ended it; give --mem more than {self._memory}"
             found = lost(folder, words, Cause.HOST_OOM)
             write_json(folder / "answer.json", found.to_json())

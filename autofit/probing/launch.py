@@ -23,11 +23,12 @@ from autofit.owners import private_folder
 from autofit.probing.answers import is_final
 from autofit.probing.births import lives, note_of
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
+from autofit.probing.log_size import end_of
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 
 _ENDED = {  # by the state that Slurm gives it
     "CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit before it had saved a checkpoint",
-    "OUT_OF_MEMORY": "was killed by the kernel, as it used more memory than --mem", "PREEMPTED": "was preempted",
+    "OUT_OF_MEMORY": "was killed, as it used more memory than --mem", "PREEMPTED": "was preempted",
     "NODE_FAIL": "lost a node", "BOOT_FAIL": "got a node that did not start", "FAILED": "failed",
     "DEADLINE": "was not over by its deadline",
 }  # fmt: skip
@@ -251,7 +252,9 @@ def end_in_slurm(folder: Path) -> str | None:
     state = None if job_id is None else slurm.queue().state(job_id)
     if state is None or state.state not in _ENDED:
         return None
-    return f"job {job_id} {_ENDED[state.state]}{f', on {state.nodes}' if state.nodes else ''}"
+    said = end_of(folder / "job" / f"{job_id}_0_log.out")
+    words = _ENDED["OUT_OF_MEMORY" if slurm.is_out_of_memory(said) else state.state]
+    return f"job {job_id} {words}{f', on {state.nodes}' if state.nodes else ''}"
 
 
 def cancel_waiting(folder: Path) -> None:

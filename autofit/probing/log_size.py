@@ -1,10 +1,12 @@
-"""Logs of probes that print without end: their beginning and their latest lines are kept."""
+"""Logs of probes that print without end: their beginning and their latest lines are kept. The end of a log."""
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 MOST_BYTES = 2**26  # a probe of TRL's trainers writes some KB
 _KEPT_BYTES = 2**20
+_END_BYTES = 10_000  # read of a log's end
 _LEFT_OUT = b"\n... left out by autofit, as the log was longer than 64 MiB ...\n"
 
 
@@ -19,3 +21,13 @@ def keep_small(logs: Iterable[str | os.PathLike[str]]) -> None:
                     file.truncate()
         except OSError:  # not there yet, or on a disk that fails
             continue
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _END_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
