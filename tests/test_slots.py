@@ -73,3 +73,9 @@ def test_a_card_on_which_a_process_hangs_is_given_to_nobody_until_that_has_ended
         hung.kill()
     with slots(both, 2) as held:
         assert held == both
+
+
+def test_the_slot_of_the_cpu_is_given_away_though_a_process_without_a_card_lives_on(usual: Path) -> None:
+    set_aside(("cpu-0",), os.getpid())
+    with slots(("cpu-0",), 1) as held:
+        assert held == ("cpu-0",)

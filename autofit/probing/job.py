@@ -63,7 +63,7 @@ def _run_in_slots(request: ProbeRequest, cards: int) -> None:
             write_json(request.answer_path, classified(ending, request).to_json())
         if name is not None and ending.left_pid is None and _can_say_how_far_over(request, name):
             ending = _grade(request, name)
-        if held is not None and ending.left_pid is not None and request.device == "cuda":
+        if held is not None and ending.left_pid is not None:
             set_aside(held, ending.left_pid)
         elif name is not None and not cancelled(request):
             _refuse_shared(request, name)

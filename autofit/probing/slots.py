@@ -68,9 +68,17 @@ def is_taken(name: str) -> bool:
     return False
 
 
+def is_of_card(name: str) -> bool:
+    """Whether a slot is a CUDA card."""
+    return name.startswith("cuda-")
+
+
 def set_aside(names: tuple[str, ...], pid: int) -> None:
-    """Give none of these slots away while the process `pid` lives: SIGKILL did not end it."""
-    for name in names:
+    """Give none of these cards' slots away while the process `pid` lives: SIGKILL did not end it.
+
+    Without a card it waits for a file system that is away, which keeps no other process from the CPU.
+    """
+    for name in filter(is_of_card, names):
         write_json(slots_folder() / f"{name}{_HANGS}", note_of(pid))
 
 
