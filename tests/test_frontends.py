@@ -153,6 +153,21 @@ def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it
     assert "64 prompts x 8 = 512 samples an optimizer step, over all 16 GPUs" in said["effective batch"]
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("n=8\nx.y=$n", 8), ("n=8\nif [ $A ]; then\n  n=16\nfi\nx.y=$n", None), ("[ $A ] && n=8\nx.y=$n", None),
+        ("case $A in\n  gpu)\n    n=8\n  ;;\n  npu)\n    n=16\n  ;;\nesac\nx.y=$n", None),
+        ("N=${N:-}\nx.y=${N:-4}", 4), ("a=$((2 * 3))\nx.y=$(((a + 2) * 2))", 16), ("x.y=${N:-$((1024 * 2))}", 2048),
+        ("x.y=$(nproc)", None), ("x.y=$N", None), ("x.y=1 x.y=2", None), ("if true; then\nx.y=1\nfi", None),
+        ("x.y=1  # x.y=2", 1), ("a=$b\nb=$a\nx.y=$a", None),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_script_is_told_only_where_it_is_certain(text: str, told: object) -> None:
+    found, unread = shell.overrides(text)
+    assert (found.get("x.y"), unread) == (told, () if told is not None else ("x.y",))
+
+
 def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_path: Path) -> None:
     text = SCRIPT.replace("${NNODES:-2}", "$SLURM_NNODES")
     (tmp_path / "run.sh").write_text(text)
@@ -160,6 +175,9 @@ def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_p
     assert found.unread == ("trainer.nnodes",)
     assert "512 samples over all GPUs" in dict(found.lines)["effective batch"]
     assert dict(found.lines)["micro-batches"].startswith("not known")
+    told = explain(tmp_path / "run.sh", ranks=32)
+    assert told.unread == ()
+    assert "over all 32 GPUs" in dict(told.lines)["effective batch"]
 
 
 def test_a_script_with_another_engine_is_not_taken_for_fsdp(tmp_path: Path) -> None:

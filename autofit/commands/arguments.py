@@ -168,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl or ms-swift, or a shell "
                          "script that starts verl")  # fmt: skip
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
-                         help="ranks that it is launched on, where the file does not say")  # fmt: skip
+                         help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
     explain.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
     return top
 

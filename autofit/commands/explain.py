@@ -15,7 +15,7 @@ def explain(options: argparse.Namespace) -> int:
     for text in found.wrong:
         print(f"{'error':>16}: {text}")
     if found.unread:
-        print(f"{'not read':>16}: {', '.join(found.unread)}: the value is not in the script")
+        print(f"{'not read':>16}: {', '.join(found.unread)}: the script does not say the value for certain")
     if options.json:
         print(json.dumps(found.to_json()))
     return NOTHING_FITS if found.wrong else DONE

@@ -16,7 +16,7 @@ _SCRIPTS = (".sh", ".bash")
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:
     """What the file says. Raises ConfigError for what is a file of none of the tools."""
     if path.suffix in _SCRIPTS:
-        return _script(path)
+        return _script(path, ranks)
     values = read_yaml_mapping(path, what="file")
     tool = tool_of(values)
     if tool is None:
@@ -24,7 +24,7 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
             f"{path} is not recognised as a file of {', '.join(known.name for known in TOOLS)}{_partly(values)}; a "
             "recipe of TRL is explained by `autofit doctor`"
         )
-    return verl.explain(values) if tool is VERL else flat.explain(tool, values, ranks=ranks)
+    return verl.explain(_on(values, ranks)) if tool is VERL else flat.explain(tool, values, ranks=ranks)
 
 
 def refusal(values: Mapping[str, object]) -> str | None:
@@ -38,7 +38,13 @@ def refusal(values: Mapping[str, object]) -> str | None:
     return f"{what}: `autofit explain FILE`; {said}"
 
 
-def _script(path: Path) -> Explanation:
+def _on(values: Mapping[str, object], ranks: int | None) -> Mapping[str, object]:
+    """verl's `values` on so many GPUs, where they are said beside the file."""
+    paths = {path: value for path, value in verl.VerlConfig.of(values).said.items() if not path.startswith("trainer.n")}
+    return values if ranks is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks}
+
+
+def _script(path: Path, ranks: int | None) -> Explanation:
     try:
         text = path.read_bytes()[: MOST_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +56,8 @@ def _script(path: Path) -> Explanation:
             f"the script {path} must start `python -m verl.trainer.main_ppo`; other commands are not read"
         )
     found, unread = shell.overrides(text)
-    batch = [key for key in unread if key in verl.DEFAULTS]
+    found = dict(_on(found, ranks))
+    batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs
         return replace(verl.explain({**found, **dict.fromkeys(batch, "?")}), unread=tuple(batch))
     return verl.explain(found)

@@ -1,22 +1,31 @@
-"""The overrides of a shell script that starts verl: `data.train_batch_size=${BATCH:-1024}`. Nothing is run."""
+"""The overrides of a shell script that starts verl: `data.train_batch_size=${BATCH:-1024}`. Nothing is run.
+
+What the script sets outside of conditions and loops is certain. A value that hangs on a condition, on the environment
+or on a command is not, and its key is named instead.
+"""
 
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from autofit.errors import ConfigError
 from autofit.recipe.yaml_file import parse_yaml
 
 _ENTRY = re.compile(r"verl\.trainer\.main_ppo\b")
-_OVERRIDE = re.compile(
-    r"""(?:^|[\s("'])\+{0,2}([a-z_]+(?:\.[a-z0-9_]+)+)=("[^"\n]*"|'[^'\n]*'|\$\(\([^)]*(?:\)[^)]+)*\)\)|\S*)"""
+_ARITHMETIC = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
+_VALUE = rf"""("[^"\n]*"|'[^'\n]*'|{_ARITHMETIC.replace("((?:", "(?:(?:", 1)}|\$\{{[^}}\n]*\}}|[^\s"')]*)"""
+_KEY = r"(model_engine|[a-z_]+(?:\.[a-z0-9_]+)+)="
+_OVERRIDE = re.compile(rf"""(?:^|[\s("'])\+{{0,2}}{_KEY}{_VALUE}""")
+_CONFIG_NAME = re.compile(rf"--(config-name)[= ]{_VALUE}")
+_ASSIGNED = re.compile(
+    rf"(?:^|&&|\|\||;|then|else|do|\))\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)={_VALUE}(?=\s|;|\)|$)"
 )
-_ASSIGNED = re.compile(r"""^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=("[^"\n]*"|'[^'\n]*'|\$\(\(.*?\)\)|\S*)""", re.M)
-_CHOSEN = re.compile(r"""(?:^|\s)(?:--)?(model_engine|config-name)[=\s]([^\s)]+)""", re.M)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
-_SUM = re.compile(r"\$\(\((.*?)\)\)")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+_SUM = re.compile(_ARITHMETIC)
+_OPENS, _CLOSES = re.compile(r"\s*(?:if|case|for|while|until)\b"), re.compile(r"\s*(?:fi|esac|done)\b")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_UNSURE = "$?"  # a value that hangs on a condition
 _ROUNDS = 8  # of variables in the values of variables
 
 
@@ -25,25 +34,44 @@ def starts_verl(text: str) -> bool:
 
 
 def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    """({dotted key: value} of the last override of each key, the keys whose value is not in the script)."""
-    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
+    """({dotted key: value} of the overrides that are certain, the keys of those that are not)."""
     known: dict[str, str] = {}
-    for name, value in _ASSIGNED.findall(code):
-        known[name] = _filled(value.strip("\"'"), known)  # as the shell does it: in the order of the lines
-    found: dict[str, object] = {key: _filled(value.strip("\"'"), known) for key, value in _CHOSEN.findall(code)}
+    found: dict[str, object] = {}
     unread: dict[str, None] = {}
-    for key, value in _OVERRIDE.findall(code):
-        filled = _filled(value.strip("\"'").rstrip("\"')"), known) if "$((" not in value else _filled(value, known)
-        found.pop(key, None)
-        unread.pop(key, None)
-        if "$" in filled or "`" in filled:
-            unread[key] = None
+    lines = list(_lines(text))
+    for line, conditional in lines:
+        for name, value in _ASSIGNED.findall(line):
+            filled = _filled(value.strip("\"'"), known)
+            sure = not conditional and line.lstrip().removeprefix("export ").startswith(name)
+            known[name] = filled if sure or known.get(name) == filled else _UNSURE
+    for line, conditional in lines:
+        for key, value in (*_OVERRIDE.findall(line), *_CONFIG_NAME.findall(line)):
+            filled = _filled(value.strip("\"'"), known)
+            given: object = None if "$" in filled or "`" in filled else _parsed(filled)
+            if given is None or conditional or (key in found and found[key] != given):
+                unread[key] = None
+            else:
+                found[key] = given
+    return {key: value for key, value in found.items() if key not in unread}, tuple(unread)
+
+
+def _lines(text: str) -> Iterator[tuple[str, bool]]:
+    """(a line without its comment, whether it is inside a condition or a loop), continued lines as one."""
+    depth = 0
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.lstrip().startswith("#"):
             continue
-        try:
-            found[key] = parse_yaml(filled)
-        except ConfigError:
-            found[key] = filled
-    return found, tuple(unread)
+        depth += _OPENS.match(line) is not None
+        yield re.sub(r"\s#[^\"']*$", "", line), depth > 0
+        depth -= _CLOSES.match(line) is not None or re.search(r";\s*(?:fi|done|esac)\b", line) is not None
+
+
+def _parsed(value: str) -> object:
+    """The value as YAML has it; hydra's null is None here as well, and counts as not certain."""
+    try:
+        return parse_yaml(value)
+    except ConfigError:
+        return value
 
 
 def _filled(value: str, known: Mapping[str, str]) -> str:
@@ -57,15 +85,19 @@ def _filled(value: str, known: Mapping[str, str]) -> str:
 
 
 def _variable(match: re.Match[str], known: Mapping[str, str]) -> str:
+    """A variable's value; its default where the script sets it to nothing; else the text itself."""
     braced, usual, bare = match.groups()
-    return known.get(braced or bare, match[0] if usual is None else usual.strip("\"'"))
+    value = known.get(braced or bare)
+    if usual is not None and value in (None, "", match[0]):
+        return usual.strip("\"'")
+    return match[0] if value is None or value == match[0] else value
 
 
 def _sum(match: re.Match[str], known: Mapping[str, str]) -> str:
     """The value of `$((a * 2))`; the text itself where it holds more than whole numbers, variables and + - * /."""
     text = re.sub(r"[A-Za-z_]\w*", lambda m: known.get(m[0], m[0]), match[1])
     try:
-        return str(_number(ast.parse(text.strip(), mode="eval").body))
+        return str(_number(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return match[0]
 
