@@ -116,6 +116,16 @@ def test_a_rule_that_verl_applies_late_or_at_the_start_is_told_before(changed: d
         assert not verl.explain(verl_file()).wrong
 
 
+@pytest.mark.parametrize("key", ["use_kl_loss", "use_dynamic_bsz", "lora_rank", "ulysses_sequence_parallel_size", "n"])
+def test_a_reference_to_another_key_takes_no_default_in_its_place(key: str) -> None:
+    found = verl.explain(verl_file(**{key: "${oc.env:MINE}"}))
+    said = dict(found.lines)
+    assert said["micro-batches"].startswith("not known")
+    assert key in said["micro-batches"]
+    assert "reference" not in said
+    assert not found.wrong
+
+
 def test_another_engine_than_fsdp_has_an_effective_batch_and_no_micro_batches_that_are_not_certain() -> None:
     said = facts(verl_file(strategy="megatron"))
     assert "1,280 samples over all GPUs" in said["effective batch"]

@@ -59,7 +59,7 @@ def _script(path: Path, ranks: int | None) -> Explanation:
     found = dict(_on(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs
-        return replace(verl.explain({**found, **dict.fromkeys(batch, "?")}), unread=tuple(batch))
+        return replace(verl.explain({**found, **dict.fromkeys(batch, verl.UNSURE)}), unread=tuple(batch))
     return verl.explain(found)
 
 

@@ -11,6 +11,12 @@ from autofit.frontends.explanation import Explanation, Line
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _FSDP = f"{_ACTOR}.fsdp_config"
 _FSDP_STRATEGIES = ("fsdp", "fsdp2")
+UNSURE = "?"  # a value that is not said for certain, in whose place no default may stand
+_MATTERS_LITTLE = (  # where these are not certain, a rule may stay unsaid, and nothing else changes
+    "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "data.max_prompt_length",
+    "data.max_response_length", "rollout.tensor_model_parallel_size", "rollout.data_parallel_size",
+    "rollout.pipeline_model_parallel_size",
+)  # fmt: skip
 ENGINE, CONFIG_NAME = "model_engine", "config-name"  # an override, and an option of hydra, that choose the defaults
 _ENGINE, _CONFIG_NAME = "dp", "ppo_trainer"
 # verl/trainer/config/_generated_ppo_trainer.yaml: what hydra fills in. None: not set.
@@ -38,8 +44,16 @@ class VerlConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> "VerlConfig":
-        """Of a nested or a dotted mapping; a reference such as ${...} counts as not said."""
-        return cls({path: value for path, value in _leaves(values) if "${" not in str(value)})
+        """Of a nested or a dotted mapping. A reference such as ${...} is not certain, and no default stands for it."""
+        leaves = {path: UNSURE if "${" in str(value) else value for path, value in _leaves(values)}
+        return cls({path: value for path, value in leaves.items() if value != UNSURE or path in DEFAULTS})
+
+    @property
+    def unsure(self) -> tuple[str, ...]:
+        """The keys of the batch and of the models whose value is not certain."""
+        return tuple(
+            path for path, value in self.said.items() if value == UNSURE and not path.endswith(_MATTERS_LITTLE)
+        )
 
     def value(self, path: str) -> object:
         return self.said.get(path, DEFAULTS.get(path))
@@ -127,9 +141,15 @@ def explain(values: Mapping[str, object]) -> Explanation:
     strategy, estimator = config.strategy, str(config.value("algorithm.adv_estimator"))
     head = [Line("tool", f"verl, {estimator} with {strategy}; what the config leaves out has the defaults of verl 0.9")]
     batch = batch_of(config)
-    if batch is None:
+    if batch is None or config.unsure:
         fsdp = strategy in _FSDP_STRATEGIES
-        why = "a number of the batch is not in it as a whole number" if fsdp else f"{strategy} is not read, only FSDP"
+        open_keys = ", ".join(path.removeprefix("actor_rollout_ref.") for path in config.unsure)
+        why = (
+            f"the file does not say {open_keys} for certain"
+            if open_keys
+            else "a number of the batch is no whole number"
+        )
+        why = why if fsdp else f"{strategy} is not read, only FSDP"
         lines = (*head, Line("effective batch", effective_sentence(values)), Line("micro-batches", f"not known: {why}"))
         return Explanation(tool="verl", lines=lines)
     lines = (*head, *_batch_lines(config, batch), *_other_lines(config, batch))
