@@ -102,6 +102,8 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
     assert "traced again" not in (tmp_path / "deep" / "probe.log").read_text()
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # q, o; k, v; gate, up, down, in fp32
     assert 12 * layer < found.categories["update"]["weights"] < 2 * 12 * layer
+    assert set(found.shares) == {"update", "rollout"}
+    assert found.shares["rollout"]["host"] > 0.8  # of a tiny model
 
 
 @pytest.mark.parametrize("mode", ["colocate", pytest.param("server", marks=pytest.mark.slow)])
@@ -124,6 +126,7 @@ def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
         weights = held["wake-up"] - held["update"]
         assert 2 * 12 * 32 * (2 * 32 + 2 * 16 + 3 * 64) < weights < share / 100  # bfloat16, of all layers
     assert found.rollout_s[0] > 0
+    assert set(found.shares) == {"update"}  # of an engine's law no part is known
 
 
 def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:

@@ -357,8 +357,11 @@ class _Run:
         if device is None or best is None or best.result is None or estimator is None:
             return
         predicted = estimator.probe(merge(plan.recipe.values, best.changes))
-        if calibration.fit_card(device, predicted=predicted, measured=best.result) is not None:
+        fitted = calibration.fit_card(device, predicted=predicted, measured=best.result)
+        if fitted.costs is not None:
             self._note(f"the clock of {device} by this search's winner", label="calibrated")
+        else:
+            self._note(f"the clock of {device} stays as it is: {fitted.why}")
 
 
 def _progress(found: _Progress, plan: Plan) -> Progress:

@@ -27,6 +27,9 @@ from autofit.fakegpu.specs import HostCosts
 WIDTH = 4
 LAYERS = 8
 RUNS = 30
+# The most that a correction may be, either way: chosen, with room for a power cap or heat, and for a slow or busy host.
+# What is beyond comes of something else, such as another program on the card.
+_MOST_OF_CARD, _MOST_OF_HOST = 4.0, 10.0
 
 
 def measure_host_costs() -> HostCosts:
@@ -70,7 +73,7 @@ def fit_to_probe(
 ) -> HostCosts:
     """Costs corrected by one real probe: kernels by the update (GPU-bound), host costs by the rollout (host-bound).
 
-    Each correction is the ratio of measured to predicted seconds.
+    Each correction is the ratio of measured to predicted seconds, on top of `costs`, which the prediction used.
     """
     for given in (predicted_rollout_s, measured_rollout_s, predicted_update_s, measured_update_s):
         if given is not None and not given > 0:
@@ -83,6 +86,21 @@ def fit_to_probe(
             costs, launch_s=costs.launch_s * slower, backward_launch_s=costs.backward_launch_s * slower,
             view_s=costs.view_s * slower,
         )  # fmt: skip
+    return costs
+
+
+def checked_correction(costs: HostCosts) -> HostCosts:
+    """`costs`, fitted to a probe. Raises FakeGpuError for those that no card or host explains: they predict nothing."""
+    usual = HostCosts()
+    for name, most, what in (
+        ("gpu_slowdown", _MOST_OF_CARD, "the card"), ("launch_s", _MOST_OF_HOST, "the host"),
+    ):  # fmt: skip
+        times = getattr(costs, name) / getattr(usual, name)
+        if not 1 / most <= times <= most:
+            raise FakeGpuError(
+                f"{what} took {times:.3g} times the seconds of its model, and {1 / most:.3g} to {most:.3g} can be a "
+                f"correction; look for other work on it"
+            )
     return costs
 
 

@@ -4,7 +4,10 @@ Stored in the cache folder, one file for the host and one for each card. The fil
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from autofit.files import cache_folder
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published measurements of other hosts (autofit doctor --calibrate measures this one)"
 _HOST = "host"
+# Share of the seconds from which the card, or the host, is said to bound them. Of the smallest steps too the card has
+# 0.15 to 0.22, since no kernel is shorter than a few microseconds.
+_CARD_BOUND, _HOST_BOUND = 0.9, 0.8
 
 
 class Seconds(Protocol):
@@ -28,9 +34,19 @@ class Seconds(Protocol):
     def device_name(self) -> str: ...
 
 
+class Prediction(Seconds, Protocol):
+    """A simulated probe, which also says what bounds its seconds."""
+
+    @property
+    def shares(self) -> Mapping[str, Mapping[str, float]]: ...
+
+
 def costs_path(name: str = _HOST) -> Path:
-    """The path of the file with the costs of this host, or with those fitted to probes on the card `name`."""
-    return cache_folder() / "host_costs" / f"{name}.json"
+    """The path of the file with the costs of this host, or with those fitted to probes on the card `name`.
+
+    Corrections in `host_costs`, where they once were, had multiplied from search to search: they are not read.
+    """
+    return cache_folder() / ("host_costs" if name == _HOST else "card_costs") / f"{name}.json"
 
 
 def found_path(device: Device) -> Path | None:
@@ -66,24 +82,36 @@ def measure() -> "HostCosts":
     return costs
 
 
-def fit_card(device: Device, *, predicted: Seconds, measured: Seconds) -> "HostCosts | None":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The costs of a card after a real probe on it; None where the probe corrects nothing, and why."""
+
+    costs: "HostCosts | None" = None
+    why: str = ""
+
+
+def fit_card(device: Device, *, predicted: Prediction, measured: Seconds) -> Fitted:
     """The costs for a simulated `device`, corrected by a real probe of the same recipe on that card, and stored.
 
-    None, and nothing is stored, if either probe has no seconds. Imports torch.
+    `predicted` used the costs that are kept now, and the card's kernels (or the host) take nearly all of the seconds
+    that correct them: so the correction is measured / uncorrected, whatever the last one was, and replaces that. From
+    steps that the other one bounds it would multiply from search to search. Imports torch.
     """
-    from statistics import median
+    from autofit.fakegpu import FakeGpuError, HostCosts
+    from autofit.fakegpu.calibrate import checked_correction, fit_to_probe, save_host_costs
 
-    from autofit.fakegpu import HostCosts
-    from autofit.fakegpu.calibrate import fit_to_probe, save_host_costs
-
-    pairs = {name: (getattr(predicted, name), getattr(measured, name)) for name in ("rollout_s", "update_s")}
     seconds: dict[str, float] = {}
-    for name, (told, found) in pairs.items():
-        if told and found and median(told) > 0 and median(found) > 0:
-            seconds |= {f"predicted_{name}": median(told), f"measured_{name}": median(found)}
+    for name, by, least in (("update", "card", _CARD_BOUND), ("rollout", "host", _HOST_BOUND)):
+        told, found = getattr(predicted, f"{name}_s"), getattr(measured, f"{name}_s")
+        bounded = predicted.shares.get(name, {}).get(by, 0.0) >= least
+        if bounded and told and found and median(told) > 0 and median(found) > 0:
+            seconds |= {f"predicted_{name}_s": median(told), f"measured_{name}_s": median(found)}
     if not seconds:
-        return None
-    costs = fit_to_probe(host_costs(device)[0] or HostCosts(), **seconds)
+        return Fitted(why="the host, or other ranks, bound the winner's steps, which say nothing of the card")
+    try:
+        costs = checked_correction(fit_to_probe(host_costs(device)[0] or HostCosts(), **seconds))
+    except FakeGpuError as error:
+        return Fitted(why=str(error))
     card = device.removeprefix("sim:")
     save_host_costs(costs, costs_path(card), source=f"fitted to a probe on {measured.device_name or card}")
-    return costs
+    return Fitted(costs=costs)

@@ -190,6 +190,8 @@ class ProbeResult:
     fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: source of the clock's host costs
     log_error: float | None = None  # simulated: half the width of the 90 % interval of the seconds, in logarithms
+    # Simulated: shares of the seconds of "rollout" and "update" in which the "card" computes, or waits for the "host".
+    shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # simulated: where the run differs from one on a card, a sentence each
     device_name: str = ""
     card_states: tuple[CardState, ...] = ()  # cuda: at the end of each measured step

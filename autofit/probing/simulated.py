@@ -23,12 +23,12 @@ from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_mode
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
 from autofit.fakegpu.host_memory import held_bytes
 from autofit.fakegpu.known_values import ASSUMPTIONS
-from autofit.fakegpu.rates.error import log_error
+from autofit.fakegpu.rates.error import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
-from autofit.plugin.protocol import ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
+from autofit.plugin.protocol import OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
@@ -67,6 +67,7 @@ class SimMemory:
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
         self._log_error: float | None = None
+        self._bounds: dict[str, dict[str, float]] = {}
         self._run: Run | None = None
         self._replay: Unlimited | None = None
         self.least_of_fits = True
@@ -171,6 +172,9 @@ class SimMemory:
             step[phase] *= share_of_rollout
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
         self._log_error = log_error(self._spec, self._shares(steps))
+        self._bounds = {UPDATE: self._shares(_only(steps, (UPDATE, OPTIMIZER)))}
+        if not self._gpu.clock.skipped_s:  # of the seconds of an engine's own law no part is known
+            self._bounds[ROLLOUT] = self._shares(_only(steps, (WAKE_UP, SYNC, ROLLOUT, SCORING)))
         return Simulation(
             peaks=tuple(found),
             step_s=tuple(sum(s.values()) + before for s in steps),
@@ -226,9 +230,20 @@ class SimMemory:
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
             "log_error": self._log_error,
+            "shares": {name: _card_and_host(shares) for name, shares in self._bounds.items() if shares},
             "notes": (*told, *(() if self._host is None else (self._host.told,))),
             "host": self._host,
         }
+
+
+def _only(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> list[dict[str, float]]:
+    return [{phase: step[phase] for phase in phases if step.get(phase)} for step in steps]
+
+
+def _card_and_host(shares: Mapping[str, float]) -> dict[str, float]:
+    """The share of the card's kernels, and that of the host while the card has none; the rest waits for other ranks."""
+    host, others = shares.get(HOST, 0.0), shares.get(COLLECTIVES, 0.0)
+    return {"card": max(0.0, 1.0 - host - others), "host": host}
 
 
 @contextmanager
