@@ -15,7 +15,7 @@ from accelerate import DistributedType
 from drivers import Card, Driver, compiled
 from transformers import AutoConfig, LlamaForCausalLM, modeling_utils
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault
 from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
@@ -98,6 +98,19 @@ def test_the_child_that_inspects_a_recipe_sees_one_of_the_cards(
     with pytest.raises(EnvironmentFault, match="exit code 1"):
         prepare(path, trainer="sft", device=device, folder=tmp_path / "i", server=server)
     assert asked["env"] == {"CUDA_VISIBLE_DEVICES": "GPU-0"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim:l4"])
+def test_a_recipe_with_a_vllm_server_is_only_simulated_and_said_so_before_its_first_probe(
+    fork_server: ForkServer, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tiny.write_recipe(tmp_path, tiny_model, use_vllm=True, vllm_mode="server")
+    if device == "cuda":
+        with pytest.raises(ConfigError, match=r"no probe starts, so such a recipe is only simulated: give --gpu"):
+            prepare(path, trainer="grpo", device=device, folder=tmp_path / "i", server=fork_server)
+    else:
+        prepare(path, trainer="grpo", device=device, folder=tmp_path / "i", server=fork_server)
 
 
 # -- the cap ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.secrets import sealed, without_secrets
+from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.trainer_keys import TRAINERS
@@ -91,6 +92,12 @@ def prepare(
         raise ConfigError(
             f"the trainer {trainer} names {', '.join(missing)} in its BatchKeys, and its recipes have no such key"
             f"{nearest(missing[0], facts.resolved)}"
+        )
+    if trains and device == "cuda" and needs_server(facts.resolved, facts.values):
+        raise ConfigError(
+            f"{source.what}: vllm_mode: server needs a server that no probe starts, so such a recipe is only "
+            f"simulated: give --gpu NAME, such as --gpu h100 (promote starts the server), or start one and name it "
+            f"with vllm_server_base_url, or set vllm_mode: colocate"
         )
     how = read.launch.batching(facts.resolved, facts.keys)
     shared: dict[str, object] = {} if how.is_plain else {LAUNCH: how.to_values()}
