@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import trl.generation.vllm_generation as vllm_generation
+import yaml
 from accelerate import DistributedType
+from datasets import Dataset
 from drivers import Card, Driver, compiled
 from transformers import AutoConfig, LlamaForCausalLM, modeling_utils
 
@@ -26,6 +29,7 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.steps import StepClock
 from autofit.probing.supervise import Ending
+from autofit.trainers import grpo
 from autofit.trainers.common import random_model
 from autofit.trainers.weights import random_checkpoint
 
@@ -242,6 +246,27 @@ def test_a_quantised_model_is_placed_by_the_rank_and_not_by_a_device_map_which_z
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
     random_model(str(tiny_model), dtype="bfloat16", quantization_config=object())
     assert asked["device_map"] == expected
+
+
+def test_a_colocated_engine_makes_up_its_weights_and_ignores_end_tokens_in_vllms_words(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: dict[str, Any] = {}
+
+    def made(kind: object, config: Any, **_: object) -> Any:
+        asked.update(engine=vllm_generation.LLM(model="m"), generation=config.training.generation_kwargs)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **given: given, raising=False)
+    monkeypatch.setattr(grpo, "made", made)
+    monkeypatch.setattr(grpo, "padded", lambda *_: False)
+    path = tiny.write_recipe(tmp_path, tiny_model, use_vllm=True)
+    config = grpo.TRAINER.parse(yaml.safe_load(path.read_text()), overrides={"max_steps": 1})
+    rows = Dataset.from_list([{"prompt": "w1 w2"}])
+    grpo.TRAINER.probed(config, {"prompt_tokens": 2, "rows": rows})
+    assert asked == {"engine": {"model": "m", "load_format": "dummy"}, "generation": {"ignore_eos": True}}
+    assert vllm_generation.LLM() == {}  # a run reads the checkpoint
 
 
 # -- OOMs that only words tell ----------------------------------------------------------------------------------------

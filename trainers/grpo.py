@@ -4,13 +4,17 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
+import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as trl_grpo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -107,6 +111,18 @@ def _without_end(training: Any) -> dict[str, object]:
     return {"ignore_eos": True} if training.use_vllm else {"eos_token_id": [_NEVER]}
 
 
+def _engine_without_weights() -> AbstractContextManager[object]:
+    """Context in which TRL's colocated vLLM makes up its weights (`load_format`): a probe needs no checkpoint on disk.
+
+    The first generation gets those of the trainer, as in a run. Bytes are the same; only the start is shorter. A 4-bit
+    engine still reads a checkpoint: vLLM sets `load_format` to bitsandbytes (EngineArgs.create_load_config).
+    """
+    engine = getattr(vllm_generation, "LLM", None)  # None: vLLM is not installed, and TRL says so
+    if engine is None:
+        return nullcontext()
+    return mock.patch.object(vllm_generation, "LLM", partial(engine, load_format="dummy"))
+
+
 class RolloutRun(TrlRun):
     """A run of a trainer that generates: it saves only between rollouts, and restores the prompts' order on resume."""
 
@@ -196,7 +212,7 @@ class RolloutTrainer(TrlTrainer):
         training.generation_kwargs = {**(training.generation_kwargs or {}), **_without_end(training)}
         rewards = reward_functions(config)
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
-        with random_weights(self.trl_module), random_reward_models(self.trl_module):
+        with random_weights(self.trl_module), random_reward_models(self.trl_module), _engine_without_weights():
             rows = _repeat(worst_case["rows"], training)
             images = {"processing_class": processor_of(config)} if "images" in worst_case else {}
             trainer = made(
