@@ -7,6 +7,9 @@ Facts are those of the versions that TRL 1.16 takes, 0.22 to 0.31 (`is_vllm_avai
 - graphs (vllm/config/vllm.py): batches up to twice `max_num_seqs`, at most 512, are captured, in steps of 8 and 16.
 - seconds: the host prepares a step while the card computes the one before (asynchronous scheduling, the default), so
   a step takes the longer of both.
+
+By their metadata, with transformers from 5.17 (autofit's floor): 0.22 to 0.30 take any such version, 0.31.0 only 5.17
+(<5.18). 0.22 to 0.26 want torch 2.11.0 exactly, 0.27 to 0.31 torch 2.13.0.
 """
 
 from __future__ import annotations
