@@ -22,7 +22,7 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
-from autofit.probing.memory import CpuMemory
+from autofit.probing.memory import CpuMemory, CudaMemory
 from autofit.probing.oom import exited_for_oom, is_oom
 from autofit.probing.phases import Recorder
 from autofit.probing.prepare import prepare, worst_case_path
@@ -135,6 +135,27 @@ def test_a_limit_that_the_context_fills_is_an_oom_from_the_start(
     fork_server: ForkServer, tmp_path: Path, libraries: Path
 ) -> None:
     assert "already holds 0.63 GB" in in_child(fork_server, "too_small", tmp_path, libraries)
+
+
+def test_a_sleeping_engine_holds_nothing_in_an_update_and_all_of_it_where_it_may_wake_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """25 GB of an engine are given back to the driver, which counts 1 GB; torch's books hold them all the time."""
+    caps: list[float] = []
+    for name, value in {"synchronize": None, "memory_reserved": 30, "max_memory_reserved": 35,
+                        "reset_peak_memory_stats": None}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", caps.append)
+    memory = object.__new__(CudaMemory)
+    memory._nvml = memory._handle = None
+    memory._limit_bytes, memory._total_bytes, memory._awake_bytes = 40, 100, 0
+    used = {"awake": 31, "asleep": 6}  # 1 outside torch, and 5 of 30 that torch holds besides the engine's 25
+    monkeypatch.setattr("autofit.probing.memory.used_bytes", lambda *_: used["awake"])
+    assert memory.switch("load", "rollout").device_used_bytes == 36
+    monkeypatch.setattr("autofit.probing.memory.used_bytes", lambda *_: used["asleep"])
+    assert memory.switch("rollout", "update").device_used_bytes == 36
+    assert memory.switch("update", "rollout").device_used_bytes == 35 - 24
+    assert caps == pytest.approx([0.39, 0.64, 0.39])
 
 
 # -- a whole probe ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from autofit.hardware.nvml import CardState, card_state, handle_of, used_bytes
+from autofit.plugin.protocol import OPTIMIZER, SAVE, SCORING, UPDATE
 from autofit.probing.result import PhasePeak
 from autofit.units import format_bytes
 
@@ -138,6 +139,9 @@ class _StorageTracker(TorchDispatchMode):
         self.current_bytes -= self._sizes.pop(key, 0)
 
 
+_ASLEEP = (SCORING, UPDATE, OPTIMIZER, SAVE)  # phases in which a vLLM engine that can sleep does so throughout
+
+
 class CpuMemory:
     """The CPU allocator. Allocated, reserved and device-used bytes are equal, so the three peaks are one number."""
 
@@ -186,6 +190,9 @@ class CudaMemory:
     The target is emulated on a larger card by a hard cap on the allocator: target minus the bytes outside the allocator
     (context, modules, library handles, other processes). These grow while a probe runs, since CUDA loads kernels at
     their first use, so the cap is set anew at each change of phase.
+
+    A vLLM engine that sleeps has given its memory back, and torch's books still hold it: NVML then counts fewer bytes
+    than torch. Where it may wake up within a phase, its bytes count; in a phase of `_ASLEEP` what NVML counts does.
     """
 
     least_measured_s = 1.0  # NVML's power is the mean over a second, so shorter steps would tell none of their own
@@ -200,7 +207,7 @@ class CudaMemory:
         self._limit_bytes = limit_bytes
         self._nvml = pynvml
         self._handle = own_handle(pynvml)
-        self.context_bytes = self._outside_bytes()
+        self.context_bytes = self._awake_bytes = self._outside_bytes()
         warm = torch.ones(64, 64, device="cuda")
         (warm @ warm).sum().item()
         self.cublas_bytes = self._outside_bytes()
@@ -218,9 +225,9 @@ class CudaMemory:
             torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)))
 
     def _outside_bytes(self) -> int:
-        """Bytes on the card that torch's allocator does not hold."""
+        """Bytes on the card that torch's allocator does not hold; below 0 where it holds those of a sleeping engine."""
         torch.cuda.synchronize()
-        return max(0, used_bytes(self._nvml, self._handle) - torch.cuda.memory_reserved())
+        return used_bytes(self._nvml, self._handle) - torch.cuda.memory_reserved()
 
     def card_state(self) -> CardState:
         return card_state(self._nvml, self._handle)
@@ -236,14 +243,16 @@ class CudaMemory:
 
     def switch(self, left: str, entered: str) -> PhasePeak:
         reserved, outside = torch.cuda.max_memory_reserved(), self._outside_bytes()
+        if outside >= 0:
+            self._awake_bytes = outside
         peak = PhasePeak(
             name=left,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(),
             peak_reserved_bytes=reserved,
-            device_used_bytes=reserved + outside,
+            device_used_bytes=reserved + (outside if left in _ASLEEP else self._awake_bytes),
         )
         torch.cuda.reset_peak_memory_stats()
-        self._cap(outside)
+        self._cap(outside if entered in _ASLEEP else self._awake_bytes)
         return peak
 
     def now_s(self) -> float:
