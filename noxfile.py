@@ -2,8 +2,13 @@
 
 `nox -s gpu` runs what needs a CUDA card.
 
-`nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports.
+`nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports, `nox -s fresh` the
+README's two lines, each in a clean clone.
 """
+
+import re
+import shutil
+from pathlib import Path
 
 import nox
 
@@ -65,6 +70,19 @@ def compat(session: nox.Session, versions: tuple[str, ...]) -> None:
         "not thorough and not gpu",
         *(session.posargs or ["tests/fakegpu", "tests/test_architectures.py", "tests/test_names.py"]),
     )
+
+
+@nox.session(venv_backend="none")
+def fresh(session: nox.Session) -> None:
+    """Run the README's two lines, each in a clone of its own without a virtual environment: weekly (several GB)."""
+    lines = re.findall(r"^(?:Run|Test): `(.*)`$", Path("README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        clone = session.create_tmp()
+        session.run("git", "clone", "--quiet", ".", clone, external=True)
+        with session.chdir(clone):
+            session.run("bash", "-euo", "pipefail", "-c", line, external=True)
+        shutil.rmtree(clone)
 
 
 @nox.session
