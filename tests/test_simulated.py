@@ -150,6 +150,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
         "host_costs", "notes", "step_s_90", "tight", "most_used_bytes", "untried", "faster", "card",
+        "advice_ended_by",
     }  # fmt: skip
     assert found["fits"]
     assert found["step_s_90"][0] < found["step_s"] < found["step_s_90"][1] < 10 * found["step_s"]

@@ -134,6 +134,12 @@ class RolloutRun(TrlRun):
         micro_steps = int(training.steps_per_generation * training.num_iterations)
         return micro_steps // gcd(int(training.gradient_accumulation_steps), micro_steps)
 
+    @property
+    def rollout_every(self) -> int:
+        training = self.trainer.args
+        alike = not getattr(self.trainer, "generates_each_step", False)
+        return int(training.steps_per_generation * training.num_iterations) if alike else 0
+
     def save_on_the_spot(self) -> bool:
         """As for any run, but not while a rollout is in use: it is not saved."""
         exact = int(self.trainer.state.global_step) % self.steps_between_saves == 0

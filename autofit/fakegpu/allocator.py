@@ -274,6 +274,15 @@ class CachingAllocator:
             other._pools[key].unmapped = [twins[block] for block in pool.unmapped]
         return other, mine
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """The same for two moments from which every request is answered alike, besides the blocks in use."""
+        pools = tuple(
+            (key, tuple(pool.keys), tuple((b.address, b.size) for b in pool.unmapped))
+            for key, pool in sorted(self._pools.items(), key=lambda entry: entry[0])
+        )
+        return self.reserved_bytes, self.allocated_bytes, pools
+
     def round_size(self, nbytes: int) -> int:
         """Size of a request after rounding: to 512 B, or to power-of-two divisions if the settings enable them."""
         if nbytes < MIN_BLOCK_BYTES:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from autofit.fakegpu.allocator import (
     ROUND_LARGE_BYTES,
@@ -20,19 +21,36 @@ _CHECKPOINT_EVENTS = 16384  # a checkpoint costs as much as replaying about half
 _GUESSES = 12  # tried capacities before the search falls back to bisection
 
 
+class Round(NamedTuple):
+    """Events that repeat: `times` stretches of `length` from event `start` on, with storages `base` and above.
+
+    Event i of stretch n takes storage `base + n * length + i`.
+    """
+
+    start: int
+    length: int
+    times: int
+    base: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length * self.times
+
+
 class EventLog:
     """Allocations and frees in order: event i allocates (+) or frees (-) `nbytes[i]` of storage `ids[i]`.
 
     `tags[i]` is the current layer (see `layers.py`), 0 outside all layers.
     """
 
-    __slots__ = ("ids", "nbytes", "streams", "tags")
+    __slots__ = ("ids", "nbytes", "rounds", "streams", "tags")
 
     def __init__(self) -> None:
         self.ids = array("q")
         self.nbytes = array("q")
         self.tags = array("q")
         self.streams: dict[int, int] = {}
+        self.rounds: tuple[Round, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -107,8 +125,57 @@ def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
 
 def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:
     """Replay the events from `start` to `end`; returns the index of the first allocation that does not fit, or None."""
+    for each in log.rounds:
+        if start <= each.start and each.end <= end:
+            oom = _play_plain(log, start, each.start, allocator, blocks)
+            if oom is None:
+                oom = _play_round(log, each, allocator, blocks)
+            if oom is not None:
+                return oom
+            start = each.end
+    return _play_plain(log, start, end, allocator, blocks)
+
+
+def _play_plain(
+    log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]
+) -> int | None:
     place = allocator.play(log.ids[start:end], log.nbytes[start:end], blocks, log.streams)
     return None if place is None else start + place
+
+
+def _play_round(log: EventLog, each: Round, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:
+    """Replay a round until the allocator is as it was some stretches before: from there on it goes in circles."""
+    seen: dict[object, tuple[int, int]] = {}
+    done = 0
+    while done < each.times:
+        start = each.start + done * each.length
+        if (oom := _play_plain(log, start, start + each.length, allocator, blocks)) is not None:
+            return oom
+        done += 1
+        own = each.base + (done - 1) * each.length  # storages of the stretch that has just ended
+        names = tuple(sorted((id_ - own if id_ >= own else ~id_, b.address) for id_, b in blocks.items()))
+        state = (allocator.state, names)
+        if state in seen:
+            before, retries = seen[state]
+            circles = (each.times - done) // (done - before)
+            allocator.retry_count += circles * (allocator.retry_count - retries)
+            ahead = circles * (done - before)
+            for id_ in [id_ for id_ in blocks if id_ >= own]:
+                blocks[id_ + ahead * each.length] = blocks.pop(id_)
+            done += ahead
+            seen.clear()
+        else:
+            seen[state] = done, allocator.retry_count
+    return None
+
+
+def _cuts(log: EventLog, start: int, end: int) -> list[int]:
+    """Events from `start` to `end` at which a replay may be continued: none is within a round."""
+    cuts = [start]
+    while cuts[-1] < end:
+        at = min(cuts[-1] + _CHECKPOINT_EVENTS, end)
+        cuts.append(next((r.end for r in log.rounds if r.start < at < r.end and r.end <= end), at))
+    return cuts
 
 
 class Unlimited:
@@ -122,11 +189,11 @@ class Unlimited:
         highest = (0, 0)
         for start, end in pairwise([0, *starts, len(log)]):
             now.allocator.reset_peaks()
-            for at in range(start, end, _CHECKPOINT_EVENTS):
+            for at, after in pairwise(_cuts(log, start, end)):
                 if highest[1] == self._checkpoints[-1].allocator.peak_reserved_bytes:
                     self._checkpoints.pop()  # the next checkpoint is valid for the same capacities, and later
                 self._checkpoints.append(now.kept(at, *highest))
-                _play(log, at, min(at + _CHECKPOINT_EVENTS, end), now.allocator, now.blocks)
+                _play(log, at, after, now.allocator, now.blocks)
                 highest = (
                     max(highest[0], now.allocator.peak_allocated_bytes),
                     max(highest[1], now.allocator.peak_reserved_bytes),

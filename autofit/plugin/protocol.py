@@ -150,7 +150,12 @@ class Report:
         yield
         self.enter(left)
 
+    leaves_out = False  # whether the receiver repeats micro-batches that are alike by itself
+
     def train_begins(self) -> None: ...
+
+    def micro_step_begins(self, *, left_out: bool) -> None:
+        """A micro-batch of many that are alike begins, or is left out because the receiver repeats it."""
 
     def step_begins(self, step: int) -> None:
         """The optimizer step after `step` finished ones begins."""

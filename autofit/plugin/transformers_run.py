@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from autofit.plugin.left_out import leave_out_repeated
 from autofit.plugin.protocol import OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.plugin.spot import Spot
 from autofit.recipe.secrets import masked
@@ -59,6 +60,11 @@ class TransformersRun:
         return 1
 
     @property
+    def rollout_every(self) -> int:
+        """Micro-batches of a rollout, which are all alike; 0 where they may differ."""
+        return 0
+
+    @property
     def last_step(self) -> int:
         return int(self.trainer.state.max_steps)
 
@@ -67,6 +73,8 @@ class TransformersRun:
         _report_saves(self.trainer, reporter, report)
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
+        if report.leaves_out and self.rollout_every:
+            leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
         _mask_secrets_when_pickled(type(self.trainer.args))

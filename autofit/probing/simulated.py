@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
+from operator import itemgetter
 from typing import Any
 
 import yaml
@@ -19,6 +20,7 @@ from torch import Tensor
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.rounds import with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.host_memory import HostMemory as HostTensors
 from autofit.fakegpu.host_memory import held_bytes
@@ -28,6 +30,7 @@ from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
+from autofit.plugin.left_out import COMPUTED
 from autofit.plugin.protocol import OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
@@ -64,8 +67,12 @@ class SimMemory:
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
+        self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end, and whether one was left out
+        self.leaves_out = False  # whether any micro-batch was left out
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
+        self._last: Mapping[str, float] = {}  # seconds of each part since the mark before the last one
+        self._of_computed: Mapping[str, float] = {}  # in the last micro-batch that was computed
         self._log_error: float | None = None
         self._bounds: dict[str, dict[str, float]] = {}
         self._run: Run | None = None
@@ -85,7 +92,7 @@ class SimMemory:
         `pattern` is the number of layers after which the training treats them alike. With `follow_host` the tensors in
         the memory of the host are counted too.
         """
-        self._marks, self._steps = [], []
+        self._marks, self._steps, self._windows, self.leaves_out = [], [], [], False
         self._traced_s, self._began = {}, {}
         with fake_gpu(
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
@@ -135,15 +142,43 @@ class SimMemory:
             clock = self._gpu.clock
             assert isinstance(clock, LayerClock)
             self._marks.append(Mark(name=entered, event=len(self._gpu.memory.log), stretch=clock.cut()))
-            now, phase = clock.traced_s, self._traced_s.setdefault(left, {})
-            for part, seconds in now.items():
-                phase[part] = phase.get(part, 0.0) + max(0.0, seconds - self._began.get(part, 0.0))
+            now = clock.traced_s
+            self._last = {part: max(0.0, seconds - self._began.get(part, 0.0)) for part, seconds in now.items()}
+            self._add_traced(left, self._last)
             self._began = now
         return PhasePeak(name=left, peak_allocated_bytes=0, peak_reserved_bytes=0, device_used_bytes=0)
+
+    def _add_traced(self, phase: str, seconds: Mapping[str, float]) -> None:
+        spent = self._traced_s.setdefault(phase, {})
+        for part, each in seconds.items():
+            spent[part] = spent.get(part, 0.0) + each
 
     def mark_step(self) -> None:
         """Mark the last phase change as the begin or end of a measured step."""
         self._steps.append(len(self._marks) - 1)
+
+    def end_micro_batch(self, *, left_out: bool) -> None:
+        """The last phase change is the end of a micro-batch of many that are alike, or of one that was left out."""
+        self._windows.append((len(self._marks) - 1, left_out))
+        self.leaves_out |= left_out
+        if left_out:
+            self._add_traced(UPDATE, self._of_computed)
+        else:
+            self._of_computed = self._last
+
+    def _repeated(self, run: Run) -> Run:
+        """The run with the micro-batches that were left out, and without the marks between those that are alike."""
+        rows = groupby(self._windows, key=itemgetter(1))
+        groups = [[mark for mark, _ in row] for left_out, row in rows if left_out]
+        dropped = {mark for mark, _ in self._windows}
+        if not all(dropped.issuperset(range(marks[0] - COMPUTED, marks[-1] + 1)) for marks in groups):
+            raise NotRepeatingError("a phase begins within a micro-batch")
+        run = with_rounds(run, [(marks[0], marks[-1]) for marks in groups])
+        kept = [number for number in range(len(self._marks)) if number not in dropped]
+        self._steps = [kept.index(number) for number in self._steps]
+        self._marks = [self._marks[number] for number in kept]
+        self._windows = []
+        return without_marks(run, dropped)
 
     def now_s(self) -> float:
         return self._gpu.elapsed_s if self._gpu is not None else 0.0
@@ -155,7 +190,7 @@ class SimMemory:
         `share_of_scoring` of them. A rollout that serves several steps counts `share_of_rollout` in each.
         """
         assert self._gpu is not None
-        run = self._run = expanded(self._gpu, self._marks)
+        run = self._run = self._repeated(expanded(self._gpu, self._marks))
         times = run.seconds()
         self._replay = Unlimited(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
         found = [

@@ -194,17 +194,34 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
     assert isinstance(memory, SimMemory)
     memory.least_of_fits = request.least_of_fits
     try:
-        run = _train_on_card(request, memory, recorder, trainer, shallow=not needs_all_layers(request.values))
-        simulation = memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
+        run, simulation = _simulated(request, memory, recorder, trainer, shallow=not needs_all_layers(request.values))
     except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
         print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
-        run = _train_on_card(request, memory, recorder, trainer, shallow=False)
-        simulation = memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
+        run, simulation = _simulated(request, memory, recorder, trainer, shallow=False)
     recorder.peaks[:] = simulation.peaks
     return run, simulation
 
 
-def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool) -> Run:
+def _simulated(
+    request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool
+) -> tuple[Run, Any]:
+    """The run and what it says; with all its micro-batches where those that were left out cannot be repeated."""
+    from autofit.fakegpu.depth.stack import NotRepeatingError
+
+    for leaves_out in (Launch.of(request.values).is_plain, False):
+        run = _train_on_card(request, memory, recorder, trainer, shallow=shallow, leaves_out=leaves_out)
+        try:
+            return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
+        except NotRepeatingError as error:
+            if not memory.leaves_out:
+                raise
+            print(f"traced again with all micro-batches: {error}", flush=True)
+    raise AssertionError
+
+
+def _train_on_card(
+    request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool, leaves_out: bool
+) -> Run:
     from autofit.probing.rank import simulated_rank
     from autofit.probing.simulated import layers_alike, loaded_bytes
 
@@ -216,7 +233,7 @@ def _train_on_card(request: ProbeRequest, memory: Any, recorder: Recorder, train
         run = trainer.build(values, _task(request, steps=2))
         loaded = loaded_bytes(run.model)
         engine = launch.sharding.startswith("zero")  # DeepSpeed's makes what it keeps on the host before the first step
-        marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=not engine)
+        marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=not engine, leaves_out=leaves_out)
         run.train(marks)
         recorder.enter("end")
         saved = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))
@@ -237,14 +254,27 @@ class _StepMarks(Followed):
     With `loads_apart` what the host holds before the first step is gone when it begins.
     """
 
-    def __init__(self, recorder: Recorder, memory: Any, *, measure_after: int, loads_apart: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, memory: Any, *, measure_after: int, loads_apart: bool, leaves_out: bool
+    ) -> None:
         super().__init__(recorder)
+        self.leaves_out = leaves_out
+        self._left_out: bool | None = None  # whether the micro-batch at work is; None where all are computed
         self._memory, self._measure_after, self._loads_apart = memory, measure_after, loads_apart
         self._trained: tuple[object, object] | None = None
 
     def gradient_is_whole(self, model: object, optimizer: object) -> None:
         super().gradient_is_whole(model, optimizer)
         self._trained = model, optimizer
+
+    def micro_step_begins(self, *, left_out: bool) -> None:
+        self._left_out = left_out
+
+    def micro_step_ends(self) -> None:
+        if self._left_out is not None:
+            self.recorder.enter(UPDATE)
+            self._memory.end_micro_batch(left_out=self._left_out)
+            self._left_out = None
 
     def saved_bytes(self, launch: Launch, *, with_optimizer: bool) -> int | None:
         """The most bytes of what was trained that a save gathers; None for a run that did not tell of it."""

@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth.layers",),
     ("fusion",),
     ("depth.expand", "tracer"),
+    ("depth.rounds",),
     ("card",),
     ("formula.polynomials",),
     ("formula.kernel_log", "formula.tabled"),

@@ -23,7 +23,7 @@ from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder,
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
 from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.memory import SimulatedMemory
-from autofit.fakegpu.replay import EventLog
+from autofit.fakegpu.replay import EventLog, Round
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,12 +61,13 @@ class Run:
     marks: tuple[Mark, ...]
     repeats: tuple[Repeat, ...] = ()
     streams: Mapping[int, int] = field(default_factory=dict)
+    rounds: tuple[Round, ...] = ()  # stretches of events that are alike
 
     @property
     def log(self) -> EventLog:
         log = EventLog()
         log.ids, log.nbytes, log.tags = (_array(values) for values in (self.ids, self.nbytes, self.tags))
-        log.streams = dict(self.streams)
+        log.streams, log.rounds = dict(self.streams), self.rounds
         return log
 
     def seconds(self) -> list[float]:
@@ -74,13 +75,13 @@ class Run:
         now = (0.0, 0.0, 0.0, 0.0, 0.0)
         found, done = [], 0
         for mark in self.marks:
-            for delay in self._delays(done, mark.stretch):
+            for delay in self.delays(done, mark.stretch):
                 now = delay.after(now)
             done = max(done, mark.stretch)
             found.append(max(now))
         return found
 
-    def _delays(self, start: int, end: int) -> Iterator[Delay]:
+    def delays(self, start: int, end: int) -> Iterator[Delay]:
         """The delays of the segments `start` to `end`, repeated ones joined to one."""
         for first, last, times in (r for r in self.repeats if start <= r.start and r.end <= end):
             yield from (delay for _, delay in self.stretches[start:first])
@@ -318,7 +319,7 @@ class Expansion:
             if run.streams
             else {},
         )
-        _check(result)
+        check_storages(result)
         self._check_repetitions(result)
         return self._with_time(result, places)
 
@@ -429,7 +430,7 @@ def _moved(place: int, places: list[tuple[int, int]]) -> int:
     return new + place - old
 
 
-def _check(run: Run) -> None:
+def check_storages(run: Run) -> None:
     """Raise unless each storage is allocated once and freed at most once, later, with the same size."""
     taken, given = run.nbytes > 0, run.nbytes < 0
     order = np.arange(len(run.ids))
