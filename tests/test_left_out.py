@@ -7,6 +7,7 @@ import torch
 
 from autofit.plugin.left_out import leave_out_repeated
 from autofit.plugin.protocol import Report
+from autofit.trainers.grpo import RolloutRun
 
 
 class Heard(Report):
@@ -53,3 +54,13 @@ def test_short_rows_are_computed_and_nothing_is_told() -> None:
     found, heard = computed(16, 4)
     assert found == list(range(32))
     assert heard.said == []
+
+
+def test_micro_batches_of_one_sample_are_computed_where_one_prompt_is_the_longest() -> None:
+    def every(micro_batch: int, **facts: bool) -> int:
+        args = SimpleNamespace(per_device_train_batch_size=micro_batch, steps_per_generation=8, num_iterations=1)
+        run = RolloutRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1)
+        return run.rollout_every
+
+    assert every(1) == every(2, one_is_longest=True) == 8
+    assert every(1, one_is_longest=True) == every(2, generates_each_step=True) == 0

@@ -136,8 +136,10 @@ class RolloutRun(TrlRun):
 
     @property
     def rollout_every(self) -> int:
+        """As for any run. A micro-batch of the longest prompt alone has no padding, and all others have."""
         training = self.trainer.args
-        alike = not getattr(self.trainer, "generates_each_step", False)
+        lone = training.per_device_train_batch_size == 1 and getattr(self.trainer, "one_is_longest", False)
+        alike = not lone and not getattr(self.trainer, "generates_each_step", False)
         return int(training.steps_per_generation * training.num_iterations) if alike else 0
 
     def save_on_the_spot(self) -> bool:
@@ -228,6 +230,7 @@ class RolloutTrainer(TrlTrainer):
         trainer.eos_token_ids = [_NEVER]
         if padded(config, worst_case) and not images:
             trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)
+            trainer.one_is_longest = True
         return trainer
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
