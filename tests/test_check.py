@@ -51,9 +51,9 @@ MEND = Change(
 )  # fmt: skip
 
 
-def check(found: ProbeResult, advice: Advice | None = None, **facts: int) -> Check:
+def check(found: ProbeResult, advice: Advice | None = None, *, weights_bytes: int = 16 * GB) -> Check:
     recipe = replace(grpo_recipe(), longest_row=4812, longest_place=1201, num_samples=9000, longest_prompt_tokens=1950)
-    recipe = replace(recipe, **facts)
+    recipe = replace(recipe, model_parameters=8 * GB, weights_bytes=weights_bytes)
     stops = crash_of(found, recipe, CARD.capacity_bytes) if found.device_used_bytes != 10 * GB else None
     return Check(
         recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, advice=advice
@@ -115,15 +115,14 @@ def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
 
 
 def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:
-    facts = {"model_parameters": 8 * GB, "weights_bytes": 32 * GB}
-    over = check(result(CARD.capacity_bytes + GB), **facts)
+    over = check(result(CARD.capacity_bytes + GB), weights_bytes=32 * GB)
     assert str(over).splitlines()[1] == (
         "the weights are float32, as TRL loads a model whose `dtype` is not given: 32.00 GB for 8.00 B parameters; "
         "dtype: bfloat16 takes half of that"
     )
     assert over.to_dict()["float32_weights_bytes"] == 32 * GB
-    assert "float32" not in str(check(result(10 * GB), **facts))
-    assert "float32" not in str(check(result(CARD.capacity_bytes + GB), model_parameters=8 * GB, weights_bytes=16 * GB))
+    assert "float32" not in str(check(result(10 * GB), weights_bytes=32 * GB))
+    assert "float32" not in str(check(result(CARD.capacity_bytes + GB)))
 
 
 def test_the_step_follows_the_rollouts() -> None:

@@ -127,7 +127,7 @@ def test_below_120_columns_a_trial_is_a_block_with_what_changed_and_its_figures(
 
 
 def test_a_narrow_table_comes_before_blocks() -> None:
-    narrow, wide = (Folding(title="cards", **more) for more in ({}, {}))
+    narrow, wide = Folding(title="cards"), Folding(title="cards")
     narrow.add_column("card and figures")
     narrow.add_row("h100, 3 s")
     for name in ("card", "a column of eighteen words", "step"):

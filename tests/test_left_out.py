@@ -60,7 +60,7 @@ def test_micro_batches_of_one_sample_are_computed_where_one_prompt_is_the_longes
     def every(micro_batch: int, **facts: bool) -> int:
         args = SimpleNamespace(per_device_train_batch_size=micro_batch, steps_per_generation=8, num_iterations=1)
         run = RolloutRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1)
-        return run.rollout_every
+        return int(run.rollout_every)
 
     assert every(1) == every(2, one_is_longest=True) == 8
     assert every(1, one_is_longest=True) == every(2, generates_each_step=True) == 0
