@@ -229,3 +229,17 @@ def test_a_change_that_offloads_says_that_its_seconds_are_a_lower_bound(given: d
     result = ProbeResult(status=ProbeStatus.FIT, device="sim:a100-80gb", device_used_bytes=1, step_s=(3.0,))
     change = Change.of(result, changes=given, given=given, tier="neutral", settings=1, capacity_bytes=1 << 36)
     assert change.step_words == words
+
+
+def test_settings_of_the_phase_that_is_too_large_are_tried_first() -> None:
+    """A rollout of 60 GB beside an update of 40: no checkpoint and no smaller micro-batch mends that."""
+
+    def rollouts(values: Values) -> dict[str, dict[str, int]]:
+        completions = cast(int, values["per_device_train_batch_size"]) * cast(int, values["steps_per_generation"])
+        return {"update": {"weights": 8 * GB, "activations": 32 * GB},
+                "rollout": {"weights": 8 * GB, "KV cache": completions * 52 * GB // 32}}  # fmt: skip
+
+    asked: list[Values] = []
+    found = advice(50 * GB, asked, law=rollouts)
+    assert "steps_per_generation" in found.changes[0].changes
+    assert cast(int, asked[1]["steps_per_generation"]) < 4

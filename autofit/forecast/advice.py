@@ -140,7 +140,14 @@ class _Search:
     def _sets(self, names: Iterable[str], count: int, tier: Tier) -> list[frozenset[str]]:
         sets = [frozenset(s) for s in combinations(names, count)]
         of_tier = [s for s in sets if max((self._tier_of(n) for n in s), key=TIERS.index) == tier]
-        return sorted((s for s in of_tier if self._is_open(s)), key=lambda s: QUANTIZATION in s)  # slow to simulate
+        later = {
+            s: (QUANTIZATION in s, not self._is_promising(s)) for s in of_tier if self._is_open(s)
+        }  # slow, in vain
+        return sorted(later, key=lambda s: later[s])
+
+    def _is_promising(self, names: frozenset[str]) -> bool:
+        """Whether these settings are expected to leave room, not only not known to be too little."""
+        return self._expected(self.levers.strongest(names)) <= self._room
 
     def _is_open(self, names: frozenset[str]) -> bool:
         """Whether it is not known yet if these settings suffice, and no smaller set does."""
