@@ -42,8 +42,8 @@ def step_s(values: Values) -> float:
 
 
 def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = law, crash: str | None = None,
-           **changes: object) -> Advice:  # fmt: skip
-    """What is advised where `crash` (a key) makes a probe fail by an error of its own."""
+           gap_bytes: int = 0, **changes: object) -> Advice:  # fmt: skip
+    """What is advised where `crash` (a key) makes a probe fail by an error of its own, and `gap_bytes` lie between."""
     own: dict[str, object] = {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
         "max_completion_length": 256, "gradient_checkpointing": False, "use_peft": True, "dtype": "bfloat16",
@@ -54,7 +54,7 @@ def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = la
         if asked is not None:
             asked.append(values)
         held = law(values)
-        nbytes = CONTEXT + max(sum(of_phase.values()) for of_phase in held.values())
+        nbytes = CONTEXT + gap_bytes + max(sum(of_phase.values()) for of_phase in held.values())
         status = ProbeStatus.FIT if nbytes <= capacity_bytes else ProbeStatus.OOM
         result = ProbeResult(
             status=status, device="sim:h100", device_used_bytes=nbytes, least_capacity_bytes=nbytes,
@@ -240,6 +240,6 @@ def test_settings_of_the_phase_that_is_too_large_are_tried_first() -> None:
                 "rollout": {"weights": 8 * GB, "KV cache": completions * 52 * GB // 32}}  # fmt: skip
 
     asked: list[Values] = []
-    found = advice(50 * GB, asked, law=rollouts)
+    found = advice(70 * GB, asked, law=rollouts, gap_bytes=15 * GB)
     assert "steps_per_generation" in found.changes[0].changes
     assert cast(int, asked[1]["steps_per_generation"]) < 4
