@@ -1,11 +1,12 @@
 """`nox` runs lint, types and tests; `nox -s slow` runs all that CI does, `nox -s thorough` the rest.
 
-`nox -s gpu` runs what needs a CUDA card.
+`nox -s gpu` runs what needs a CUDA card, `nox -s cuda` what needs the CUDA build of torch, and no card.
 
 `nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports, `nox -s fresh` the
 README's two lines, each in a clean clone.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -43,14 +44,14 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run every test that needs no GPU, as CI does."""
     session.install(*INSTALL)
-    session.run("pytest", "-m", "not thorough and not gpu", *session.posargs)
+    session.run("pytest", "-m", "not thorough and not gpu and not cuda", *session.posargs)
 
 
 @nox.session
 def thorough(session: nox.Session) -> None:
     """Run whole matrices of cases and the long training, which CI samples: before a release, or weekly."""
     session.install(*INSTALL)
-    session.run("pytest", "-m", "thorough and not gpu", *session.posargs)
+    session.run("pytest", "-m", "thorough and not gpu and not cuda", *session.posargs)
 
 
 @nox.session
@@ -67,7 +68,7 @@ def compat(session: nox.Session, versions: tuple[str, ...]) -> None:
     session.run(
         "pytest",
         "-m",
-        "not thorough and not gpu",
+        "not thorough and not gpu and not cuda",
         *(session.posargs or ["tests/fakegpu", "tests/test_architectures.py", "tests/test_names.py"]),
     )
 
@@ -83,6 +84,20 @@ def fresh(session: nox.Session) -> None:
         with session.chdir(clone):
             session.run("bash", "-euo", "pipefail", "-c", line, external=True)
         shutil.rmtree(clone)
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """Run the tests on the CUDA build of torch, of the exact version in constraints.txt, without a card (4 GB)."""
+    pins = [line.split("#")[0].strip() for line in Path("constraints.txt").read_text().splitlines()]
+    version = next(pin.removeprefix("torch==") for pin in pins if pin.startswith("torch=="))
+    # `===` is no CPU build (2.13.0+cpu), which a folder of wheels may offer before the index.
+    clean = {"PIP_CONSTRAINT": os.devnull, "PIP_FIND_LINKS": ""}
+    session.install(f"torch==={version}", "nvidia-cuda-crt==13.0.88", env=clean)  # the headers of CUDA's runtime
+    rest = Path(session.create_tmp()) / "constraints.txt"
+    rest.write_text("\n".join(pin for pin in pins if pin and not pin.startswith("torch==")))
+    session.install("-c", str(rest), "-e", ".[dev]", env={"PIP_CONSTRAINT": os.devnull})
+    session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/test_null_gpu.py"]))
 
 
 @nox.session

@@ -1,18 +1,9 @@
-/* libcuda.so.1 without a driver. Notes in the file FAKE_CUDA_LOG which process starts CUDA. CUDA's order of the cards,
-   by their lines in FAKE_CARDS from 0, is FAKE_CUDA_ORDER ("1,0"); without it no card can be used. */
+/* libcuda.so.1 without a driver. Notes in the file FAKE_CUDA_LOG which process starts CUDA. CUDA's order of the cards is
+   FAKE_CUDA_ORDER's (cards.h); without it no card can be used. */
 #include "cards.h"
 
 enum { OK = 0, NOT_INITIALIZED = 3, NO_DEVICE = 100 };
 static int started = 0;
-
-static int line_of(int ordinal) {
-    char text[128], *rest, *part;
-    const char *order = getenv("FAKE_CUDA_ORDER");
-    snprintf(text, sizeof text, "%s", order ? order : "");
-    for (part = strtok_r(text, ",", &rest); part; part = strtok_r(NULL, ",", &rest))
-        if (ordinal-- == 0) return atoi(part);
-    return -1;
-}
 
 int cuInit(unsigned flags) {
     const char *path = getenv("FAKE_CUDA_LOG");
@@ -60,3 +51,31 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned
 int cuGetProcAddress(const char *name, void **function, int version, unsigned long long flags) {
     return cuGetProcAddress_v2(name, function, version, flags, NULL);
 }
+
+/* What torch's CUDA builds ask besides, on the null GPU (tests/null_gpu). */
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *active = 1; if (flags) *flags = 0; return OK; }
+int cuCtxGetCurrent(void **context) { *context = (void *)64; return OK; }
+int cuCtxSetCurrent(void *context) { return OK; }
+int cuGetErrorName(int error, const char **text) { *text = "an error of the fake driver"; return OK; }
+int cuGetErrorString(int error, const char **text) { return cuGetErrorName(error, text); }
+
+/* And what Triton calls to load and start a kernel, of which none is started. */
+#define DOES_NOTHING(name) int name(void) { return OK; }
+DOES_NOTHING(cuDeviceGetAttribute)
+DOES_NOTHING(cuDevicePrimaryCtxRetain)
+DOES_NOTHING(cuFuncGetAttribute)
+DOES_NOTHING(cuFuncSetAttribute)
+DOES_NOTHING(cuFuncSetCacheConfig)
+DOES_NOTHING(cuLaunchCooperativeKernel)
+DOES_NOTHING(cuLaunchKernel)
+DOES_NOTHING(cuLinkAddData_v2)
+DOES_NOTHING(cuLinkComplete)
+DOES_NOTHING(cuLinkCreate_v2)
+DOES_NOTHING(cuModuleGetFunction)
+DOES_NOTHING(cuModuleLoad)
+DOES_NOTHING(cuModuleLoadData)
+DOES_NOTHING(cuModuleLoadDataEx)
+DOES_NOTHING(cuModuleUnload)
+DOES_NOTHING(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+DOES_NOTHING(cuPointerGetAttribute)
+DOES_NOTHING(cuTensorMapEncodeTiled)

@@ -50,7 +50,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, Memory *found) {
     Card *card = card_of(handle);
     if (!strcmp(card->kind, "dying")) return LOST;
     found->total = card->total << 20;
-    found->used = (card->used + card->reserved) << 20;
+    found->used = ((card->used + card->reserved) << 20) + held_bytes(card->uuid);
     found->free = found->total - found->used;
     return OK;
 }
@@ -60,7 +60,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *found) {
     if (getenv("FAKE_OLD_DRIVER")) return NOT_SUPPORTED;
     found->total = card->total << 20;
     found->reserved = card->reserved << 20;
-    found->used = card->used << 20;
+    found->used = (card->used << 20) + held_bytes(card->uuid);
     found->free = found->total - found->used - found->reserved;
     return OK;
 }
@@ -129,13 +129,20 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(void *handle, unsigned *count, Proc
     return *count > room ? 7 : OK;
 }
 
-/* FAKE_PROCESSES: UUID PID MIB, a line each; MIB -1 is what a driver says that does not tell. */
+/* Those of FAKE_HELD, then FAKE_PROCESSES: UUID PID MIB, a line each; MIB -1 is what a driver says that does not tell. */
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Process *found) {
     const char *path = getenv("FAKE_PROCESSES");
     FILE *file = path ? fopen(path, "r") : NULL;
     char uuid[96];
     unsigned pid, n = 0, room = *count;
     long long mib;
+    DIR *folder = holders();
+    unsigned long long bytes;
+    while ((pid = next_holder(folder, card_of(handle)->uuid, &bytes))) {
+        if (n < room) { found[n].pid = pid; found[n].used = bytes; }
+        n++;
+    }
+    if (folder) closedir(folder);
     while (file && fscanf(file, " %95s %u %lld", uuid, &pid, &mib) == 3) {
         if (strcmp(uuid, card_of(handle)->uuid)) continue;
         if (n < room) { found[n].pid = pid; found[n].used = mib < 0 ? ~0ULL : (unsigned long long)mib << 20; }
@@ -145,3 +152,19 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Proce
     *count = n;
     return n > room ? 7 : OK; /* 7: insufficient size */
 }
+
+/* What torch's CUDA builds and NCCL ask besides, on the null GPU (tests/null_gpu). A card's bus is its ordinal from 1. */
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **handle) {
+    unsigned ordinal = 0;
+    int line;
+    sscanf(bus, "%*x:%x", &ordinal);
+    line = line_of((int)ordinal - 1);
+    *handle = (void *)(long)(line + 1);
+    return line < 0 ? NOT_FOUND : OK;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return OK; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV(void) { return OK; }
+int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, void *found) { *count = 0; return OK; }

@@ -1,0 +1,211 @@
+"""The `cuda` device on the real CUDA build of torch without a card: null_gpu/. Runs in `nox -s cuda`."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from null_gpu.build import NullGpu, build, h100s, missing
+from test_rank_probes import Killer, no_process_names
+
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Launcher
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.result import Cause, ProbeRequest, ProbeStatus
+from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.launching import LaunchOptions
+from autofit.recipe.recipe import Recipe, TrainerName
+
+pytestmark = pytest.mark.cuda
+MIB, GB = 1 << 20, 10**9
+TRAINERS: tuple[TrainerName, ...] = ("sft", "dpo", "reward", "grpo", "rloo")
+
+
+@pytest.fixture(scope="session")
+def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> NullGpu:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("null-gpu")
+    return NullGpu(libraries=build(folder / "libraries"), home=folder)
+
+
+@pytest.fixture(scope="module")
+def server(null_gpu: NullGpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A fork server whose children see the cards that `null_gpu` has at that moment."""
+    null_gpu.has(h100s(1))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in null_gpu.env().items():
+            patch.setenv(name, value)
+        found = ForkServer(tmp_path_factory.mktemp("warm-cuda"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def cards(null_gpu: NullGpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives this process and the server's children so many cards."""
+    monkeypatch.setenv("FAKE_CARDS", str(null_gpu.home / "cards"))
+    monkeypatch.setenv("FAKE_HELD", str(null_gpu.home / "held"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(null_gpu.libraries))
+    return lambda count, **used: null_gpu.has(h100s(count, **used))
+
+
+def recipe_of(
+    trainer: TrainerName, folder: Path, model: Path, server: ForkServer, *, ranks: int = 1, **changes: object
+) -> Recipe:
+    generates = trainer in ("grpo", "rloo")
+    path = (tiny.write_recipe(folder, model, **changes) if generates
+            else tiny.write_offline_recipe(trainer, folder, model, **changes))  # fmt: skip
+    options = LaunchOptions(num_processes=ranks) if ranks > 1 else LaunchOptions()
+    recipe = prepare(path, trainer=trainer, device="cuda", folder=folder, server=server, launch=options)
+    return replace(recipe, folder=folder)
+
+
+def request_of(
+    recipe: Recipe, server: ForkServer, slots: tuple[str, ...], *, sharding: Sharding = "ddp",
+    limit_bytes: int | None = None, **changes: object,
+) -> ProbeRequest:  # fmt: skip
+    assert recipe.folder is not None
+    values: dict[str, object] = {**recipe.values, **changes}
+    if len(slots) > 1:
+        values[LAUNCH] = Launch(ranks=len(slots), sharding=sharding).to_values()
+    return ProbeRequest(
+        folder=recipe.folder / "p", trainer=recipe.trainer, values=values, device="cuda", limit_bytes=limit_bytes,
+        worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=200, server_socket=server.socket_path,
+        slots=slots,
+    )  # fmt: skip
+
+
+def slots_of(count: int) -> tuple[str, ...]:
+    return tuple(f"cuda-{line.split(';')[2]}" for line in h100s(count))
+
+
+def test_torch_runs_on_the_null_gpu_and_its_bytes_are_told_by_the_driver(null_gpu: NullGpu) -> None:
+    null_gpu.has(h100s(2))
+    code = (
+        "import torch, pynvml, json\n"
+        "x = torch.ones(1 << 20, device='cuda:1', requires_grad=True); (x * x).sum().backward()\n"
+        "pynvml.nvmlInit(); card = pynvml.nvmlDeviceGetHandleByIndex(1)\n"
+        "try: torch.empty(200 << 30, dtype=torch.uint8, device='cuda'); oom = False\n"
+        "except torch.OutOfMemoryError: oom = True\n"
+        "print(json.dumps([torch.cuda.device_count(), oom, torch.cuda.memory_reserved(1),\n"
+        "    pynvml.nvmlDeviceGetMemoryInfo(card, version=pynvml.nvmlMemory_v2).used,\n"
+        "    [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card)]]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    count, oom, reserved, used, pids = json.loads(out.splitlines()[-1])
+    assert (count, oom, pids) == (2, True, [process.pid])
+    assert used == reserved + (500 + 4) * MIB  # the context, and what others hold
+
+
+@pytest.mark.parametrize("visible", [1, 2, 8])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(
+    trainer: TrainerName, visible: int, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cards(visible)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(trainer, tmp_path, tiny_model, server)
+    result = Launcher().run(request_of(recipe, server, slots_of(visible)[:1]))
+    assert result.status is ProbeStatus.FIT, result.reason
+    assert result.peak_reserved_bytes is not None
+    assert result.device_used_bytes is not None
+    assert result.device_used_bytes >= result.peak_reserved_bytes + 500 * MIB
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
+    bits: str, cards: Callable[..., None], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(1)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.write_model(tmp_path / "model", hidden=256)
+    recipe = recipe_of("sft", tmp_path, model, server, **{bits: True})
+    result = Launcher().run(request_of(recipe, server, slots_of(1)))
+    assert result.status is ProbeStatus.FIT, result.reason
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+def test_two_ranks_are_probed_on_two_cards(
+    trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cards(2)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(trainer, tmp_path, tiny_model, server, ranks=2)
+    result = Launcher().run(request_of(recipe, server, slots_of(2), sharding=sharding))
+    assert result.status is ProbeStatus.FIT, result.reason
+    assert [one.rank for one in result.ranks] == [0, 1]
+
+
+def test_a_target_below_the_card_is_an_oom_in_its_phase(
+    cards: Callable[..., None], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(1)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.write_model(tmp_path / "model", hidden=4096)
+    recipe = recipe_of("sft", tmp_path, model, server, use_peft=False)
+    result = Launcher().run(request_of(recipe, server, slots_of(1), limit_bytes=int(1.2 * GB)))
+    assert result.status is ProbeStatus.OOM, result.reason
+    assert result.oom_phase in ("load", "update", "optimizer")
+
+
+def test_an_oom_of_one_rank_whose_card_others_fill_is_told_with_the_rank(
+    cards: Callable[..., None], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(2)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.write_model(tmp_path / "model", hidden=4096)
+    recipe = recipe_of("sft", tmp_path, model, server, ranks=2, use_peft=False)
+    cards(2, used_mib={1: 81559 - 530 - 1200})  # 700 MiB beside the context
+    result = Launcher().run(request_of(recipe, server, slots_of(2)))
+    assert (result.status, result.rank) == (ProbeStatus.OOM, 1), result.reason
+
+
+def test_a_killed_rank_ends_all_and_gives_its_card_back(
+    cards: Callable[..., None], server: ForkServer, null_gpu: NullGpu, tmp_path: Path, tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cards(2)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of("sft", tmp_path, tiny_model, server, ranks=2)
+    request = request_of(recipe, server, slots_of(2))
+    killer: threading.Thread = Killer(request, 1, "update")
+    request.folder.mkdir()
+    killer.start()
+    result = Launcher().run(request)
+    killer.join()
+    assert (result.status, result.cause, result.rank) == (ProbeStatus.LOST, Cause.KILLED, 1)
+    assert no_process_names(request.folder)
+
+
+def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path: Path, tiny_model: Path) -> None:
+    null_gpu.has(h100s(1))
+    recipe = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
+
+    def autofit(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "autofit", *command], cwd=tmp_path, env={**os.environ, **null_gpu.env()},
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    told = autofit("search", str(recipe), "--device", "cuda", "--target-vram", "40GB", "--trials", "3", "--no-mlflow",
+                   "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
+    assert json.loads(told)
+    autofit("promote", "best", "--dir", str(tmp_path / "study"))
