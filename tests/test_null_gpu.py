@@ -144,9 +144,10 @@ def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    cards(2)
+    cards(1)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of(trainer, tmp_path, tiny_model, server, ranks=2)
+    cards(2)
     result = Launcher().run(request_of(recipe, server, slots_of(2), sharding=sharding))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
@@ -157,7 +158,7 @@ def test_a_target_below_the_card_is_an_oom_in_its_phase(
 ) -> None:
     cards(1)
     monkeypatch.chdir(tmp_path)
-    model = tiny.write_model(tmp_path / "model", hidden=4096)
+    model = tiny.write_model(tmp_path / "model", hidden=2048)
     recipe = recipe_of("sft", tmp_path, model, server, use_peft=False)
     result = Launcher().run(request_of(recipe, server, slots_of(1), limit_bytes=int(1.2 * GB)))
     assert result.status is ProbeStatus.OOM, result.reason
@@ -167,9 +168,9 @@ def test_a_target_below_the_card_is_an_oom_in_its_phase(
 def test_an_oom_of_one_rank_whose_card_others_fill_is_told_with_the_rank(
     cards: Callable[..., None], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cards(2)
+    cards(1)
     monkeypatch.chdir(tmp_path)
-    model = tiny.write_model(tmp_path / "model", hidden=4096)
+    model = tiny.write_model(tmp_path / "model", hidden=2048)
     recipe = recipe_of("sft", tmp_path, model, server, ranks=2, use_peft=False)
     cards(2, used_mib={1: 81559 - 530 - 1200})  # 700 MiB beside the context
     result = Launcher().run(request_of(recipe, server, slots_of(2)))
@@ -180,9 +181,10 @@ def test_a_killed_rank_ends_all_and_gives_its_card_back(
     cards: Callable[..., None], server: ForkServer, null_gpu: NullGpu, tmp_path: Path, tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    cards(2)
+    cards(1)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of("sft", tmp_path, tiny_model, server, ranks=2)
+    cards(2)
     request = request_of(recipe, server, slots_of(2))
     killer: threading.Thread = Killer(request, 1, "update")
     request.folder.mkdir()
@@ -205,7 +207,7 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    told = autofit("search", str(recipe), "--device", "cuda", "--target-vram", "40GB", "--trials", "3", "--no-mlflow",
+    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB", "--trials", "3", "--no-mlflow",
                    "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
     assert json.loads(told)
     autofit("promote", "best", "--dir", str(tmp_path / "study"))

@@ -49,7 +49,7 @@ OWN_MODELS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def _generating(
+def generating(
     name: str, model: str, prompt: int, completion: int, split: tuple[int, int, int], why: str, *,
     trainer: str = "grpo", k: int = 4, tags: tuple[str, ...] = (), **more: object,
 ) -> Config:  # fmt: skip
@@ -63,7 +63,7 @@ def _generating(
     return Config(name=name, trainer=trainer, model=model, tokens=prompt, values=values, why=why, tags=tags)
 
 
-def _samples(
+def samples(
     name: str, trainer: str, model: str, tokens: int, split: tuple[int, int], why: str, *, tags: tuple[str, ...] = (),
     **more: object,
 ) -> Config:  # fmt: skip
@@ -84,63 +84,63 @@ _R8 = LORA | {"lora_r": 8, "lora_alpha": 16}
 _R64 = LORA | {"lora_r": 64, "lora_alpha": 128}
 
 _FIRST = (
-    _generating("g1", _SMALL, 512, 128, _8_2_2, "GRPO with LoRA, small", **LORA),
-    _samples("s1", "sft", _MIDDLE, 2048, (4, 2), "SFT with LoRA", tags=("bisect",), **LORA),
-    _generating("g2", _SMALL, 512, 128, _8_2_2, "g1 without checkpointing", tags=("bisect",), **LORA, **_OFF),
-    _samples("d1", "dpo", _MIDDLE, 1024, (2, 2), "DPO with LoRA", tags=("bisect",), **LORA),
-    _samples("r1", "reward", _MIDDLE, 1024, (4, 2), "reward with LoRA", **LORA),
-    _generating("g4", _FOUR, 1024, 128, _8_2_1, "the built-in baseline", beta=0.04, **LORA),
-    _samples("s3", "sft", _SMALL, 2048, (4, 1), "full SFT: optimizer state"),
-    _samples("q1", "sft", _MIDDLE, 2048, (4, 1), "4-bit weights", load_in_4bit=True, **LORA),
-    _samples("o1", "sft", _SMALL, 2048, (4, 1), "8-bit Adam", optim="adamw_8bit"),
-    _samples("s2", "sft", _MIDDLE, 2048, (4, 2), "s1 without checkpointing", tags=("bisect",), **LORA, **_OFF),
-    _generating("p1", "Qwen/Qwen3-0.6B", 1024, 128, (8, 1, 1), "float32 with grouped queries: math attention",
+    generating("g1", _SMALL, 512, 128, _8_2_2, "GRPO with LoRA, small", **LORA),
+    samples("s1", "sft", _MIDDLE, 2048, (4, 2), "SFT with LoRA", tags=("bisect",), **LORA),
+    generating("g2", _SMALL, 512, 128, _8_2_2, "g1 without checkpointing", tags=("bisect",), **LORA, **_OFF),
+    samples("d1", "dpo", _MIDDLE, 1024, (2, 2), "DPO with LoRA", tags=("bisect",), **LORA),
+    samples("r1", "reward", _MIDDLE, 1024, (4, 2), "reward with LoRA", **LORA),
+    generating("g4", _FOUR, 1024, 128, _8_2_1, "the built-in baseline", beta=0.04, **LORA),
+    samples("s3", "sft", _SMALL, 2048, (4, 1), "full SFT: optimizer state"),
+    samples("q1", "sft", _MIDDLE, 2048, (4, 1), "4-bit weights", load_in_4bit=True, **LORA),
+    samples("o1", "sft", _SMALL, 2048, (4, 1), "8-bit Adam", optim="adamw_8bit"),
+    samples("s2", "sft", _MIDDLE, 2048, (4, 2), "s1 without checkpointing", tags=("bisect",), **LORA, **_OFF),
+    generating("p1", "Qwen/Qwen3-0.6B", 1024, 128, (8, 1, 1), "float32 with grouped queries: math attention",
                 dtype="float32", bf16=False, **LORA),
-    _generating("x1", _SMALL, 512, 128, _8_2_2, "g1 with expandable segments", **LORA, **_EXPANDABLE),
+    generating("x1", _SMALL, 512, 128, _8_2_2, "g1 with expandable segments", **LORA, **_EXPANDABLE),
 )  # fmt: skip
 _EACH_LAW = (
-    _generating("g5", _FOUR, 1024, 128, (4, 4, 4), "what a search finds at 40 GB", beta=0.04, **LORA, **_OFF),
-    _generating("g6", _EIGHT, 1024, 128, (16, 1, 1), "seed 000 before", beta=0.04, **LORA),
-    _generating("g7", _EIGHT, 896, 96, _8_2_1, "seed 000 after", beta=0.04, **_R8),
-    _samples("e1", "sft", _SMALL, 2048, (4, 1), "eager attention", attn_implementation="eager", **_OFF),
-    _samples("f1", "sft", _SMALL, 2048, (4, 1), "float32 weights under bfloat16 autocast", dtype="float32"),
-    _samples("m1", "sft", "small-moe", 2048, (4, 1), "a mixture of experts"),
-    _generating("c1", _SMALL, 256, 1024, (8, 1, 1), "a long completion: the cache grows 1024 times", **LORA),
-    _samples("o2", "sft", _MIDDLE, 1024, (2, 1), "paged 8-bit Adam", optim="paged_adamw_8bit"),
-    _generating("l1", _SMALL, 512, 128, _8_2_2, "RLOO with LoRA", trainer="rloo", **LORA),
-    _samples("r2", "reward", _SMALL, 1024, (8, 1), "full reward, no checkpointing", tags=("bisect",), **_OFF),
-    _samples("d2", "dpo", _SMALL, 1024, (4, 1), "full DPO: a reference model", **_OFF),
-    _samples("d3", "dpo", _MIDDLE, 1024, (2, 2), "the reference beforehand", precompute_ref_log_probs=True, **LORA),
-    _generating("q2", _MIDDLE, 512, 64, (8, 1, 1), "4-bit weights that generate", load_in_4bit=True, **LORA),
-    _samples("q3", "sft", _MIDDLE, 1024, (4, 1), "8-bit weights", load_in_8bit=True, **LORA),
-    _samples("a1", "sft", _SMALL, 2048, (4, 1), "Adafactor", optim="adafactor"),
-    _samples("x2", "sft", _MIDDLE, 2048, (4, 2), "s2 with expandable segments", **LORA, **_OFF, **_EXPANDABLE),
-    _samples("z1", "sft", "Qwen/Qwen3-14B", 2048, (1, 1), "does not fit on 80 GB: optimizer state"),
+    generating("g5", _FOUR, 1024, 128, (4, 4, 4), "what a search finds at 40 GB", beta=0.04, **LORA, **_OFF),
+    generating("g6", _EIGHT, 1024, 128, (16, 1, 1), "seed 000 before", beta=0.04, **LORA),
+    generating("g7", _EIGHT, 896, 96, _8_2_1, "seed 000 after", beta=0.04, **_R8),
+    samples("e1", "sft", _SMALL, 2048, (4, 1), "eager attention", attn_implementation="eager", **_OFF),
+    samples("f1", "sft", _SMALL, 2048, (4, 1), "float32 weights under bfloat16 autocast", dtype="float32"),
+    samples("m1", "sft", "small-moe", 2048, (4, 1), "a mixture of experts"),
+    generating("c1", _SMALL, 256, 1024, (8, 1, 1), "a long completion: the cache grows 1024 times", **LORA),
+    samples("o2", "sft", _MIDDLE, 1024, (2, 1), "paged 8-bit Adam", optim="paged_adamw_8bit"),
+    generating("l1", _SMALL, 512, 128, _8_2_2, "RLOO with LoRA", trainer="rloo", **LORA),
+    samples("r2", "reward", _SMALL, 1024, (8, 1), "full reward, no checkpointing", tags=("bisect",), **_OFF),
+    samples("d2", "dpo", _SMALL, 1024, (4, 1), "full DPO: a reference model", **_OFF),
+    samples("d3", "dpo", _MIDDLE, 1024, (2, 2), "the reference beforehand", precompute_ref_log_probs=True, **LORA),
+    generating("q2", _MIDDLE, 512, 64, (8, 1, 1), "4-bit weights that generate", load_in_4bit=True, **LORA),
+    samples("q3", "sft", _MIDDLE, 1024, (4, 1), "8-bit weights", load_in_8bit=True, **LORA),
+    samples("a1", "sft", _SMALL, 2048, (4, 1), "Adafactor", optim="adafactor"),
+    samples("x2", "sft", _MIDDLE, 2048, (4, 2), "s2 with expandable segments", **LORA, **_OFF, **_EXPANDABLE),
+    samples("z1", "sft", "Qwen/Qwen3-14B", 2048, (1, 1), "does not fit on 80 GB: optimizer state"),
 )
 _OTHER_SIZES = (
-    _generating("g3", _MIDDLE, 512, 128, _8_2_2, "g1, larger", **LORA),
-    _samples("s4", "sft", _MIDDLE, 4096, (2, 2), "full SFT, longer"),
-    _samples("s5", "sft", "meta-llama/Llama-3.2-1B", 2048, (4, 1), "Llama", **LORA),
-    _samples("s6", "sft", "google/gemma-3-1b-pt", 2048, (2, 1), "Gemma: a large vocabulary, windows", **LORA),
-    _samples("s7", "sft", _EIGHT, 2048, (2, 2), "8B", **LORA),
-    _samples("s8", "sft", "mistralai/Mistral-7B-v0.1", 4096, (1, 2), "a sliding window", **LORA),
-    _generating("g8", _SMALL, 256, 256, (16, 1, 1), "full GRPO, groups of 8", k=8, **_OFF),
-    _generating("g9", _SMALL, 2048, 64, (4, 4, 4), "a long prompt", **LORA),
-    _generating("g10", _MIDDLE, 512, 64, (2, 8, 8), "many micro-batches", **LORA, **_OFF),
-    _generating("g11", _SMALL, 512, 128, _8_2_2, "rank 64", **_R64),
-    _generating("c2", _MIDDLE, 256, 512, (16, 1, 1), "a wide, long rollout", **LORA),
-    _generating("l2", _MIDDLE, 512, 64, (8, 1, 1), "RLOO, larger", trainer="rloo", **LORA),
-    _samples("s9", "sft", _MIDDLE, 512, (16, 1), "short and wide", **LORA, **_OFF),
-    _samples("s10", "sft", _MIDDLE, 8192, (1, 1), "long and narrow", **LORA),
-    _samples("s11", "sft", "Qwen/Qwen3-0.6B", 2048, (8, 1), "tied embeddings"),
-    _samples("m2", "sft", "small-moe", 1024, (8, 1), "experts with LoRA on attention",
+    generating("g3", _MIDDLE, 512, 128, _8_2_2, "g1, larger", **LORA),
+    samples("s4", "sft", _MIDDLE, 4096, (2, 2), "full SFT, longer"),
+    samples("s5", "sft", "meta-llama/Llama-3.2-1B", 2048, (4, 1), "Llama", **LORA),
+    samples("s6", "sft", "google/gemma-3-1b-pt", 2048, (2, 1), "Gemma: a large vocabulary, windows", **LORA),
+    samples("s7", "sft", _EIGHT, 2048, (2, 2), "8B", **LORA),
+    samples("s8", "sft", "mistralai/Mistral-7B-v0.1", 4096, (1, 2), "a sliding window", **LORA),
+    generating("g8", _SMALL, 256, 256, (16, 1, 1), "full GRPO, groups of 8", k=8, **_OFF),
+    generating("g9", _SMALL, 2048, 64, (4, 4, 4), "a long prompt", **LORA),
+    generating("g10", _MIDDLE, 512, 64, (2, 8, 8), "many micro-batches", **LORA, **_OFF),
+    generating("g11", _SMALL, 512, 128, _8_2_2, "rank 64", **_R64),
+    generating("c2", _MIDDLE, 256, 512, (16, 1, 1), "a wide, long rollout", **LORA),
+    generating("l2", _MIDDLE, 512, 64, (8, 1, 1), "RLOO, larger", trainer="rloo", **LORA),
+    samples("s9", "sft", _MIDDLE, 512, (16, 1), "short and wide", **LORA, **_OFF),
+    samples("s10", "sft", _MIDDLE, 8192, (1, 1), "long and narrow", **LORA),
+    samples("s11", "sft", "Qwen/Qwen3-0.6B", 2048, (8, 1), "tied embeddings"),
+    samples("m2", "sft", "small-moe", 1024, (8, 1), "experts with LoRA on attention",
              **LORA | {"lora_target_modules": _ALL_LINEAR[:4]}),
-    _samples("r3", "reward", _FOUR, 1024, (2, 1), "reward, larger", **LORA),
-    _samples("d4", "dpo", _FOUR, 1024, (1, 1), "DPO, larger", **LORA),
-    _generating("W000", _EIGHT, 1024, 128, (2, 8, 8), "the winner for seed 000 at 40 GB, as predicted", beta=0.04,
+    samples("r3", "reward", _FOUR, 1024, (2, 1), "reward, larger", **LORA),
+    samples("d4", "dpo", _FOUR, 1024, (1, 1), "DPO, larger", **LORA),
+    generating("W000", _EIGHT, 1024, 128, (2, 8, 8), "the winner for seed 000 at 40 GB, as predicted", beta=0.04,
                 use_peft=True, lora_r=16, lora_alpha=32, **_OFF, **_EXPANDABLE),
-    _generating("b002", "d16", 256, 256, (8, 32, 4), "seed 002 as it recommends", k=32, **_OFF),
-    _generating("W002", "d16", 256, 256, (32, 8, 1), "the winner for seed 002 at 32 GB, as predicted", k=32, **_OFF,
+    generating("b002", "d16", 256, 256, (8, 32, 4), "seed 002 as it recommends", k=32, **_OFF),
+    generating("W002", "d16", 256, 256, (32, 8, 1), "the winner for seed 002 at 32 GB, as predicted", k=32, **_OFF,
                 **_EXPANDABLE),
 )  # fmt: skip
 
@@ -148,7 +148,7 @@ _OTHER_SIZES = (
 def _grid() -> tuple[Config, ...]:
     """Every split and chunk of 16 completions, with and without checkpointing: the truth about one recipe's search."""
     return tuple(
-        _generating(
+        generating(
             f"grid-{micro}-{chunk}-{int(keeps)}",
             _SMALL,
             512,
@@ -169,10 +169,10 @@ CONFIGS = (*_FIRST, *_EACH_LAW, *_OTHER_SIZES, *_grid())
 
 _CPU: dict[str, Any] = {"bf16": False, "dtype": "float32"}
 TINY = (
-    _samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect",), **_CPU),
-    _generating("g1", "tiny", 16, 8, (4, 2, 2), "GRPO", **_CPU | {"use_peft": True, "lora_r": 4}),
-    _samples("d1", "dpo", "tiny", 32, (2, 2), "DPO", **_CPU),
-    _samples("r1", "reward", "tiny", 32, (2, 2), "reward", **_CPU),
+    samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect",), **_CPU),
+    generating("g1", "tiny", 16, 8, (4, 2, 2), "GRPO", **_CPU | {"use_peft": True, "lora_r": 4}),
+    samples("d1", "dpo", "tiny", 32, (2, 2), "DPO", **_CPU),
+    samples("r1", "reward", "tiny", 32, (2, 2), "reward", **_CPU),
 )
 
 

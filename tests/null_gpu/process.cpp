@@ -10,6 +10,8 @@ std::recursive_mutex lock;
 
 static const size_t CONTEXT_BYTES = (size_t)500 << 20;  // of the order of a context with torch's kernels; not measured
 static int owner = 0;                                   // the process that started CUDA
+static int count = 0, lines[MOST];  // the cards that this process sees, by their lines in FAKE_CARDS
+static Card seen[MOST];
 static size_t held[MOST];
 static bool has_context[MOST];
 static thread_local int current = 0;
@@ -18,17 +20,15 @@ static thread_local cudaError_t last = cudaSuccess;
 cudaError_t failed(cudaError_t error) { return last = error; }
 int current_card() { return current; }
 
-int card_count() {
-    int n = 0;
-    std::lock_guard<std::recursive_mutex> guard(lock);
-    while (n < MOST && line_of(n) >= 0) n++;
-    return n;
-}
+int card_count() { return count; }
 
-Card card_at(int ordinal) {
-    std::lock_guard<std::recursive_mutex> guard(lock);
-    read_cards();
-    return cards[line_of(ordinal)];
+Card card_at(int ordinal) { return seen[ordinal]; }
+
+static void see_cards() {  // once, as CUDA does: torch asks for its device before each operator
+    for (int line; count < MOST && (line = line_of(count)) >= 0; count++) {
+        read_cards();
+        seen[count] = cards[lines[count] = line];
+    }
 }
 
 static void tell_driver() {  // so that it notes the process (FAKE_CUDA_LOG)
@@ -41,6 +41,7 @@ cudaError_t start() {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (!owner) {
         owner = getpid();
+        see_cards();
         tell_driver();
     }
     if (owner != getpid()) return failed(cudaErrorInitializationError);
@@ -64,7 +65,9 @@ size_t whole_bytes(int ordinal) {
 }
 
 size_t free_bytes(int ordinal) {
-    Card card = card_at(ordinal);
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    read_cards();  // anew: others may hold more by now
+    Card card = cards[lines[ordinal]];
     size_t held_there = getenv("FAKE_HELD") ? held_bytes(card.uuid) : held[ordinal];
     size_t taken = ((size_t)card.used << 20) + held_there, whole = whole_bytes(ordinal);
     return whole > taken ? whole - taken : 0;
