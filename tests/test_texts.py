@@ -8,15 +8,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("autofit", "trainers", "search_spaces", "experiments", "tests")
+PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")
 HISTORY = ("LOG.md", "CHANGELOG.md")  # of what was; files that they name may have gone since
 CITED = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)")
 DOCUMENT = re.compile(r"(?<![\w./-])[A-Z]{3,}\.md\b")
 # On PyPI the name autofit is another project's, so that no text may have it installed by name, extras included.
-INSTALLED = re.compile(r"install\s+(?:-\S+\s+)*[`'\"]*autofit(?![\w./-])")
+INSTALLED = re.compile(r"(?<!un)install\s+(?:-\S+\s+)*[`'\"]*autofit(?![\w./-])")
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    for name in ("README.md", "noxfile.py", "pyproject.toml", *FOLDERS):
+    for name in (*PAGES, "noxfile.py", "pyproject.toml", *FOLDERS, "docs", "skills"):
         found = ROOT / name
         for path in [found] if found.is_file() else sorted(found.rglob("*")):
             if path.suffix in (".py", ".md", ".toml", ".yaml") and path.name not in HISTORY and path.is_file():

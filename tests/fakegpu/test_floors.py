@@ -44,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formula.formula",),
     (
         "patches.bitsandbytes_kernels", "patches.composites", "patches.cuda_to_cpu", "patches.gradient_sums",
-        "patches.guard", "patches.redirect", "patches.reducer", "patches.sdpa",
+        "patches.guard", "patches.redirect", "patches.reducer", "patches.sdpa", "patches.vllm_params",
     ),
     ("patches.cuda_api",),
     (
