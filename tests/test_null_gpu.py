@@ -207,7 +207,7 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB", "--trials", "3",
-                   "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
+    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB", "--trials",
+                   "3", "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
     assert json.loads(told)
     autofit("promote", "best", "--dir", str(tmp_path / "study"))
