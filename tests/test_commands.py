@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autofit.cli import _COMMANDS
 from autofit.commands.arguments import parser
-from autofit.commands.common import terminate_like_interrupt
+from autofit.commands.common import say, terminate_like_interrupt
 from autofit.tuning.study import open_storage
 
 README = Path(__file__).parents[1] / "README.md"
@@ -38,6 +39,16 @@ def test_every_command_of_the_help_has_its_function_and_a_sentence() -> None:
 
 def test_the_readme_lists_the_commands_of_the_help() -> None:
     assert commands_of_readme() == set(commands_of_help())
+
+
+def test_a_line_of_progress_is_one_write_so_that_those_of_threads_do_not_run_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+    stream = SimpleNamespace(isatty=lambda: False, write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("trying dtype float32 -> bfloat16")
+    assert written == ["trying dtype float32 -> bfloat16\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])

@@ -179,7 +179,7 @@ def test_on_a_card_what_is_not_installed_is_left_out_and_says_so(monkeypatch: py
     [
         ("dtype", "sim:t4", {}, "t4 has no arithmetic in bfloat16"),
         ("dtype", "cpu", {}, "it needs a GPU, and probes run on the CPU"),
-        ("model_init_kwargs.use_kernels", CARD, {}, "only known where it is measured, on a real card"),
+        ("model_init_kwargs.use_kernels", CARD, {}, "only a real card shows the effect"),
     ],
 )
 def test_a_knob_is_never_left_out_without_a_word(

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
-from autofit.api.estimating import ADVICE_TIME, Asked, estimator
+from autofit.api.estimating import ADVICE_TIME, Asked, estimator, tell_left_out
 from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import Given, launch_options
 from autofit.api.tables import Shown
@@ -170,6 +170,7 @@ def check(
             on_result(found)
         if fits or not advice_s:
             return found
+        tell_left_out(made.recipe, made.device, tell)
         return replace(
             found,
             advice=made.within(

@@ -158,16 +158,20 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
                 tell(Event(label="note", text="the optimizer's step on the host is not timed: a step takes longer"))
             for note in stated.notes:
                 tell(Event(label="note", text=note))
-            with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
-                left_out = Space.of(stated, space_knobs(stated), allow="recipe", device=device).left_out
-                if left_out:
-                    tell(Event(label="left out", text=describe_left_out(left_out)))
             yield Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
                 worst_case=worst_case_path(folder / "inspection"), deadline_s=deadline_s,
             )  # fmt: skip
         finally:
             server.close()
+
+
+def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:
+    """Say of which knobs no change is tried, and why."""
+    with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
+        left_out = Space.of(recipe, space_knobs(recipe), allow="recipe", device=device).left_out
+        if left_out:
+            tell(Event(label="left out", text=describe_left_out(left_out)))
 
 
 def estimate(
@@ -217,6 +221,7 @@ def estimate(
             on_result(found)
         if not advice or not advice_s:
             return found
+        tell_left_out(made.recipe, made.device, tell)
         return replace(
             found,
             advice=made.within(

@@ -30,8 +30,9 @@ DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def say(text: str) -> None:
-    """Print to stderr."""
-    print(on_terminal(text, is_terminal=sys.stderr.isatty()), file=sys.stderr, flush=True)
+    """Print to stderr, in one write: simulations beside each other say theirs from threads."""
+    sys.stderr.write(on_terminal(text, is_terminal=sys.stderr.isatty()) + "\n")
+    sys.stderr.flush()
 
 
 def show_line(text: str) -> None:

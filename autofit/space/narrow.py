@@ -154,7 +154,7 @@ def _missing(need: str, recipe: Recipe, device: str, card: str | None) -> str:
     if need in _OF_RANKS:
         return ""
     if need == "card":
-        return "" if device == "cuda" else "its effect is only known where it is measured, on a real card"
+        return "" if device == "cuda" else "only a real card shows the effect"
     if need == "fixed-reference":  # TRL refuses precomputed scores of a synchronized reference
         synced = bool(recipe.resolved.get("sync_ref_model"))
         return "the reference changes during the training (sync_ref_model)" if synced else ""
