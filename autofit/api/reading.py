@@ -126,4 +126,4 @@ def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
     if prompt_tokens is not None and prompt_tokens > _MOST_PROMPT_TOKENS:
         raise ConfigError(f"--prompt-tokens must be at most {_MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
     if prompt_tokens is not None and not device.startswith("sim:"):
-        raise ConfigError(f"--prompt-tokens is for simulated cards only, and the device is {device}")
+        raise ConfigError(f"--prompt-tokens is for simulated cards only (--gpu NAME), and the device is {device}")
