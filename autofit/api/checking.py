@@ -100,8 +100,15 @@ class Check(Shown):
         if self.verdict == "may not fit":
             head = f"may not fit: {of}, {most} if the prediction is as wrong as the worst compared: {self.crash.where}"
         else:
-            head = f"does not fit: {self.crash.where}, {format_bytes(self.crash.over_bytes)} over"
+            head = f"does not fit: {self.crash.where}{self._over(self.crash)}"
         return head
+
+    def _over(self, crash: Crash) -> str:
+        """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
+        over = f"{format_bytes(crash.over_bytes)} over"
+        phases = {phase.name: phase.peak_allocated_bytes for phase in self.result.phases}
+        last = max(phases, key=lambda name: phases[name], default=crash.phase)
+        return f", {over}" if last == crash.phase else f"; {over} at the peak, in {last}"
 
     @property
     def _step(self) -> str:
