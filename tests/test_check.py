@@ -82,13 +82,12 @@ def test_the_line_names_the_phase_the_sample_the_step_and_the_change() -> None:
 
 def test_bytes_of_a_later_peak_are_not_told_of_the_phase_that_stops() -> None:
     """It stops while it loads; by how much the update would not fit is said of the update."""
-    found = result(CARD.capacity_bytes + 13 * GB // 10)
-    load = replace(found.phases[0], peak_allocated_bytes=CARD.capacity_bytes)
-    line = check(replace(found, phases=(load, *found.phases[1:]))).line
-    assert line == "does not fit: load, before the first step, 1.30 GB over"  # the load is the peak
-    later = replace(found.phases[-1], peak_allocated_bytes=CARD.capacity_bytes + GB)
-    line = check(replace(found, phases=(load, *found.phases[1:-1], later))).line
-    assert line == "does not fit: load, before the first step; 1.30 GB over at the peak, in update"
+    later = "; 1.30 GB over at the peak, in update"
+    for update_bytes, end in ((GB, ", 1.30 GB over"), (2 * CARD.capacity_bytes, later)):
+        found = result(CARD.capacity_bytes + 13 * GB // 10, update_bytes=update_bytes)
+        load = replace(found.phases[0], peak_allocated_bytes=CARD.capacity_bytes)
+        line = check(replace(found, phases=(load, *found.phases[1:]))).line
+        assert line == f"does not fit: load, before the first step{end}"
 
 
 def test_a_fit_with_less_to_spare_than_the_error_may_not_fit() -> None:
