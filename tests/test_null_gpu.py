@@ -1,5 +1,6 @@
 """The `cuda` device on the real CUDA build of torch without a card: null_gpu/. Runs in `nox -s cuda`."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -53,7 +54,7 @@ def cards(null_gpu: NullGpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Gives this process and the server's children so many cards."""
     monkeypatch.setenv("FAKE_CARDS", str(null_gpu.home / "cards"))
     monkeypatch.setenv("FAKE_HELD", str(null_gpu.home / "held"))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(null_gpu.libraries))
+    ctypes.CDLL(str(null_gpu.libraries / "libnvidia-ml.so.1"))  # by its name it is found from then on
     return lambda count, **used: null_gpu.has(h100s(count, **used))
 
 
@@ -90,14 +91,15 @@ def slots_of(count: int) -> tuple[str, ...]:
 def test_torch_runs_on_the_null_gpu_and_its_bytes_are_told_by_the_driver(null_gpu: NullGpu) -> None:
     null_gpu.has(h100s(2))
     code = (
-        "import torch, pynvml, json\n"
+        "import torch, pynvml, json, os\n"
         "x = torch.ones(1 << 20, device='cuda:1', requires_grad=True); (x * x).sum().backward()\n"
         "pynvml.nvmlInit(); card = pynvml.nvmlDeviceGetHandleByIndex(1)\n"
         "try: torch.empty(200 << 30, dtype=torch.uint8, device='cuda'); oom = False\n"
         "except torch.OutOfMemoryError: oom = True\n"
         "print(json.dumps([torch.cuda.device_count(), oom, torch.cuda.memory_reserved(1),\n"
         "    pynvml.nvmlDeviceGetMemoryInfo(card, version=pynvml.nvmlMemory_v2).used,\n"
-        "    [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card)]]))\n"
+        "    [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card)]]), flush=True)\n"
+        "os._exit(0)\n"  # else a thread of torch that still starts may meet the end of the interpreter
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, stdout=subprocess.PIPE,
@@ -144,10 +146,9 @@ def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    cards(1)
+    cards(2)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of(trainer, tmp_path, tiny_model, server, ranks=2)
-    cards(2)
     result = Launcher().run(request_of(recipe, server, slots_of(2), sharding=sharding))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
@@ -181,10 +182,9 @@ def test_a_killed_rank_ends_all_and_gives_its_card_back(
     cards: Callable[..., None], server: ForkServer, null_gpu: NullGpu, tmp_path: Path, tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    cards(1)
+    cards(2)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of("sft", tmp_path, tiny_model, server, ranks=2)
-    cards(2)
     request = request_of(recipe, server, slots_of(2))
     killer: threading.Thread = Killer(request, 1, "update")
     request.folder.mkdir()
