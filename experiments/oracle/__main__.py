@@ -75,13 +75,12 @@ def each_stage(folder: Folder, only: Sequence[str]) -> None:
     except CannotBuild as error:
         sys.exit(str(error))
     gpu = replace(gpu, libraries=gpu.libraries.resolve())
-    path = os.pathsep.join(filter(None, [str(HERE / "site"), os.environ.get("PYTHONPATH")]))
     for stage in _STAGES:
         command = [sys.executable, "-m", "oracle", str(folder.home), "--stage", stage, "--only", *only]
         more = {"AUTOFIT_CACHE": str(gpu.home / "cache")}
         if stage in ("measure", "ranks"):
             gpu.has(h100s(2 if stage == "ranks" else 1))
-            more |= {**gpu.env(), "PYTHONPATH": path}
+            more |= gpu.env()
         subprocess.run(command, check=True, env={**os.environ, **more})
 
 

@@ -40,10 +40,11 @@ class NullGpu:
     def env(self) -> dict[str, str]:
         """What a process's environment has besides, to see the cards."""
         loaded = os.pathsep.join(str(self.libraries / name) for name in LIBRARIES)
+        path = os.pathsep.join(filter(None, [str(HERE / "site"), os.environ.get("PYTHONPATH")]))
         return {
             "LD_PRELOAD": loaded, "LD_LIBRARY_PATH": str(self.libraries), "FAKE_CARDS": str(self.home / "cards"),
             "FAKE_HELD": str(self.home / "held"), "FAKE_CUDA_ORDER": "visible", "HF_HUB_OFFLINE": "1",
-            "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN does not start here
+            "PYTHONPATH": path, "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN does not start here
         }  # fmt: skip
 
 

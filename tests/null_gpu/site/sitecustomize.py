@@ -1,7 +1,8 @@
-"""On PYTHONPATH of what runs on the null GPU: a mask says there that no sample was padded, as it does on a card.
+"""On PYTHONPATH of what runs on the null GPU: what a program reads off the card, and zeros would lead astray.
 
 Every tensor of the null GPU holds zeros, so `mask.all()` is false, and transformers would make a mask of all pairs of
-tokens, which it does not make on a card where nothing is padded.
+tokens, which it does not make on a card where nothing is padded. Nor would a rollout ever end: `finished == 0` is false
+too. Here each completion has all the tokens that it may have, as in a probe.
 """
 
 import importlib.abc
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def _of_torch(torch: ModuleType) -> None:
@@ -19,22 +21,55 @@ def _of_torch(torch: ModuleType) -> None:
         found = original(self, *args, **named)
         return torch.ones((), dtype=torch.bool) if found.is_cuda and not found.dim() else found
 
-    torch.Tensor.all = answered
+    def on_the_host(self: Any, *args: object, **named: object) -> object:
+        found = copied(self, *args, **named)
+        return torch.ones_like(found) if self.is_cuda and self.dtype is torch.bool else found
+
+    copied = torch.Tensor.cpu
+    torch.Tensor.all, torch.Tensor.cpu = answered, on_the_host
 
 
 def _of_transformers(masking: ModuleType) -> None:
     original = getattr(masking, "fast_all", None)  # earlier versions call Tensor.all
 
-    def fast_all(mask: object, *args: object, **named: object) -> object:
+    def fast_all(mask: Any, *args: object, **named: object) -> object:
         assert original is not None
-        return True if mask.is_cuda else original(mask, *args, **named)  # type: ignore[attr-defined]
+        return True if mask.is_cuda else original(mask, *args, **named)
 
     if original is not None:
         masking.fast_all = fast_all  # type: ignore[attr-defined]
 
 
+_unfinished = True
+
+
+def _of_criteria(criteria: ModuleType) -> None:
+    original = criteria.StoppingCriteriaList.__call__
+
+    def asked(self: Any, input_ids: Any, *args: object, **named: object) -> object:
+        global _unfinished
+        _unfinished = not input_ids.is_cuda or input_ids.shape[1] < self.max_length
+        return original(self, input_ids, *args, **named)
+
+    criteria.StoppingCriteriaList.__call__ = asked
+
+
+def _of_generation(generation: ModuleType) -> None:
+    original = generation.GenerationMixin._has_unfinished_sequences
+
+    def answered(self: object, finished: object, synced_gpus: bool, device: Any) -> object:
+        global _unfinished
+        if device.type != "cuda":
+            return original(self, finished, synced_gpus, device)
+        goes_on, _unfinished = _unfinished, True
+        return goes_on
+
+    generation.GenerationMixin._has_unfinished_sequences = answered
+
+
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch": _of_torch, "transformers.masking_utils": _of_transformers,
+    "transformers.generation.stopping_criteria": _of_criteria, "transformers.generation.utils": _of_generation,
 }  # fmt: skip
 
 
