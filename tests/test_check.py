@@ -51,9 +51,11 @@ MEND = Change(
 )  # fmt: skip
 
 
-def check(found: ProbeResult, advice: Advice | None = None, *, weights_bytes: int = 16 * GB) -> Check:
+def check(
+    found: ProbeResult, advice: Advice | None = None, *, weights_bytes: int = 16 * GB, parameters: int = 8 * GB
+) -> Check:
     recipe = replace(grpo_recipe(), longest_row=4812, longest_place=1201, num_samples=9000, longest_prompt_tokens=1950)
-    recipe = replace(recipe, model_parameters=8 * GB, weights_bytes=weights_bytes)
+    recipe = replace(recipe, model_parameters=parameters, weights_bytes=weights_bytes)
     stops = crash_of(found, recipe, CARD.capacity_bytes) if found.device_used_bytes != 10 * GB else None
     return Check(
         recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, advice=advice
@@ -132,6 +134,7 @@ def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:
     )
     assert over.to_dict()["float32_weights_bytes"] == 32 * GB
     assert "float32" not in str(check(result(10 * GB), weights_bytes=32 * GB))
+    assert "float32" not in str(check(result(CARD.capacity_bytes + GB), parameters=100_000, weights_bytes=400_000))
     assert "float32" not in str(check(result(CARD.capacity_bytes + GB)))
 
 

@@ -13,6 +13,7 @@ from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
 
 _FLOAT32 = 3.5  # bytes of a parameter, from which on most of them are float32
+_MATTERS_FRAC = 0.1  # of the card: smaller weights are not why a recipe does not fit
 
 
 def advice_json(advice: Advice) -> dict[str, object]:
@@ -40,10 +41,10 @@ def caution(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
-    """A sentence where weights of float32 leave too little of the card for a recipe; [] without one."""
+    """A sentence where weights of float32 take a good part of a card that a recipe does not fit; [] without one."""
     count, nbytes = recipe.model_parameters, recipe.weights_bytes
     fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
-    if fits or not count or not nbytes or nbytes < _FLOAT32 * count:
+    if fits or not count or not nbytes or nbytes < max(_FLOAT32 * count, _MATTERS_FRAC * capacity_bytes):
         return []
     return [
         f"the weights are float32, as TRL loads a model whose `dtype` is not given: {format_bytes(nbytes)} for "
