@@ -13,12 +13,23 @@ from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault
 
+_LAST_BYTES = 4096  # of a log, which hold its last line
+
 
 class TornFile(EnvironmentFault, ValueError):
     """A file of autofit's own is not as autofit writes it: torn by the disk, or changed by somebody."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} must hold a JSON object and does not: delete it and run the same command again")
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not blank; "" without one, or without a log that can be read."""
+    try:
+        said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(said) if line.strip()), "")
 
 
 def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") -> tuple[bytes, os.stat_result]:

@@ -1,6 +1,7 @@
 """What several commands need: talking to the user, and options."""
 
 import argparse
+import json
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
 
 if TYPE_CHECKING:
+    from autofit.api import Check, Estimate
     from autofit.api.events import Event
     from autofit.api.tables import Shown
     from autofit.cluster.executor import Executor
@@ -66,6 +68,17 @@ def show_lines(lines: Sequence[str]) -> None:
     """Print the sentences of a result whose head was shown before."""
     for line in lines:
         show_line(line)
+
+
+def ended(found: "Check | Estimate", *, as_json: bool) -> int:
+    """Print what was found after the verdict, or the whole as JSON; the exit code."""
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show_lines(found.advised)
+    if found.interrupted:
+        return INTERRUPTED
+    return DONE if found.fits else NOTHING_FITS
 
 
 def show(result: "Shown") -> None:

@@ -1,20 +1,9 @@
 """`autofit estimate`: one config on a simulated card."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import (
-    DONE,
-    INTERRUPTED,
-    NOTHING_FITS,
-    hears,
-    launch_arguments,
-    settings,
-    show,
-    show_lines,
-    terminate_like_interrupt,
-)
+from autofit.commands.common import ended, hears, launch_arguments, settings, show, terminate_like_interrupt
 
 if TYPE_CHECKING:
     from autofit.api import Estimate
@@ -36,10 +25,4 @@ def estimate(options: argparse.Namespace) -> int:
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
         advice_time=options.advice_time, deadline=options.deadline, on_event=hears, on_result=shown,
     )  # fmt: skip
-    if options.json:
-        print(json.dumps(found.to_dict()))
-    else:
-        show_lines(found.advised)
-    if found.interrupted:
-        return INTERRUPTED
-    return DONE if found.fits else NOTHING_FITS
+    return ended(found, as_json=options.json)

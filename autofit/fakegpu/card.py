@@ -21,9 +21,8 @@ from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.rates.cards import stand_in
-from autofit.fakegpu.rates.collectives import CARDS_OF_A_MACHINE
 from autofit.fakegpu.replay import least_capacity
-from autofit.fakegpu.specs import GpuSpec, HostCosts
+from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
 from autofit.fakegpu.tracer import Tracer
 

@@ -19,6 +19,7 @@ from typing import Any
 from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
 
 MIB = 1 << 20
+CARDS_OF_A_MACHINE = 8  # where nothing says otherwise
 
 _WHITEPAPER = "vendor data sheet (dense rates, boost clock)"
 _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1 %"

@@ -56,7 +56,7 @@ def why_none() -> str:
 
 def _indices_are_along_the_bus(cards: Cards) -> bool:
     """Whether CUDA's index of a card is NVML's: by the user's setting, or because every card is alike, and works."""
-    if cards.refused or any(gpu.uuid.startswith("MIG-") for gpu in cards.gpus):
+    if cards.refused or any(gpu.is_slice for gpu in cards.gpus):
         return False
     alike = len({(gpu.name, gpu.capacity_bytes) for gpu in cards.gpus}) == 1
     return alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

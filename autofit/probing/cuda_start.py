@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault, one_line
-from autofit.files import read_json, write_json
+from autofit.files import last_line, read_json, write_json
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer
@@ -72,7 +72,8 @@ def cuda_start(server: ForkServer, folder: Path, cards: tuple[Gpu, ...]) -> Cuda
         told = read_json(answer)
         if told is None:
             late = f"no answer within {_START_S:.0f} s"
-            return CudaStart(error=late if ending.deadline_passed else _last_words(log) or f"exit {ending.exit_code}")
+            said = one_line(last_line(log), 300) or f"exit {ending.exit_code}"
+            return CudaStart(error=late if ending.deadline_passed else said)
         return _of_json(told)
     finally:
         for path in (answer, log):
@@ -128,8 +129,3 @@ def _refused(cards: tuple[Gpu, ...]) -> str:
     """The first device file that this user may not open; "" where there is none."""
     files = ["/dev/nvidiactl", "/dev/nvidia-uvm", *(f"/dev/nvidia{gpu.index}" for gpu in cards)]
     return next((file for file in files if os.path.exists(file) and not os.access(file, os.R_OK | os.W_OK)), "")
-
-
-def _last_words(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    return one_line(lines[-1], 300) if lines else ""

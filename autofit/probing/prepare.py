@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
-from autofit.files import is_full, read_json, write_json
+from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
+from autofit.files import is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
@@ -29,8 +30,6 @@ from autofit.recipe.trainer_keys import TRAINERS
 from autofit.scratch import OWNER
 
 _OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
-_OF_A_MACHINE = 8  # simulated cards, where nothing says otherwise
-_LAST_BYTES = 4096
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
@@ -123,8 +122,8 @@ def prepare(
 def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
     """`recipe` with its ranks on so many machines; None: as its launch says, and simulated ones on machines of 8."""
     ranks, notes = recipe.launch.ranks, recipe.notes
-    if machines is None and device.startswith("sim:") and recipe.launch.machines == 1 and ranks > _OF_A_MACHINE:
-        machines = ranks // _OF_A_MACHINE if ranks % _OF_A_MACHINE == 0 else 1
+    if machines is None and device.startswith("sim:") and recipe.launch.machines == 1 and ranks > CARDS_OF_A_MACHINE:
+        machines = ranks // CARDS_OF_A_MACHINE if ranks % CARDS_OF_A_MACHINE == 0 else 1
         notes = (*notes, f"{ranks} ranks are taken as {machines} machine(s); --gpu 2x8xNAME says 2 of 8 cards")
     if machines in (None, recipe.launch.machines):
         return replace(recipe, notes=notes)
@@ -144,12 +143,8 @@ def _end_of(ending: Ending) -> str:
 
 def last_words(log: Path) -> str:
     """What was printed last, as `: "set MY_KEY first"`; "" for nothing. The log itself is deleted with its folder."""
-    try:
-        said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    lines = [line.strip() for line in said if line.strip()]
-    return f"; it printed last: {without_secrets(one_line(lines[-1], 200))}" if lines else ""
+    line = last_line(log)
+    return f"; it printed last: {without_secrets(one_line(line, 200))}" if line else ""
 
 
 def _one_card() -> dict[str, str]:

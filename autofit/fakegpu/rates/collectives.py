@@ -23,11 +23,10 @@ import numpy as np
 
 from autofit.fakegpu.rates.cards import STEP
 from autofit.fakegpu.rates.grid import Grid
-from autofit.fakegpu.specs import GpuSpec
+from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]  # `Kind` of communication
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
-CARDS_OF_A_MACHINE = 8
 # Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB. The machine of L40S cards was a
 # slow one (see experiments/rates/README.md), but it is the only one that was measured.
 TABLES = {
