@@ -180,6 +180,11 @@ class SimulatedMemory:
         self.allocator.free(block)
         self.log.add(index, -allocation.nbytes, self.layer_at_work())
 
+    def empty_cache(self) -> None:
+        """Give back the memory that no storage uses, as `torch.cuda.empty_cache` does."""
+        self.allocator.empty_cache()
+        self.log.emptied.append(len(self.log))
+
     def scratch(self, size: Size, op: str) -> None:
         """Allocate and immediately free a kernel's workspace."""
         parts = () if isinstance(size, int) else size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,10 +41,11 @@ class Round(NamedTuple):
 class EventLog:
     """Allocations and frees in order: event i allocates (+) or frees (-) `nbytes[i]` of storage `ids[i]`.
 
-    `tags[i]` is the current layer (see `layers.py`), 0 outside all layers.
+    `tags[i]` is the current layer (see `layers.py`), 0 outside all layers. Before each event of `emptied`, in order,
+    the program gave back the allocator's unused memory (`torch.cuda.empty_cache`).
     """
 
-    __slots__ = ("ids", "nbytes", "rounds", "streams", "tags")
+    __slots__ = ("emptied", "ids", "nbytes", "rounds", "streams", "tags")
 
     def __init__(self) -> None:
         self.ids = array("q")
@@ -51,6 +53,7 @@ class EventLog:
         self.tags = array("q")
         self.streams: dict[int, int] = {}
         self.rounds: tuple[Round, ...] = ()
+        self.emptied: list[int] = []
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,6 +142,13 @@ def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, bloc
 def _play_plain(
     log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]
 ) -> int | None:
+    first, last = (bisect_left(log.emptied, event) for event in (start, end))
+    for at in log.emptied[first:last]:
+        place = allocator.play(log.ids[start:at], log.nbytes[start:at], blocks, log.streams)
+        if place is not None:
+            return start + place
+        allocator.empty_cache()
+        start = at
     place = allocator.play(log.ids[start:end], log.nbytes[start:end], blocks, log.streams)
     return None if place is None else start + place
 

@@ -28,6 +28,17 @@ def test_a_freed_block_is_reused_and_neighbours_merge() -> None:
     assert allocator.reserved_bytes == allocator.peak_reserved_bytes == 20 * MIB
 
 
+def test_a_replay_gives_unused_memory_back_where_the_program_did() -> None:
+    log = EventLog()
+    for number, nbytes in enumerate((40 * MIB, 60 * MIB)):
+        log.add(number, nbytes)
+        log.add(number, -nbytes)
+        log.emptied.append(len(log))
+    assert replay(log).peak_reserved_bytes == 60 * MIB
+    log.emptied.clear()
+    assert replay(log).peak_reserved_bytes == 100 * MIB
+
+
 def test_cached_segments_are_given_back_before_running_out() -> None:
     allocator = CachingAllocator(capacity_bytes=64 * MIB)
     allocator.free(allocator.malloc(40 * MIB))

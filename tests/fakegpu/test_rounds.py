@@ -20,7 +20,10 @@ TRACED = (0, 1, 2, COUNT - 1)
 
 
 class Training:
-    """Two steps of micro-batches: gradients stay, activations go, and the loss goes with the next micro-batch."""
+    """Two steps of micro-batches: gradients stay, activations go, and the loss goes with the next micro-batch.
+
+    After each step the cache is emptied.
+    """
 
     def __init__(self, *, left_out: Collection[int] = (), grows: bool = False, keeps: bool = False) -> None:
         self.ids: list[int] = []
@@ -31,6 +34,7 @@ class Training:
         self.marks: list[Mark] = []
         self.groups: list[tuple[int, int]] = []
         self.windows: set[int] = set()
+        self.emptied: list[int] = []
         self.take("weights", 300 * MIB)
         for step in range(2):
             self.mark(0.5, "rollout")
@@ -49,6 +53,7 @@ class Training:
                 self.take("state", 600 * MIB)
             self.give("gradients")
             self.give("loss")
+            self.emptied.append(len(self.ids))
             self.mark(1.0, "optimizer")
 
     def take(self, name: str, nbytes: int) -> None:
@@ -90,7 +95,7 @@ class Training:
         ids, nbytes = np.array(self.ids), np.array(self.nbytes)
         zeros = np.zeros(len(ids), np.int64)
         return Run(ids=ids, nbytes=nbytes, tags=zeros, categories=zeros, stretches=tuple(self.stretches),
-                   marks=tuple(self.marks))  # fmt: skip
+                   marks=tuple(self.marks), emptied=tuple(self.emptied))  # fmt: skip
 
 
 LEFT_OUT = set(range(COUNT)) - set(TRACED)
@@ -102,6 +107,7 @@ def test_the_repeated_run_is_the_run_in_which_all_was_traced(settings: Allocator
     assert len(short.ids) < len(full.ids) / 5
     made = with_rounds(short.run, short.groups)
     np.testing.assert_array_equal(made.nbytes, full.run.nbytes)
+    assert made.emptied == full.run.emptied
     assert [(mark.name, mark.event) for mark in made.marks] == [(mark.name, mark.event) for mark in full.marks]
     assert made.seconds() == pytest.approx(full.run.seconds())
     assert replay(made.log, settings=settings) == replay(full.run.log, settings=settings)
@@ -120,6 +126,13 @@ def test_the_replay_stops_where_the_allocator_goes_in_circles_and_the_phases_are
     assert found.phases == expected.phases
     assert found.least_capacity() == expected.least_capacity()
     assert made.seconds() == pytest.approx(true.seconds())
+
+
+def test_micro_batches_among_which_the_cache_is_emptied_are_not_repeated() -> None:
+    short = Training(left_out=LEFT_OUT)
+    short.emptied.append(short.marks[short.groups[0][0]].event - 1)
+    with pytest.raises(NotRepeatingError):
+        with_rounds(short.run, short.groups)
 
 
 @pytest.mark.parametrize("how", ["grows", "keeps"])

@@ -62,12 +62,13 @@ class Run:
     repeats: tuple[Repeat, ...] = ()
     streams: Mapping[int, int] = field(default_factory=dict)
     rounds: tuple[Round, ...] = ()  # stretches of events that are alike
+    emptied: tuple[int, ...] = ()  # events before which the allocator's unused memory was given back
 
     @property
     def log(self) -> EventLog:
         log = EventLog()
         log.ids, log.nbytes, log.tags = (_array(values) for values in (self.ids, self.nbytes, self.tags))
-        log.streams, log.rounds = dict(self.streams), self.rounds
+        log.streams, log.rounds, log.emptied = dict(self.streams), self.rounds, list(self.emptied)
         return log
 
     def seconds(self) -> list[float]:
@@ -105,15 +106,16 @@ def _attributed(log: EventLog, layers: Sequence[int], categories: Ints, marks: S
     """The events of a log up to the last mark with layers; storage number n has `layers[n]` and `categories[n]`."""
     end = marks[-1].event if marks else len(log)
     ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
+    emptied = tuple(event for event in log.emptied if event < end)
     owner = np.asarray([_data_code(layer) for layer in layers], np.int64)
     for _ in range(2):
         tags = np.where(known == 0, owner[ids], known) if len(ids) else ids
-        order = _canonical_order(ids, nbytes, tags, [mark.event for mark in marks])
+        order = _canonical_order(ids, nbytes, tags, [*(mark.event for mark in marks), *emptied])
         ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
         _own_what_loops_take(owner, ids, nbytes, tags)
     return Run(
         ids=ids, nbytes=nbytes, tags=with_what_loops_give_back(nbytes, tags), stretches=(), marks=tuple(marks),
-        categories=categories[ids] if len(ids) else ids,
+        categories=categories[ids] if len(ids) else ids, emptied=emptied,
     )  # fmt: skip
 
 
@@ -289,6 +291,9 @@ class Expansion:
         self._unit_of = np.zeros(count, np.int64)
         self._first_of = np.arange(count)  # id of the corresponding storage in the first unit
         self._born_in_units()
+        spans = [(sweep.bounds[0], sweep.bounds[-1]) for sweep in self._sweeps]
+        if any(start < event < end for event in run.emptied for start, end in spans):
+            raise NotRepeatingError("unused memory is given back between two layers")
 
     def run(self) -> Run:
         """The run at full depth."""
@@ -318,6 +323,7 @@ class Expansion:
             streams={i: run.streams[i % base] for i in all_ids.tolist() if i % base in run.streams}
             if run.streams
             else {},
+            emptied=tuple(_moved(event, places) for event in run.emptied),
         )
         check_storages(result)
         self._check_repetitions(result)

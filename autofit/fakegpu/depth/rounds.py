@@ -63,7 +63,7 @@ class _Repetition:
             for a, b in ((nbytes[one], nbytes[two]), (run.categories[one], run.categories[two]),
                          (np.maximum(of_one, -1), np.maximum(back, -1)))  # -1: left behind by the stretch before
         )  # fmt: skip
-        if not alike or run.streams:
+        if not alike or run.streams or any(before < event < run.marks[last].event for event in run.emptied):
             raise NotRepeatingError("two neighbouring micro-batches are not alike")
         made = cls(run, first, last, start, end, run.marks[last].event, back)
         if (back < start - end).any() or (back < 0).sum() != len(made._left_behind):
@@ -141,4 +141,5 @@ class _Repetition:
         repeats = [r for r in self.whole.repeats if r.end <= ends]
         repeats += [r._replace(start=r.start + later, end=r.end + later) for r in self.whole.repeats if r.start >= over]
         stretches = (*self.whole.stretches[:ends], *([(0, delay)] * times), *self.whole.stretches[over:])
-        return replace(made, stretches=stretches, repeats=tuple(repeats), marks=tuple(moved))
+        emptied = tuple(e + later_events if e >= self.over else e for e in self.whole.emptied)
+        return replace(made, stretches=stretches, repeats=tuple(repeats), marks=tuple(moved), emptied=emptied)

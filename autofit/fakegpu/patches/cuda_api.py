@@ -175,7 +175,7 @@ class CudaApi:
         self.gpu.clock.synchronize()
 
     def empty_cache(self) -> None:
-        self.gpu.memory.allocator.empty_cache()
+        self.gpu.memory.empty_cache()
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return self.gpu.memory.free_bytes, self.gpu.spec.capacity_bytes

@@ -102,7 +102,7 @@ class FakeEngine:
         for index in mapped:
             self._gpu.memory.release(index)
         if mapped:
-            self._gpu.memory.allocator.empty_cache()
+            self._gpu.memory.empty_cache()
 
     def _map(self, tags: Sequence[str]) -> int:
         """Allocate what the tags name; the bytes allocated."""

@@ -2,7 +2,9 @@
 
 Every tensor of the null GPU holds zeros, so `mask.all()` is false, and transformers would make a mask of all pairs of
 tokens, which it does not make on a card where nothing is padded. Nor would a rollout ever end: `finished == 0` is false
-too. Here each completion has all the tokens that it may have, as in a probe.
+too. Here each completion has all the tokens that it may have, as in a probe. And `hidden[labels != -100]` would have no
+row, so that TRL's chunked loss computed nothing: here such a mask takes every row. Triton's kernels are not compiled;
+they do nothing, as all others.
 """
 
 import importlib.abc
@@ -25,8 +27,13 @@ def _of_torch(torch: ModuleType) -> None:
         found = copied(self, *args, **named)
         return torch.ones_like(found) if self.is_cuda and self.dtype is torch.bool else found
 
-    copied = torch.Tensor.cpu
-    torch.Tensor.all, torch.Tensor.cpu = answered, on_the_host
+    def taken(self: Any, index: Any) -> object:
+        if isinstance(index, torch.Tensor) and index.is_cuda and index.dtype is torch.bool:
+            index = torch.ones(index.shape, dtype=torch.bool).nonzero().to(index.device).unbind(1)
+        return found_at(self, index)
+
+    copied, found_at = torch.Tensor.cpu, torch.Tensor.__getitem__
+    torch.Tensor.all, torch.Tensor.cpu, torch.Tensor.__getitem__ = answered, on_the_host, taken
 
 
 def _of_transformers(masking: ModuleType) -> None:
@@ -67,9 +74,14 @@ def _of_generation(generation: ModuleType) -> None:
     generation.GenerationMixin._has_unfinished_sequences = answered
 
 
+def _of_triton(jit: ModuleType) -> None:
+    jit.JITFunction.run = lambda *_, **__: None
+
+
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch": _of_torch, "transformers.masking_utils": _of_transformers,
     "transformers.generation.stopping_criteria": _of_criteria, "transformers.generation.utils": _of_generation,
+    "triton.runtime.jit": _of_triton,
 }  # fmt: skip
 
 
