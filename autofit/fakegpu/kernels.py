@@ -45,6 +45,10 @@ for _name in ("dtype", "dtype_out"):  # mm(..., out_dtype=), torch >= 2.8
             GEMMS.add(getattr(_packet, _name))
 
 
+# Operations that allocate their last output first: dropout_cuda in Dropout.cu makes the mask before the result.
+MADE_LAST_FIRST = {aten.native_dropout.default}
+
+
 def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None) -> int:
     """Bytes of one cuBLAS workspace; torch keeps one per handle (host thread) and stream.
 

@@ -18,7 +18,7 @@ from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
 from autofit.fakegpu.host_copies import COPIES, host_copy, pin
 from autofit.fakegpu.host_memory import HostMemory
-from autofit.fakegpu.kernels import GEMMS, rounded_outputs, scratch_size
+from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory, device_type
 from autofit.fakegpu.op_cache import Shortcut
@@ -99,7 +99,7 @@ class Tracer(TorchDispatchMode):
         name = func._schema.name[6:]
         if kwargs:
             pin(func, kwargs, out)
-        self._track(out, name)
+        self._track(out[::-1] if func in MADE_LAST_FIRST and isinstance(out, tuple) else out, name)
         if self.host is not None:
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():

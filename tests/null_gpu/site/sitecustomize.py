@@ -2,9 +2,9 @@
 
 Every tensor of the null GPU holds zeros, so `mask.all()` is false, and transformers would make a mask of all pairs of
 tokens, which it does not make on a card where nothing is padded. Nor would a rollout ever end: `finished == 0` is false
-too. Here each completion has all the tokens that it may have, as in a probe. And `hidden[labels != -100]` would have no
-row, so that TRL's chunked loss computed nothing: here such a mask takes every row. Triton's kernels are not compiled;
-they do nothing, as all others.
+too. Here each completion has all the tokens that it may have, as in a probe. `hidden[labels != -100]` would have no
+row, so that TRL's chunked loss computed nothing: whole numbers and masks have their values (host_values.py). Triton's
+kernels are not compiled; they do nothing, as all others.
 """
 
 import importlib.abc
@@ -17,31 +17,30 @@ from typing import Any
 
 
 def _of_torch(torch: ModuleType) -> None:
-    original = torch.Tensor.all
+    original, copied = torch.Tensor.all, torch.Tensor.cpu
 
     def answered(self: object, *args: object, **named: object) -> object:
         found = original(self, *args, **named)
-        return torch.ones((), dtype=torch.bool) if found.is_cuda and not found.dim() else found
+        return torch.tensor(all_of(self)) if found.is_cuda and not found.dim() else found
 
     def on_the_host(self: Any, *args: object, **named: object) -> object:
         found = copied(self, *args, **named)
         return torch.ones_like(found) if self.is_cuda and self.dtype is torch.bool else found
 
-    def taken(self: Any, index: Any) -> object:
-        if isinstance(index, torch.Tensor) and index.is_cuda and index.dtype is torch.bool:
-            index = torch.ones(index.shape, dtype=torch.bool).nonzero().to(index.device).unbind(1)
-        return found_at(self, index)
+    torch.Tensor.all, torch.Tensor.cpu = answered, on_the_host
+    from host_values import VALUES, all_of
 
-    copied, found_at = torch.Tensor.cpu, torch.Tensor.__getitem__
-    torch.Tensor.all, torch.Tensor.cpu, torch.Tensor.__getitem__ = answered, on_the_host, taken
+    VALUES.__enter__()
 
 
 def _of_transformers(masking: ModuleType) -> None:
     original = getattr(masking, "fast_all", None)  # earlier versions call Tensor.all
 
     def fast_all(mask: Any, *args: object, **named: object) -> object:
+        from host_values import all_of
+
         assert original is not None
-        return True if mask.is_cuda else original(mask, *args, **named)
+        return all_of(mask) if mask.is_cuda else original(mask, *args, **named)
 
     if original is not None:
         masking.fast_all = fast_all  # type: ignore[attr-defined]
