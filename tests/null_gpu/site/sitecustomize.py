@@ -28,7 +28,7 @@ def _of_torch(torch: ModuleType) -> None:
         return torch.ones_like(found) if self.is_cuda and self.dtype is torch.bool else found
 
     torch.Tensor.all, torch.Tensor.cpu = answered, on_the_host
-    from host_values import VALUES, all_of
+    from host_values import VALUES, all_of  # type: ignore[import-not-found]
 
     VALUES.__enter__()
 
