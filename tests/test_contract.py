@@ -69,6 +69,7 @@ TRAINERS: dict[str, Write] = {
     "dpo": of_trl("dpo"),
     "reward": of_trl("reward"),
     "rloo": rloo,
+    "hf": of_trl("hf"),
     "two_rewards:TRAINER": two_rewards,
     "safe_dpo:TRAINER": safe_dpo,
     "two_roles:TRAINER": two_roles,

@@ -44,6 +44,7 @@ ROWS = {  # a row of each trainer's data, of i words more than the shortest
     "sft": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
     "dpo": lambda i: {"prompt": "t1 t2", "chosen": " " + _words(i), "rejected": " t4"},
     "reward": lambda i: {"chosen": _words(i), "rejected": "t4 t5"},
+    "hf": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
 }
 
 

@@ -37,7 +37,7 @@ _IDLE: dict[str, object] = {
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
 _ROWS = 1000  # rows per batch when lengths are read
-_LARGEST = 64  # rows that are tokenised before the whole dataset
+LARGEST = 64  # rows that are tokenised before the whole dataset
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -137,8 +137,8 @@ def prepared_longest(
     `widths` for a trainer that drops long samples. Raises ConfigError if no sample is left to train on.
     """
     limit = config.training.max_length
-    if widths is not None and limit is not None and len(rows) > _LARGEST:
-        largest = _largest(rows)
+    if widths is not None and limit is not None and len(rows) > LARGEST:
+        largest = largest_rows(rows)
         some = prepared(kind, module, config, rows.select(largest))
         if len(some) and int(widths(some).max()) >= limit:
             return some, largest if len(some) == len(largest) else None
@@ -148,10 +148,10 @@ def prepared_longest(
     return found, None
 
 
-def _largest(rows: Dataset) -> list[int]:
+def largest_rows(rows: Dataset) -> list[int]:
     """Indices of the rows with the most text, at most 64."""
     sizes = [len(str(row)) for row in rows]
-    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:_LARGEST]
+    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
 
 
 def lengths(rows: Dataset, column: str) -> Counts:
@@ -182,6 +182,14 @@ def read_worst_case(worst_case: WorstCase) -> dict[str, Any]:
     }
 
 
+def documents(lengths: list[int], count: int) -> list[int]:
+    """The lengths of packed documents, cut or repeated to a total of `count` tokens."""
+    kept: list[int] = []
+    while sum(kept) < count:
+        kept.append(min(lengths[len(kept) % len(lengths)], count - sum(kept)))
+    return kept
+
+
 def fitted(tokens: list[int], count: int) -> list[int]:
     """`tokens`, cut or repeated to `count` tokens."""
     return (tokens * (count // max(1, len(tokens)) + 1))[:count]
@@ -198,10 +206,14 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
 
 def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
     """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
-    rows = Dataset.from_list([dict(row)])
-    count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
     with random_weights(module):
-        return made(kind, config, train_dataset=rows.select([0] * count), **more)
+        return made(kind, config, train_dataset=repeated(row, config), **more)
+
+
+def repeated(row: Mapping[str, Any], config: TrlConfig) -> Dataset:
+    """A dataset of `row` alone, for every step of a probe."""
+    count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
+    return Dataset.from_list([dict(row)]).select([0] * count)
 
 
 def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:

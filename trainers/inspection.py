@@ -56,8 +56,10 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     else:
         tokenizer = AutoTokenizer.from_pretrained(model, **(loading if model == name else {}))
         column = getattr(config.training, "dataset_text_field", None)
+        objective = getattr(config.training, "objective", None)
+        kind = trainer if objective is None else f"{trainer} {objective}"
         made_up = made_up_dataset(
-            trainer, prompt_tokens, tokenizer, folder, text_column=column,
+            kind, prompt_tokens, tokenizer, folder, text_column=column,
             max_length=getattr(config.training, "max_length", None),
         )  # fmt: skip
         changes |= {"dataset_name": made_up, "dataset_train_split": "train", "dataset_streaming": False}

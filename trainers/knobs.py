@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Mapping
 
+from .scripts import is_trls
+
 OPTIONS = "activation_checkpointing_kwargs"
 
 
@@ -11,7 +13,7 @@ def left_out(trainer: str, resolved: Mapping[str, object], *, half: bool = False
     found = _unknown_options()
     if half and resolved.get("dtype") == "auto":
         found["dtype"] = "dtype: auto loads this model in 16 bits"
-    if not _takes_model_kwargs(trainer):
+    if is_trls(trainer) and not _takes_model_kwargs(trainer):
         found["model_init_kwargs.use_kernels"] = f"`trl {trainer}` of this version does not use model_init_kwargs"
     if trainer == "sft":
         found |= _of_rows(resolved)

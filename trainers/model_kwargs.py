@@ -1,11 +1,11 @@
 """Settings of the model that a recipe may also give inside `model_init_kwargs`, where they win over top-level keys."""
 
-import importlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 
 from .names import installed
+from .scripts import is_trls, script
 from .trl_config import TrlConfig, parse, plain
 
 _KEY = "model_init_kwargs"
@@ -21,7 +21,7 @@ def at_top_level(
     The `changed` keys are given besides the recipe, so its `model_init_kwargs` do not win over them.
     Without `model_init_kwargs` altogether where the installed `trl <trainer>` does not use them (TRL 1.14).
     """
-    inner = dict(config.training.model_init_kwargs or {})
+    inner = dict(getattr(config.training, _KEY, None) or {})
     kept = {key: value for key, value in values.items() if key != _KEY}
     if not inner:
         return kept, ()
@@ -40,8 +40,10 @@ def at_top_level(
 @cache
 def used_by_script(trainer: str) -> bool:
     """Whether TRL's own script passes a recipe's `model_init_kwargs` on; it does so before it asks for a dataset."""
-    script = importlib.import_module(f"trl.scripts.{trainer}")
+    if not is_trls(trainer):
+        return False
+    own = script(trainer)
     config = parse(trainer, {"use_cpu": True, "bf16": False, _KEY: {"revision": "asked"}}, overrides={})
     with suppress(ValueError):  # neither `datasets` nor `dataset_name`
-        script.main(config.script, config.training, config.model, config.datasets)
+        own.main(config.script, config.training, config.model, config.datasets)
     return bool(config.training.model_init_kwargs["revision"] == "asked")

@@ -4,7 +4,6 @@ Nothing here is a table of versions. A pair of names counts if the installed dat
 with the older one alone has its value under the newer one.
 """
 
-import importlib
 import re
 import typing
 import warnings
@@ -15,6 +14,8 @@ from importlib.metadata import version
 from typing import Any
 
 from autofit.plugin.fields import accepts
+
+from .scripts import parser_of
 
 # (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
 # 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
@@ -119,7 +120,7 @@ def _all_names() -> Iterator[str]:
 
 
 def _kinds(trainer: str) -> tuple[type, ...]:
-    return tuple(importlib.import_module(f"trl.scripts.{trainer}").make_parser().dataclass_types)
+    return tuple(parser_of(trainer).dataclass_types)
 
 
 def _announced(kind: type, names: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -29,13 +29,17 @@ _VOCABULARIES = (
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 _MODELS = {"model_name_or_path": _MODEL, "reward_model_name_or_path": _REWARD_MODEL}
-# Columns of a synthetic sample, each with its share of the tokens; DPO's answers follow its prompt.
+# Columns of a synthetic sample, each with its share of the tokens; TRL's DPO adds its answers to its prompt. Columns of
+# `_ids` hold tokens in place of text.
 _COLUMNS = {
     "grpo": {"prompt": 1.0},
     "rloo": {"prompt": 1.0},
     "sft": {"text": 1.0},
     "dpo": {"prompt": 0.5, "chosen": 0.5, "rejected": 0.5},
     "reward": {"chosen": 1.0, "rejected": 1.0},
+    "hf sft": {"input_ids": 1.0},
+    "hf dpo": {"chosen_ids": 1.0, "rejected_ids": 1.0},
+    "hf reward": {"chosen_ids": 1.0, "rejected_ids": 1.0},
 }
 _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
@@ -207,7 +211,7 @@ def _tokenizer(words: int) -> Any:
 def made_up_dataset(
     trainer: str, tokens: int, tokenizer: Any, folder: Path, *, text_column: str | None, max_length: int | None = None
 ) -> str:
-    """The path of a dataset for TRL below `folder`, with one sample (for GRPO, one prompt) of `tokens` tokens.
+    """The path of a dataset for the trainer below `folder`, with one sample (for GRPO, one prompt) of `tokens` tokens.
 
     TRL's reward trainer adds an end token to each answer, and drops answers over `max_length`: they have that length.
     """
@@ -215,7 +219,10 @@ def made_up_dataset(
         tokens = min(tokens, max_length or tokens) - 1
     home = folder / _SAMPLES
     home.mkdir(parents=True, exist_ok=True)
-    row = {column: _text(max(1, round(tokens * share)), tokenizer) for column, share in _COLUMNS[trainer].items()}
+    row: dict[str, object] = {}
+    for column, share in _COLUMNS[trainer].items():
+        text = _text(max(1, round(tokens * share)), tokenizer)
+        row[column] = list(tokenizer(text)["input_ids"]) if column.endswith("_ids") else text
     if trainer == "sft" and text_column:
         row = {text_column: row["text"]}
     (home / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")

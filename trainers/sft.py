@@ -12,7 +12,18 @@ from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection
 
-from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, split, train_rows
+from .common import (
+    documents,
+    fitted,
+    lengths,
+    limit_of,
+    prepared_longest,
+    probed,
+    real,
+    samples_per_step,
+    split,
+    train_rows,
+)
 from .epoch import place_of
 from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .inspection import hashed, keep
@@ -47,16 +58,8 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     if all(label == _IGNORED for label in row["labels"]):  # TRL drops such a row; another row may be as long
         row["labels"] = row["input_ids"]
     if "seq_lengths" in row:
-        row["seq_lengths"] = _documents(row["seq_lengths"], count)
+        row["seq_lengths"] = documents(row["seq_lengths"], count)
     return row
-
-
-def _documents(documents: list[int], count: int) -> list[int]:
-    """The lengths of packed documents, cut or repeated to a total of `count` tokens."""
-    kept: list[int] = []
-    while sum(kept) < count:
-        kept.append(min(documents[len(kept) % len(documents)], count - sum(kept)))
-    return kept
 
 
 class SftRun(TrlRun):

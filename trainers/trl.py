@@ -1,7 +1,6 @@
 """Base of TRL's trainers as plug-ins: a recipe is the YAML of `trl NAME --config`, a run is TRL's own trainer."""
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -28,6 +27,7 @@ from .knobs import left_out
 from .model_kwargs import at_top_level
 from .names import installed, one_name_each, overridden
 from .padding import unmasked_is_larger
+from .scripts import command_of, parser_of, script
 from .trl_config import TrlConfig, counting, parse, plain
 
 # Of samples that pack_dataset cuts from one stream, 1,000 at a time (trl/data_utils.py, _pack_wrapped).
@@ -66,7 +66,7 @@ class TrlTrainer:
     run_class: type[TrlRun] = TrlRun
 
     def __init__(self) -> None:
-        importlib.import_module(f"trl.scripts.{self.name}")  # takes a second, once in the fork server
+        script(self.name)  # takes a second, once in the fork server
 
     # -- defined by a subclass ---------------------------------------------------------------------------------------
 
@@ -85,6 +85,10 @@ class TrlTrainer:
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         """Tokens of one optimizer step on one rank, at full length."""
         raise NotImplementedError
+
+    def architecture(self, config: TrlConfig) -> Any:
+        """The auto class of the recipe's model."""
+        return self.auto_class
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class TrlTrainer:
         given, resolved = dict(named.values), named.resolved
         if inspection.simulated:
             config = with_stand_ins(self.name, given, config, inspection)
-        model = model_facts(config, self.auto_class, simulated=inspection.simulated)
+        model = model_facts(config, self.architecture(config), simulated=inspection.simulated)
         longest = self.longest(config, inspection)
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         notes = cast("tuple[str, ...]", longest.pop("notes", ()))
@@ -124,7 +128,7 @@ class TrlTrainer:
             tiers.pop(RANKS, None)
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
-            space=str(self.space), model=str(resolved["model_name_or_path"]), command=f"trl {self.name} --config",
+            space=str(self.space), model=str(resolved["model_name_or_path"]), command=command_of(self.name),
             trains_on_data=bool(given.get("dataset_name") or given.get("datasets")),
             tiers=tiers,
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
@@ -184,8 +188,7 @@ class TrlTrainer:
 
     def takes(self) -> set[str]:
         """All keys that a recipe of this trainer may have."""
-        parser = importlib.import_module(f"trl.scripts.{self.name}").make_parser()
-        return {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
+        return {field.name for kind in parser_of(self.name).dataclass_types for field in fields(kind) if field.init}
 
 
 def device_overrides(device: str) -> dict[str, object]:
@@ -198,7 +201,7 @@ class SamplesTrainer(TrlTrainer):
 
     keys = SAMPLES
     phases = MappingProxyType({"_save_checkpoint": "save"})
-    tile_tokens = TILE_TOKENS
+    tile_tokens: int | None = TILE_TOKENS
     tiers = staticmethod(sample_tiers)
 
     def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any], Lengths]:

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import importlib
 import os
 import typing
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from autofit.recipe.recipe import merge
 
 from .foreign_keys import foreign_file, instead
 from .names import installed, renamed
+from .scripts import is_trls, parser_of
 
 _NAMED = 4  # unknown keys that one error names
 _LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -60,8 +60,8 @@ def plain(value: object) -> object:
 
 
 def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
-    """`values` with `overrides` applied, through the parser of `trl.scripts.<trainer>`; exports their `env` block."""
-    parser = importlib.import_module(f"trl.scripts.{trainer}").make_parser()
+    """`values` with `overrides` applied, through the parser of its script; exports their `env` block."""
+    parser = parser_of(trainer)
     merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
     env = merged.pop("env", {})
     if not isinstance(env, dict):
@@ -109,7 +109,8 @@ def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, 
         each = "; ".join(f"unknown key {key!r}{_instead(key, hints)}" for key in unknown[:_NAMED])
         more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
         hint = more if len(unknown) > _NAMED else ""
-        raise ConfigError(f"every key must be one that `trl {trainer} --config` takes ({installed()}): {each}{hint}")
+        whose = f"`trl {trainer} --config`" if is_trls(trainer) else f"the trainer {trainer}"
+        raise ConfigError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
 
 
 def _instead(key: str, known: Mapping[str, Any]) -> str:
@@ -154,7 +155,8 @@ def _parse(trainer: str, parser: Any) -> tuple[Any, ...]:
     except ConfigError:
         raise
     except (ValueError, TypeError, ImportError, NotImplementedError, OSError) as error:
-        raise ConfigError(f"TRL's {trainer} config: {' '.join(str(error).split())}") from error
+        whose = "TRL's" if is_trls(trainer) else "the"
+        raise ConfigError(f"{whose} {trainer} config: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

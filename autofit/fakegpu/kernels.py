@@ -64,9 +64,9 @@ def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None)
     return (4096 * 2 + 16 * 8) * KIB
 
 
-def scratch_size(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Size:
+def scratch_size(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str) -> Size:
     """What an operation allocates and frees internally, in addition to its outputs."""
-    rule = _SCRATCH.get(func)
+    rule = _SCRATCH_ANYWHERE.get(func) or (_SCRATCH.get(func) if device == "cuda" else None)
     return rule(*args, **kwargs) if rule is not None else 0
 
 
@@ -143,6 +143,13 @@ def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: 
     return 4 * partial_segments * _up(dim, 32) + index_bytes * (4 * count + 2 * segments + partial_segments)
 
 
+def _softmax(self: torch.Tensor, *_: object, **__: object) -> Size:
+    """host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous."""
+    if self.is_contiguous():
+        return 0
+    return (Rounded(self.element_size(), tuple(self.shape), (1,) * self.dim()),)
+
+
 def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Size:
     """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
     size = torch.promote_types(grad.dtype, output.dtype).itemsize
@@ -154,6 +161,10 @@ def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
     return self.numel() * (self.element_size() + 8)
 
 
+_SCRATCH_ANYWHERE: dict[OpOverload, Scratch] = {  # also of the CPU's kernels
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+}
 _SCRATCH: dict[OpOverload, Scratch] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_backward_of_tokens,

@@ -219,10 +219,15 @@ class Tracer(TorchDispatchMode):
                 self._ensure_workspace()
             for number, parts in rounded_outputs(func, args).items():
                 self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
-            self.memory.scratch(scratch_size(func, args, kwargs), name)
-            if func is aten._to_copy.default and isinstance(out, torch.Tensor) and out.device.type == "cpu":
-                self.clock.copy_to_host(out.numel() * out.element_size())
-                return
+        self.memory.scratch(scratch_size(func, args, kwargs, device=device), name)
+        if (
+            device == "cuda"
+            and func is aten._to_copy.default
+            and isinstance(out, torch.Tensor)
+            and out.device.type == "cpu"
+        ):
+            self.clock.copy_to_host(out.numel() * out.element_size())
+            return
         if func.namespace == "fsdp":
             args, out = moved_by(func, args, kwargs, out)
         self.clock.operation(func, args, kwargs, out)

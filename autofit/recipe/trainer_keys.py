@@ -10,6 +10,8 @@ from autofit.recipe.recipe import TrainerName
 
 TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")  # trainers that a recipe's keys can distinguish
 
+HF_KEY = "objective"  # of the plain transformers.Trainer alone
+
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all four take are omitted, as are most of GRPO's
 # own: the table only has to distinguish a GRPO recipe with a wrong key from a recipe of another trainer.
 TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
@@ -42,10 +44,14 @@ TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
 def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     """`asked` (--trainer), or the TRL trainer that takes every key of the recipe; GRPO if it is one of several.
 
+    `hf` is found by its key `objective`.
+
     Raises ConfigError if `asked` cannot take the recipe, or if several other trainers can.
     """
     if asked is not None and asked not in TRAINERS:
         return asked
+    if asked is None and HF_KEY in values:
+        return "hf"
     telling = {key: TAKEN_BY[key] for key in values if key in TAKEN_BY}
     possible = [t for t in TRAINERS if all(t in takers for takers in telling.values())]
     if asked is not None:

@@ -58,8 +58,9 @@ ROWS = 256
         lambda x: x.index_select(0, torch.arange(2)),
         lambda x: x.take(torch.arange(2)),
         lambda x: x.log_softmax(-1).gather(1, torch.zeros(ROWS, 1, dtype=torch.long)),
+        lambda x: x[:, :-1].log_softmax(-1).gather(1, torch.zeros(ROWS, 1, dtype=torch.long)),
     ],
-    ids=["gather", "index", "max", "topk", "index_select", "take", "log-probabilities"],
+    ids=["gather", "index", "max", "topk", "index_select", "take", "log-probabilities", "log-probabilities of a part"],
 )
 def test_a_gradient_of_picked_elements_is_written_into_zeros_in_place(
     pick: Callable[[torch.Tensor], torch.Tensor],

@@ -1,0 +1,172 @@
+"""A plain `transformers.Trainer` from a recipe: what LLaMA-Factory, Axolotl, ms-swift and most scripts train with.
+
+A causal model's own loss makes the logits of all tokens of a micro-batch, in float32; TRL's trainers never do. The keys
+are those of `transformers.TrainingArguments` and TRL's `ModelConfig`, and a few for the loss and the batches
+(hf_script.HfConfig).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from autofit.errors import ConfigError
+from autofit.plugin.padding import Lengths
+from autofit.plugin.protocol import Facts, Inspection
+from autofit.recipe.keys import Tier
+
+from . import hf_training
+from .common import (
+    LARGEST,
+    dataset_name,
+    documents,
+    fitted,
+    largest_rows,
+    lengths,
+    random_weights,
+    repeated,
+    samples_per_step,
+    short,
+    split,
+    train_rows,
+)
+from .epoch import place_of
+from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
+from .hf_training import architecture_of, made, tokenizer_of
+from .keys import COMPARED, weights_tiers
+from .padding import Collator, padded
+from .trl import SamplesTrainer, TrlRun
+from .trl_config import TrlConfig
+
+
+def hf_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens."""
+    words = resolved.get("objective") == "sft"
+    apart = words and resolved.get("average_tokens_across_devices") is False
+    changed = {"per_device_train_batch_size": balances_experts, "launch.ranks": apart}
+    found: dict[str, Tier] = {key: "approximate" for key, more in changed.items() if more}
+    return {**found, **weights_tiers(resolved)}
+
+
+class HfTrainer(SamplesTrainer):
+    """A plain `transformers.Trainer`, for one of three objectives."""
+
+    name = "hf"
+    auto_class = AutoModelForCausalLM
+    tile_tokens = None
+    tiers = staticmethod(hf_tiers)
+    compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers")
+
+    def architecture(self, config: TrlConfig) -> Any:
+        return architecture_of(config)
+
+    def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        facts = super().inspect(values, inspection)
+        return replace(facts, forecasts=facts.forecasts and facts.resolved["trainable_layers"] is None)
+
+    def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
+        run = super().run(trainer, config, tokens_per_step)
+        run.weighs_samples_alike = config.training.objective == "sft"
+        return run
+
+    def real(self, config: TrlConfig) -> Any:
+        tokenizer = tokenizer_of(config)
+        evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
+        return made(
+            config, self._rows(config, split(config), tokenizer), tokenizer=tokenizer,
+            evaluation=None if evaluation is None else self._rows(config, evaluation, tokenizer),
+        )  # fmt: skip
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
+        with random_weights(hf_training):
+            trainer = made(config, repeated(_row(config, worst_case), config))
+        if padded(config, worst_case) and not config.training.packing:
+            trainer.data_collator = Collator(trainer.data_collator, shorter)
+        return trainer
+
+    def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
+        """Tokens of one optimizer step; both answers of each pair."""
+        row = _row(config, worst_case)
+        sides = ("input_ids",) if "input_ids" in row else tuple(f"{side}_ids" for side in SIDES)
+        fixed = config.training.max_length if config.training.pad_to_max_length else 0
+        return samples_per_step(config) * sum(max(len(row[side]), fixed) for side in sides)
+
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+        """(the longest row after truncation and packing, its facts, the lengths of all rows).
+
+        The longest pair is that with the longest answer: both are padded to it.
+        """
+        training, limit = config.training, int(config.training.max_length)
+        raw = train_rows(config, "The trainer hf", KINDS[training.objective])
+        tokenizer = tokenizer_of(config)
+        rows, largest = raw, None
+        if len(raw) > LARGEST and not training.packing:
+            largest = largest_rows(raw)
+            rows = self._rows(config, raw.select(largest), tokenizer)
+            if int(_longer(rows).max()) < limit:
+                largest = None
+        if largest is None:
+            rows = self._rows(config, raw, tokenizer)
+        longer = _longer(rows)
+        index = int(np.lexsort((_total(rows), longer))[-1])
+        longest = limit if training.packing or training.pad_to_max_length else int(longer[index])
+        facts: dict[str, Any] = {
+            "num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": int(longer[index]) >= limit,
+            **place_of(index, rows, raw, largest, mixed=bool(training.packing)),
+        }  # fmt: skip
+        if training.objective != "sft":
+            shorter_ones = _total(rows) - longer
+            lengths_of = Lengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
+                                    sequences=2)  # fmt: skip
+        else:
+            counts = [limit] if training.packing else longer.tolist()
+            lengths_of = Lengths.of(counts, most=max(counts), others=largest is not None)
+        return rows.select([index]), facts, lengths_of
+
+    def _rows(self, config: TrlConfig, rows: Dataset, tokenizer: Any) -> Dataset:
+        """`rows` as the trainer trains on them. Raises ConfigError."""
+        training = config.training
+        try:
+            found = tokenised(rows, tokenizer, objective=training.objective, max_length=training.max_length)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the samples of {dataset_name(config)} cannot be tokenised: {short(error)}") from error
+        return packed(found, training.max_length) if training.packing else found
+
+
+def _longer(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens of each row, or of the longer answer of each pair (rows,)."""
+    if "input_ids" in rows.column_names:
+        return lengths(rows, "input_ids")
+    found: np.ndarray[Any, np.dtype[np.int64]] = np.maximum(*(lengths(rows, f"{side}_ids") for side in SIDES))
+    return found
+
+
+def _total(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens of each row, or of both answers of each pair (rows,)."""
+    if "input_ids" in rows.column_names:
+        return lengths(rows, "input_ids")
+    found: np.ndarray[Any, np.dtype[np.int64]] = np.add(*(lengths(rows, f"{side}_ids") for side in SIDES))
+    return found
+
+
+def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> Row:
+    """The longest row under the candidate's `max_length`; of full length if the recipe's own cut it, or if packed."""
+    row = dict(worst_case["rows"][0])
+    limit = int(config.training.max_length)
+    grows = bool(worst_case["cut"]) or config.training.packing
+    for ids, labels in (("input_ids", "labels"), *((f"{side}_ids", f"{side}_labels") for side in SIDES)):
+        if ids in row and (len(row[ids]) > limit or grows):
+            row |= {name: fitted(row[name], limit) for name in (ids, labels)}
+    if config.training.packing:
+        row["seq_lengths"] = documents(row.get("seq_lengths") or [len(worst_case["rows"][0]["input_ids"])], limit)
+    return row
+
+
+TRAINER = HfTrainer()

@@ -1,0 +1,75 @@
+"""The recipe of a plain `transformers.Trainer`, in the form of TRL's scripts: its config and its parser.
+
+TRL never makes the logits of a whole micro-batch; what trains with transformers' own loss does, and so needs gigabytes
+more. LLaMA-Factory, Axolotl, ms-swift and most scripts of one's own are such trainings.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+OBJECTIVES = ("sft", "dpo", "reward")
+
+
+@dataclass
+class HfConfig(TrainingArguments):  # type: ignore[misc]
+    """`transformers.TrainingArguments` with transformers' own defaults, and keys for the loss and the batches."""
+
+    objective: str = field(
+        default="sft",
+        metadata={
+            "help": "The loss: the causal model's own (sft), DPO's sigmoid loss over pairs of answers (dpo), or a "
+            "pairwise loss over scores (reward).",
+            "choices": list(OBJECTIVES),
+        },
+    )
+    max_length: int = field(default=1024, metadata={"help": "Tokens that a sample is cut to."})
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "The width of a batch is a multiple of this."}
+    )
+    pad_to_max_length: bool = field(default=False, metadata={"help": "Whether every row has `max_length` tokens."})
+    packing: bool = field(
+        default=False, metadata={"help": "Whether rows of `max_length` tokens are filled with several samples."}
+    )
+    block_diagonal: bool = field(
+        default=False, metadata={"help": "Whether a packed sample attends to itself only, from position 0."}
+    )
+    float32_logits: bool = field(
+        default=False, metadata={"help": "Whether the logits are cast to float32 before DPO's log-softmax."}
+    )
+    adapter_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "The type of LoRA's weights, or of the trained layers where the rest is frozen; None: as PEFT "
+            "chooses, or as the layers are stored.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
+    trainable_layers: int | None = field(
+        default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
+    )
+    beta: float = field(default=0.1, metadata={"help": "The weight of DPO's reference."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether code of the model's repository on the hub may run."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [
+            f"{key} must be 1 or more; got {value}"
+            for key in ("max_length", "pad_to_multiple_of", "trainable_layers")
+            if (value := getattr(self, key)) is not None and value < 1
+        ]
+        if self.packing and self.objective != "sft":
+            wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
+        if self.block_diagonal and not self.packing:
+            wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+def make_parser() -> Any:
+    """The parser of a recipe's four parts, as TRL's scripts make it."""
+    return TrlParser((ScriptArguments, HfConfig, ModelConfig, DatasetMixtureConfig))

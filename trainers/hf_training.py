@@ -1,0 +1,220 @@
+"""A plain `transformers.Trainer` made from a recipe: its model, its batches and the losses over pairs of answers."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from trl import get_peft_config, get_quantization_config
+from trl.trainer.utils import create_model_from_path
+
+from .hf_data import IGNORED, Blocks, Collate, Pairs, Samples
+from .trl_config import TrlConfig
+
+Batch = dict[str, torch.Tensor]
+_VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
+
+
+# -- the losses -------------------------------------------------------------------------------------------------------
+
+
+class DpoTrainer(Trainer):  # type: ignore[misc]
+    """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
+
+    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py). The
+    reference is a model of its own, or the policy without its adapter.
+    """
+
+    loss_is_scaled_for_ga = False
+
+    def __init__(self, *args: Any, reference: Any, beta: float, float32_logits: bool, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.model_accepts_loss_kwargs = False  # transformers below 5.18 has no loss_is_scaled_for_ga
+        self.beta, self.float32_logits = beta, float32_logits
+        self.reference = None if reference is None else self._prepared(reference)
+
+    def _prepared(self, reference: Any) -> Any:
+        from trl.models import prepare_deepspeed, prepare_fsdp
+
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(reference, self.accelerator)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(reference, self.accelerator)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the pairs of a micro-batch."""
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = self._logits(model, inputs)
+        scores = _log_probabilities(logits, labels)
+        with torch.no_grad(), self._without_adapter(model):
+            expected = _log_probabilities(self._logits(self.reference or model, inputs), labels)
+        chosen, rejected = (scores - expected).chunk(2)
+        loss = -logsigmoid(self.beta * (chosen - rejected)).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    def _logits(self, model: Any, inputs: Batch) -> torch.Tensor:
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        return logits.to(torch.float32) if self.float32_logits else logits
+
+    def _without_adapter(self, model: Any) -> AbstractContextManager[Any]:
+        if self.reference is not None:
+            return nullcontext()
+        return self.accelerator.unwrap_model(model).disable_adapter()  # type: ignore[no-any-return]
+
+
+def _log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each row's labels (B,), of logits (B, T, V)."""
+    labels = labels[:, 1:].clone()
+    counted = labels != IGNORED
+    labels[~counted] = 0
+    each = logits[:, :-1].log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
+    return (each * counted).sum(-1)
+
+
+class RewardTrainer(Trainer):  # type: ignore[misc]
+    """The pairwise loss of a reward model: a sequence classifier with one label, which makes no logits of words.
+
+    LLaMA-Factory trains a value head on a causal model instead, whose unused logits of words it holds in the forward
+    pass; these are not counted here.
+    """
+
+    loss_is_scaled_for_ga = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the pairs of a micro-batch."""
+        scores = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits.squeeze(-1)
+        chosen, rejected = scores.chunk(2)
+        loss = -logsigmoid(chosen.float() - rejected.float()).mean()
+        return (loss, {"logits": scores}) if return_outputs else loss
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None, tokenizer: Any = None) -> Trainer:
+    """The trainer of a recipe over `rows` of tokens (hf_data.tokenised)."""
+    training = config.training
+    training.remove_unused_columns = False  # the collator reads them
+    tokenizer = tokenizer or tokenizer_of(config)
+    model = adapted(model_of(config), config)
+    common: dict[str, Any] = {
+        "model": model, "args": training, "train_dataset": rows, "eval_dataset": evaluation,
+        "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,
+    }  # fmt: skip
+    if training.objective == "sft":
+        return Trainer(**common)
+    if training.objective == "reward":
+        return RewardTrainer(**common)
+    reference = None if config.model.use_peft else _reference_of(config)
+    return DpoTrainer(**common, reference=reference, beta=training.beta, float32_logits=training.float32_logits)
+
+
+def tokenizer_of(config: TrlConfig) -> Any:
+    """The model's tokenizer, with a padding token."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.model_name_or_path, revision=config.model.model_revision,
+        trust_remote_code=bool(config.training.trust_remote_code),
+    )  # fmt: skip
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def architecture_of(config: TrlConfig) -> Any:
+    return AutoModelForSequenceClassification if config.training.objective == "reward" else AutoModelForCausalLM
+
+
+def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
+    """The model as it is loaded, in the recipe's `dtype` or another."""
+    model = config.model
+    kwargs: dict[str, Any] = {
+        "revision": model.model_revision, "trust_remote_code": config.training.trust_remote_code,
+        "attn_implementation": model.attn_implementation, "dtype": dtype or model.dtype,
+    }  # fmt: skip
+    quantization = get_quantization_config(model)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    if config.training.objective == "reward":
+        kwargs["num_labels"] = 1
+    if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
+        kwargs["device_map"] = None  # each rank has its own card
+    return create_model_from_path(model.model_name_or_path, architecture_of(config), **kwargs)
+
+
+def _reference_of(config: TrlConfig) -> Any:
+    """DPO's frozen model, in the type in which the policy computes: LLaMA-Factory's `create_ref_model`."""
+    training = config.training
+    half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
+    return model_of(config, dtype=half).requires_grad_(False).eval()
+
+
+def adapted(model: Any, config: TrlConfig) -> Any:
+    """`model` as it is trained: with LoRA, or with all but its last layers frozen."""
+    training = config.training
+    lora = get_peft_config(config.model)
+    if config.training.objective == "reward":
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id or _padding_of(config)
+        if lora is not None:
+            lora.task_type = "SEQ_CLS"
+    if lora is not None:
+        model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
+        if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
+            model.enable_input_require_grads()
+    elif training.trainable_layers is not None:
+        _freeze_all_but(model, training.trainable_layers)
+        # With re-entrant checkpointing the first trained layer, whose input needs no gradient, would get none
+        training.gradient_checkpointing_kwargs = {
+            **(training.gradient_checkpointing_kwargs or {}),
+            "use_reentrant": False,
+        }
+    if training.adapter_dtype is not None and (lora is not None or training.trainable_layers is not None):
+        dtype = getattr(torch, training.adapter_dtype)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _padding_of(config: TrlConfig) -> int:
+    return int(tokenizer_of(config).pad_token_id)
+
+
+def _freeze_all_but(model: Any, count: int) -> None:
+    """Freeze `model` but for its last `count` layers: LLaMA-Factory's finetuning_type freeze."""
+    model.requires_grad_(False)
+    for layer in model.base_model.layers[-count:]:
+        layer.requires_grad_(True)
+
+
+def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
+    """What makes the batches of a recipe."""
+    training = config.training
+    common: dict[str, Any] = {"padding": int(tokenizer.pad_token_id), "multiple": training.pad_to_multiple_of}
+    if training.packing or training.pad_to_max_length:
+        common["width"] = training.max_length
+    if training.objective != "sft":
+        return Pairs(**common)
+    if training.block_diagonal:
+        flash = model.config._attn_implementation in _VARIABLE_LENGTHS
+        return Blocks(**common, flash=flash, dtype=computed_in(config, model))
+    return Samples(**common, attends=bool(training.packing))
+
+
+def computed_in(config: TrlConfig, model: Any) -> torch.dtype:
+    """The type in which attention computes: that of autocast, else that of the weights."""
+    if config.training.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.training.fp16 else model.dtype
