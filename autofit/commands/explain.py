@@ -26,5 +26,7 @@ def _show(found: "Explanation") -> None:
         show_line(f"{name:>16}: {text}")
     for text in found.wrong:
         show_line(f"{'error':>16}: {text}")
+    for text in found.notes:
+        show_line(f"{'note':>16}: {text}")
     if found.unread:
         show_line(f"{'not read':>16}: {', '.join(found.unread)}: the script does not say the value for certain")

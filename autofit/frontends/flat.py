@@ -19,11 +19,8 @@ _TRAINER = {
     AXOLOTL.name: ("rl", "sft"),
     MS_SWIFT.name: ("rlhf_type", "sft or pt"),
 }
-_MEGATRON = (
-    "use_mca",
-    "use_megatron_bridge",
-    "use_hyper_parallel",
-)  # engines of LLaMA-Factory with batches of their own
+# Engines of LLaMA-Factory with batches of their own, and keys of its new trainer, which has another batch.
+_OTHER_BATCH = ("use_mca", "use_megatron_bridge", "use_hyper_parallel", "model_class", "dist_config")
 
 
 def explain(tool: Tool, values: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
@@ -48,8 +45,8 @@ def _trainer(tool: Tool, values: Mapping[str, object]) -> str:
 
 
 def _effective(tool: Tool, values: Mapping[str, object], ranks: int | None) -> str:
-    if tool is LLAMA_FACTORY and (values.get("stage") == "ppo" or any(values.get(key) for key in _MEGATRON)):
-        return "not known: PPO and Megatron have batches of their own"
+    if tool is LLAMA_FACTORY and (values.get("stage") == "ppo" or any(values.get(key) for key in _OTHER_BATCH)):
+        return "not known: PPO, Megatron and the new trainer (v1) have batches of their own"
     key, usual = _MICRO_BATCH[tool.name]
     micro = _whole(values.get(key, usual))
     if micro is None:

@@ -9,7 +9,8 @@ class Foreign:
     """A recipe made from a file of another tool: its trainer and values, and what the reader of it should know.
 
     `launch` holds the keys of an accelerate config, {} where the file starts one process by itself. `keys` has the
-    tool's own name of a recipe's key, so that answers can be given in the user's words.
+    tool's own name of a recipe's key, so that answers can be given in the user's words. `defaults` are the tool's own
+    keys and values that count and that the file does not say.
     """
 
     tool: str  # "LLaMA-Factory"
@@ -19,4 +20,5 @@ class Foreign:
     ranks: int | None = None  # None: the file does not say
     prompt_tokens: int | None = None  # of the synthetic sample that stands for the tool's data
     keys: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # defaults that the tool adds, and what is not simulated, a sentence each
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what the tool does otherwise, and what is not simulated, a sentence each

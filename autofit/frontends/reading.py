@@ -1,16 +1,50 @@
 """A file of another tool, read and explained; and why a command that trains does not take it. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import flat, shell, verl
-from autofit.frontends.explanation import Explanation
-from autofit.frontends.tools import TOOLS, VERL, tool_of
+from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, verl, words
+from autofit.frontends.explanation import Explanation, Line
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of
 from autofit.recipe.yaml_file import MOST_BYTES, read_yaml_mapping
 
 _SCRIPTS = (".sh", ".bash")
+# Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
+_RECIPES: dict[str, Callable[..., Foreign]] = {
+    LLAMA_FACTORY.name: llama_factory.recipe, AXOLOTL.name: axolotl.recipe, MS_SWIFT.name: ms_swift.recipe,
+}  # fmt: skip
+
+
+def read(path: Path) -> Foreign | None:
+    """The recipe that a file of another tool means; None for a YAML that is of no other tool.
+
+    Raises ConfigError for a file of another tool that cannot be read as a recipe, in a sentence that names the tool.
+    """
+    if path.suffix in _SCRIPTS:
+        text = _script_text(path)
+        if shell.starts_verl(text):
+            raise ConfigError(f"the script {path} starts verl, which autofit explains and does not train")
+        return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent))
+    return read_values(read_yaml_mapping(path, what="recipe"), path)
+
+
+def read_values(values: Mapping[str, object], path: Path) -> Foreign | None:
+    """The recipe that the `values` of the YAML `path` mean, if these are of another tool."""
+    tool = tool_of(values)
+    made = None if tool is None else _RECIPES.get(tool.name)
+    if tool is None or made is None:
+        return None
+    return _named(tool, path, lambda: made(values, folder=path.resolve().parent))
+
+
+def _named(tool: Tool, path: Path, made: Callable[[], Foreign]) -> Foreign:
+    try:
+        return made()
+    except ConfigError as error:
+        raise ConfigError(f"{path}, read as a file of {tool.name}: {error}") from error
 
 
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:
@@ -24,7 +58,9 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
             f"{path} is not recognised as a file of {', '.join(known.name for known in TOOLS)}{_partly(values)}; a "
             "recipe of TRL is explained by `autofit doctor`"
         )
-    return verl.explain(_on(values, ranks)) if tool is VERL else flat.explain(tool, values, ranks=ranks)
+    if tool is VERL:
+        return verl.explain(_on(values, ranks))
+    return _with_recipe(flat.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
 
 
 def refusal(values: Mapping[str, object]) -> str | None:
@@ -44,16 +80,40 @@ def _on(values: Mapping[str, object], ranks: int | None) -> Mapping[str, object]
     return values if ranks is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks}
 
 
-def _script(path: Path, ranks: int | None) -> Explanation:
+def _script_text(path: Path) -> str:
     try:
         text = path.read_bytes()[: MOST_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the script {path} cannot be read: {str(error)[:100]}") from error
     if len(text) > MOST_BYTES:
         raise ConfigError(f"the script {path} must have at most {MOST_BYTES // 1024} KiB")
+    return text
+
+
+def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Explanation:
+    """`found` with what is trained and simulated, or with the reason why it is not."""
+    try:
+        foreign = made()
+    except ConfigError as error:
+        return replace(found, lines=(*found.lines, Line("not simulated", str(error).partition(": ")[2] or str(error))))
+    return (
+        found if foreign is None else replace(found, lines=(*found.lines, *words.lines(foreign)), notes=foreign.notes)
+    )
+
+
+def _script(path: Path, ranks: int | None) -> Explanation:
+    text = _script_text(path)
     if not shell.starts_verl(text):
-        raise ConfigError(
-            f"the script {path} must start `python -m verl.trainer.main_ppo`; other commands are not read"
+        folder = path.resolve().parent
+        try:
+            training = ms_swift.training(text, folder=folder)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the script {path} must start ms-swift or `python -m verl.trainer.main_ppo`: {error}"
+            ) from error
+        ranks = training.ranks if ranks is None else ranks
+        return _with_recipe(
+            flat.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
         )
     found, unread = shell.overrides(text)
     found = dict(_on(found, ranks))

@@ -31,7 +31,8 @@ LLAMA_FACTORY = Tool(
     own=("template", "lora_target", "dataset_dir", "neat_packing", "pref_beta", "pref_loss", "quantization_bit",
          "quantization_method", "preprocessing_num_workers", "overwrite_cache", "plot_loss", "val_size", "flash_attn",
          "enable_liger_kernel", "max_samples", "freeze_vision_tower", "adapter_name_or_path", "pure_bf16",
-         "disable_gradient_checkpointing", "use_unsloth", "image_max_pixels", "video_max_pixels"),
+         "disable_gradient_checkpointing", "use_unsloth", "image_max_pixels", "video_max_pixels", "model_class",
+         "dist_config", "kernel_config", "sample_backend", "quant_config"),
 )  # fmt: skip
 AXOLOTL = Tool(
     name="Axolotl", needs=("base_model",),

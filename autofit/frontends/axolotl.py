@@ -1,0 +1,316 @@
+"""Axolotl's YAML as a recipe of `hf`, or of TRL's DPO, GRPO or reward trainer, to which Axolotl hands it on.
+
+Read at 067b021c: src/axolotl/utils/schemas (keys, defaults, rules), utils/config/__init__.py (batch and dtype),
+core/builders (trainers, collators), loaders/model.py and adapter.py (what is held in which dtype). No torch here.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends import sharing
+from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
+from autofit.frontends.draft import Draft, truth
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.tools import AXOLOTL
+from autofit.frontends.transformers_keys import take_optimizer
+
+_LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo"}
+_MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
+_FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
+          "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
+         "seed", "neftune_noise_alpha", "torch_empty_cache_steps", "trust_remote_code")  # fmt: skip
+_GRPO = ("max_completion_length", "use_vllm", "vllm_mode", "generation_batch_size", "num_generations",
+         "importance_sampling_level", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+         "num_iterations", "epsilon", "epsilon_high", "loss_type", "mask_truncated_completions",
+         "multi_objective_aggregation", "vllm_enable_sleep_mode", "scale_rewards", "sync_ref_model")  # fmt: skip
+_PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size")
+_GRPO_UNLIKE = ("use_data_producer", "async_prefetch", "streaming_partial_batch", "rollout_func", "vllm_lora_sync")
+
+
+def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
+    """The recipe of a YAML of Axolotl in `folder`. Raises ConfigError for what cannot be trained as there."""
+    draft = Draft(AXOLOTL.name, given)
+    trainer = _trainer(draft)
+    draft.put("model_name_or_path", draft.text("base_model"), "base_model")
+    if trainer == "hf":
+        draft.put("objective", "sft", "rl")
+    draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
+    _batch(draft)
+    launch = _launch(draft, folder)
+    kept = _attention(draft)
+    _dtype(draft, kept=kept or bool(launch.get("fsdp_config")))
+    _adapter(draft)
+    length = _length(draft, trainer)
+    _checkpoints(draft)
+    take_optimizer(draft, "optimizer", "adamw_torch_fused")
+    draft.same(*_SAME)
+    draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
+    scheduler = draft.text("lr_scheduler")
+    draft.put("lr_scheduler_type", None if scheduler in ("one_cycle", "rex") else scheduler, "lr_scheduler")
+    if trainer == "grpo":
+        _grpo(draft)
+    elif trainer != "hf":
+        _preferences(draft, trainer)
+    _plugins(draft)
+    draft.name(EFFECTS)
+    draft.ignore(NO_EFFECT)
+    ranks = _ranks(draft)
+    return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
+
+
+def _trainer(draft: Draft) -> str:
+    """Our trainer that trains as this file does. Raises ConfigError where there is none."""
+    if draft.given.get("base_model") is None:
+        raise ConfigError("base_model is missing")
+    draft.refuse(UNLIKE)
+    for key in _PARALLEL:
+        if (draft.whole(key) or 1) > 1:
+            raise ConfigError(
+                f"{key}: tensor, sequence and expert parallelism are not simulated; DDP, FSDP and ZeRO are"
+            )
+    draft.check_model(draft.given.get("base_model"), str(draft.given.get("chat_template") or "").replace("_", "-"))
+    kind = draft.text("rl")
+    if kind is not None and kind not in _LIKE_TRL:
+        raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} are")
+    if kind is not None:
+        draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
+        return _LIKE_TRL[kind]
+    if draft.is_on("reward_model"):
+        return "reward"
+    if not draft.says("datasets") and not draft.says("pretraining_dataset"):
+        raise ConfigError("datasets is missing, and Axolotl does not train without it")
+    return "hf"
+
+
+def _batch(draft: Draft) -> None:
+    """utils/config/__init__.py, normalize_config; and two of the three keys are needed (validation.py)."""
+    names = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
+    if sum(draft.says(name) for name in names) < 2:
+        raise ConfigError(f"at least two of {', '.join(names)} must be set, as Axolotl says")
+    micro = draft.whole("micro_batch_size", 1) or 1
+    steps, total = draft.whole("gradient_accumulation_steps"), draft.whole("batch_size")
+    if steps is not None and total is not None:
+        raise ConfigError("only one of gradient_accumulation_steps and batch_size can be set, as Axolotl says")
+    if steps is None and total is not None:
+        steps = total // micro
+        if steps < 1:
+            raise ConfigError(f"batch_size {total} must be at least micro_batch_size {micro}")
+        if steps * micro != total:
+            draft.note(
+                f"batch_size {total} is no multiple of micro_batch_size {micro}: Axolotl trains on {steps * micro}"
+            )
+    draft.put("per_device_train_batch_size", micro, "micro_batch_size")
+    key = "batch_size" if total is not None else "gradient_accumulation_steps"
+    draft.put("gradient_accumulation_steps", steps or 1, key)
+
+
+def _launch(draft: Draft, folder: Path) -> dict[str, object]:
+    config, version = draft.mapping("fsdp_config"), draft.raw("fsdp_version")
+    if draft.says("deepspeed"):
+        return sharing.zero(draft.given["deepspeed"], folder)
+    if config or draft.says("fsdp"):
+        return sharing.fsdp(draft.given.get("fsdp"), config, version)
+    return {}
+
+
+def _ranks(draft: Draft) -> int | None:
+    """Ranks that the file says: those over which it shards, or Ray's workers."""
+    sizes = [draft.whole(key) for key in ("dp_shard_size", "dp_replicate_size")]
+    workers = draft.whole("ray_num_workers") if draft.is_on("use_ray") else None
+    draft.ignore(("ray_num_workers",))
+    product = math.prod(size or 1 for size in sizes)
+    return workers or (product if product > 1 else None)
+
+
+def _attention(draft: Draft) -> bool:
+    """Set the attention; whether it makes Axolotl cast embeddings and norms back to 16 bits (enums.py)."""
+    name = draft.text("attn_implementation")
+    for flag, meant in _FLAGS.items():
+        if draft.is_on(flag) and name is None:
+            name = meant
+            draft.keys["attn_implementation"] = flag
+    if name is None:
+        return False
+    if name in _ATTENTION:
+        draft.put("attn_implementation", name)
+    elif "flash-attn" in name:
+        draft.put("attn_implementation", "flash_attention_2")
+    else:
+        draft.note(f"the attention {name} is simulated as PyTorch's own (sdpa)")
+    return name not in ("eager", "sdpa")
+
+
+def _dtype(draft: Draft, *, kept: bool) -> None:
+    """What weights are held in: bfloat16 without float32 masters (resolve_dtype). `bf16: auto` is a card that can."""
+    given = draft.raw("bf16", "auto")
+    fp16, old = draft.is_on("fp16"), draft.is_on("bfloat16")
+    half, single = draft.is_on("float16"), draft.is_on("float32")
+    automatic = str(given).lower() == "auto" and not fp16
+    bf16 = automatic or str(given).lower() == "full" or truth(given) is True
+    if truth(given) is None and str(given).lower() not in ("auto", "full"):
+        raise ConfigError(f"bf16 must be true, false, auto or full; got {quoted(given)}")
+    eight = draft.given.get("load_in_8bit") is True
+    dtype = "bfloat16" if bf16 or old else "float16" if fp16 or half or eight else "float32"
+    draft.put("dtype", dtype, "bf16")
+    draft.put("bf16", (bf16 or old) and str(given).lower() != "full", "bf16")
+    if fp16 and not bf16:
+        draft.put("fp16", True)
+    draft.same("tf32") if isinstance(draft.given.get("tf32"), bool) else draft.ignore(("tf32",))
+    adapted = draft.given.get("adapter") is not None
+    if dtype != "float32" and not kept and not adapted and not single:
+        draft.note(
+            "without flash attention Axolotl holds embeddings, output layer and norms in float32, which is not "
+            "simulated: 2 bytes more for each of their weights, and their gradients and states"
+        )
+
+
+def _adapter(draft: Draft) -> None:
+    kind = draft.text("adapter", choices=("lora", "qlora"))
+    four, eight = draft.is_on("load_in_4bit"), draft.is_on("load_in_8bit")
+    extra = draft.mapping("bnb_config_kwargs")
+    rank, alpha, dropout = draft.whole("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
+    modules, linear = draft.raw("lora_target_modules"), draft.is_on("lora_target_linear")
+    parameters, kept = draft.names("lora_target_parameters"), draft.names("lora_modules_to_save")
+    dora, stable = draft.is_on("peft_use_dora"), draft.is_on("peft_use_rslora")
+    cast = draft.raw("peft_autocast_adapter_dtype")
+    if kind is None:
+        if four or eight:
+            draft.note("load_in_4bit and load_in_8bit have no effect without an adapter: Axolotl trains all weights")
+        return
+    if rank is None:
+        raise ConfigError(f"lora_r is missing, and Axolotl has no default for it with adapter: {kind}")
+    if kind == "qlora" and not four:
+        raise ConfigError("adapter: qlora needs load_in_4bit: true, as Axolotl says")
+    draft.put("use_peft", True, "adapter")
+    draft.put("lora_r", rank)
+    draft.put("lora_alpha", alpha)
+    draft.put("lora_dropout", dropout)
+    draft.put("use_dora", dora or None, "peft_use_dora")
+    draft.put("use_rslora", stable or None, "peft_use_rslora")
+    draft.put("lora_modules_to_save", kept)
+    draft.put("lora_target_parameters", parameters)
+    if linear:
+        draft.put("lora_target_modules", ["all-linear"], "lora_target_linear")
+    elif isinstance(modules, list | str):
+        draft.put("lora_target_modules", [modules] if isinstance(modules, str) else [str(m) for m in modules])
+    if cast is not None and truth(cast) is False:
+        draft.put("adapter_dtype", "bfloat16", "peft_autocast_adapter_dtype")
+    if kind == "qlora":
+        draft.put("load_in_4bit", True)
+        draft.put("bnb_4bit_quant_type", extra.get("bnb_4bit_quant_type", "nf4"), "bnb_config_kwargs")
+        draft.put("use_bnb_nested_quant", extra.get("bnb_4bit_use_double_quant", True), "bnb_config_kwargs")
+        draft.put("bnb_4bit_quant_storage", "bfloat16", "bnb_config_kwargs")
+        draft.defaults |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    elif eight:
+        draft.put("load_in_8bit", True)
+    elif four:
+        draft.note("load_in_4bit has no effect with adapter: lora; qlora quantises")
+
+
+def _length(draft: Draft, trainer: str) -> int:
+    """Tokens of a row, and its padding (core/builders/causal.py, line 386). Packed rows are filled up."""
+    length = draft.whole("sequence_len", 512) or 512
+    packing = draft.is_on("sample_packing")
+    filled = draft.raw("pad_to_sequence_len")
+    multiple = draft.whole("pad_to_multiple_of")
+    if trainer == "grpo":
+        draft.note(f"prompts of sequence_len {length} tokens stand for the data; --prompt-tokens N says others")
+        return length
+    if trainer == "dpo":
+        draft.put("max_length", length, "sequence_len")
+        draft.put("pad_to_multiple_of", multiple)
+        return length
+    if trainer == "reward":
+        draft.put("max_length", length, "sequence_len")
+        return length
+    step = multiple or _MULTIPLE
+    whole_rows = truth(filled) is True or (filled is None and packing)
+    if filled is None and packing:
+        draft.defaults["pad_to_sequence_len"] = True
+    if whole_rows:
+        length = step * math.ceil(length / step)
+    draft.put("max_length", length, "sequence_len")
+    if packing:
+        draft.put("packing", True, "sample_packing")
+        draft.put("block_diagonal", True, "sample_packing")
+    if whole_rows:
+        draft.put("pad_to_max_length", True, "pad_to_sequence_len")
+    elif filled is None:
+        draft.put("pad_to_multiple_of", step)
+    return length
+
+
+def _checkpoints(draft: Draft) -> None:
+    """core/builders/base.py, _configure_gradient_checkpointing."""
+    given, moved = draft.raw("gradient_checkpointing"), draft.raw("activation_offloading")
+    kwargs = draft.mapping("gradient_checkpointing_kwargs")
+    offload = given in ("offload", "offload_disk") or (moved is not None and truth(moved) is not False)
+    on = given in ("offload", "offload_disk") or truth(given) is True
+    if given is not None and not on and truth(given) is not False:
+        raise ConfigError(f"gradient_checkpointing must be true, false, offload or offload_disk; got {quoted(given)}")
+    draft.put("gradient_checkpointing", on)
+    if on:
+        draft.put("gradient_checkpointing_kwargs", dict(kwargs) or {"use_reentrant": False})
+        if not kwargs:
+            draft.defaults["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if offload:
+        draft.note(
+            "activation_offloading: activations in host memory are not simulated; gradient checkpointing is, in their "
+            "place, which may need more memory or less"
+        )
+
+
+def _plugins(draft: Draft) -> None:
+    """What integrations change. Raises ConfigError for one that is not known or trains otherwise."""
+    plugins = draft.raw("plugins")
+    for plugin in plugins if isinstance(plugins, list) else []:
+        name = str(plugin).rpartition(".")[2]
+        effect = PLUGINS.get(name)
+        if effect is None:
+            raise ConfigError(f"plugins: {plugin} is not simulated")
+        if effect:
+            draft.note(effect)
+    if draft.is_on("liger_fused_linear_cross_entropy"):
+        draft.put("use_liger_kernel", True, "liger_fused_linear_cross_entropy")
+
+
+def _preferences(draft: Draft, trainer: str) -> None:
+    beta = draft.number("rl_beta")
+    inner = draft.mapping("trl")
+    if trainer == "reward":
+        return
+    draft.put("beta", inner.get("beta", beta), "rl_beta")
+    loss = draft.raw("dpo_loss_type")
+    draft.put("loss_type", ["ipo"] if draft.given.get("rl") == "ipo" else loss, "dpo_loss_type")
+    draft.put("label_smoothing", draft.number("dpo_label_smoothing"), "dpo_label_smoothing")
+    draft.put("precompute_ref_log_probs", draft.is_on("precompute_ref_log_probs") or None)
+    draft.put("padding_free", draft.is_on("dpo_padding_free") or None, "dpo_padding_free")
+    draft.put("use_liger_kernel", draft.is_on("dpo_use_liger_kernel") or None, "dpo_use_liger_kernel")
+
+
+def _grpo(draft: Draft) -> None:
+    """core/trainers/grpo/__init__.py: the keys of `trl` are GRPOConfig's; those of vLLM are under `vllm`."""
+    inner, engine = draft.mapping("trl"), draft.mapping("vllm")
+    unlike = [key for key in _GRPO_UNLIKE if inner.get(key)]
+    if unlike:
+        raise ConfigError(f"trl.{unlike[0]}: Axolotl's asynchronous GRPO is not simulated")
+    for key in _GRPO:
+        if inner.get(key) is not None and not (key == "vllm_mode" and not inner.get("use_vllm")):
+            draft.put(key, inner[key], f"trl.{key}")
+    draft.put("beta", inner.get("beta", draft.number("rl_beta")), "trl.beta")
+    if inner.get("use_liger_loss"):
+        draft.put("use_liger_kernel", True, "trl.use_liger_loss")
+    if inner.get("use_vllm") and inner.get("vllm_mode") == "colocate":
+        draft.put(
+            "vllm_gpu_memory_utilization", engine.get("gpu_memory_utilization", 0.9), "vllm.gpu_memory_utilization"
+        )
+        draft.put("vllm_tensor_parallel_size", engine.get("tensor_parallel_size"), "vllm.tensor_parallel_size")
+    draft.put("vllm_max_model_length", engine.get("max_model_len") if inner.get("use_vllm") else None,
+              "vllm.max_model_len")  # fmt: skip
+    if inner.get("reward_funcs"):
+        draft.note("the file's reward functions are code of its own; a function of TRL stands for them")
+    draft.put("reward_funcs", ["think_format_reward"], "trl.reward_funcs")

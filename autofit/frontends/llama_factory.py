@@ -1,0 +1,272 @@
+"""LLaMA-Factory's YAML as a recipe of `hf`: a plain Trainer with full logits, padded to 8 or packed.
+
+Read at ff6d4d12: src/llamafactory/hparams (keys, defaults, rules), model/adapter.py (what is held in float32),
+model/model_utils, train/*/workflow.py (collators) and data/processor. No torch here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autofit.errors import ConfigError
+from autofit.frontends import sharing, transformers_keys
+from autofit.frontends.draft import Draft
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.tools import LLAMA_FACTORY
+
+_STAGES = ("sft", "pt", "dpo", "rm")
+_ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+_UNLIKE = {
+    "use_unsloth": "Unsloth's kernels and its way to hold activations are not simulated",
+    "use_kt": "KTransformers, which computes experts in host memory, is not simulated",
+    "use_mca": "Megatron is not simulated, and has a batch of its own",
+    "use_megatron_bridge": "Megatron is not simulated, and has a batch of its own",
+    "use_hyper_parallel": "HyperParallel is not simulated, and has a batch of its own",
+    "use_galore": "GaLore's projected gradients are not simulated",
+    "use_apollo": "APOLLO's projected gradients are not simulated",
+    "use_badam": "BAdam, which trains one block of layers at a time, is not simulated",
+    "use_adam_mini": "the optimizer Adam-mini is not simulated",
+    "use_muon": "the optimizer Muon is not simulated",
+    "fp8": "training in fp8 is not simulated",
+    "mixture_of_depths": "a model converted to mixture of depths is not simulated",
+    "use_llama_pro": "a model expanded by LLaMA-Pro is not simulated",
+    "shift_attn": "shifted sparse attention (LongLoRA) is not simulated",
+    "use_asft_loss": "the ASFT loss, which needs a reference model beside the trained one, is not simulated",
+    "predict_with_generate": "it generates and does not train",
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+         "context_parallel_size", "use_distributed_optimizer", "recompute_granularity"),
+        "Megatron is not simulated, and has a batch of its own",
+    ),
+}  # fmt: skip
+_EFFECTS = {
+    "use_dft_loss": "the DFT loss is simulated as the usual loss on the same logits",
+    "use_eaft_loss": "the EAFT loss is simulated as the usual loss on the same logits",
+    "use_v1_kernels": "its kernels are not simulated",
+    "use_unsloth_gc": "the hidden states that checkpoints keep stay on the card here, so the memory is an upper bound",
+    "upcast_layernorm": "norms in float32 are not simulated, which take 2 bytes more for each of their weights",
+    "pissa_init": "the singular values at the start are not simulated; the training holds the same",
+    "resize_vocab": "the new rows of the embedding are not simulated",
+    "adapter_name_or_path": "the adapter has the rank that its own files say; a new one of lora_rank is simulated",
+    "pref_ftx": "its loss on the chosen samples is on the same logits, and is not simulated",
+    "pref_bco_weight": "its term of the loss is not simulated",
+    "ld_alpha": "its term of the loss is not simulated",
+    "ref_model": "the reference is simulated as a second copy of the trained model",
+    "ref_model_quantization_bit": "the reference is simulated in the dtype of the trained model: an upper bound",
+    "moe_aux_loss_coef": "the router's loss is not simulated",
+    "rope_scaling": "the positions are those of the model as it is",
+}  # fmt: skip
+_SEEING = (
+    "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
+    "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir",
+    "image_do_pan_and_scan", "crop_to_patches", "use_audio_in_video", "audio_sampling_rate",
+)  # fmt: skip
+_NAMES = """
+adapter_folder cache_dir use_fast_tokenizer split_special_tokens add_tokens add_special_tokens
+new_special_tokens_config init_special_tokens low_cpu_mem_usage train_from_scratch infer_backend offload_folder
+use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token print_param_status export_dir export_size
+export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples
+export_quantization_maxlen export_legacy_format export_hub_model_id template dataset eval_dataset dataset_dir
+train_on_prompt mask_history streaming buffer_size mix_strategy interleave_probs overwrite_cache
+preprocessing_batch_size preprocessing_num_workers max_samples eval_num_beams ignore_pad_token_for_loss val_size
+eval_on_each_dataset tool_format default_system enable_thinking preserve_thinking tokenized_path
+data_shared_file_system ray_init_kwargs master_addr master_port ray_run_name ray_storage_path ray_storage_filesystem
+resources_per_worker placement_strategy enable_torch_profiler profiler_output_dir profiler_wait_steps
+profiler_warmup_steps profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory
+profiler_with_stack profile_modules do_sample temperature top_p top_k num_beams max_length max_new_tokens
+repetition_penalty length_penalty skip_special_tokens loraplus_lr_ratio loraplus_lr_embedding pissa_iter pissa_convert
+create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma reward_model
+reward_model_adapters reward_model_quantization_bit reward_model_type ref_model_adapters ppo_buffer_size ppo_epochs
+ppo_score_norm ppo_target ppo_whiten_rewards asft_alpha eaft_alpha compute_accuracy disable_shuffling
+early_stopping_steps plot_loss use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode
+swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret freeze_trainable_modules galore_target
+galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank
+apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front
+badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose
+hyper_parallel_args hyper_parallel_cp_size fp8_backend fp8_enable_fsdp_float8_all_gather kt_cpu_activation
+kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num
+kt_lora_expert_intermediate_size kt_config oft_rank oft_block_size oft_target module_dropout quantization_device_map
+vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction
+sglang_tp_size sglang_config sglang_lora_backend
+"""
+_NO_EFFECT = frozenset(_NAMES.split())
+_V1 = ("model_class", "dist_config", "kernel_config", "train_dataset")  # of the trainer under src/llamafactory/v1
+
+
+def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
+    """The recipe of a YAML of LLaMA-Factory in `folder`. Raises ConfigError for what cannot be trained as there."""
+    if "model_name_or_path" not in given and any(key in given for key in _V1):
+        raise ConfigError("files of LLaMA-Factory's new trainer (its v1: model, dist_config, ...) are not read yet")
+    draft = Draft(LLAMA_FACTORY.name, given)
+    stage = _check_training(draft)
+    draft.put("model_name_or_path", draft.raw("model_name_or_path"))
+    draft.put("model_revision", draft.text("model_revision"))
+    draft.same("trust_remote_code")
+    draft.put("objective", {"dpo": "dpo", "rm": "reward"}.get(stage, "sft"), "stage")
+    draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
+    draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
+    launch = _launch(draft, folder)
+    _method(draft, launch)
+    length = _length(draft, stage)
+    _checkpoints(draft)
+    attention = draft.text("flash_attn", choices=("auto", *_ATTENTION))
+    draft.put("attn_implementation", _ATTENTION.get(attention or "auto"), "flash_attn")
+    if draft.is_on("enable_liger_kernel"):
+        draft.put("use_liger_kernel", True, "enable_liger_kernel")
+    if stage == "dpo":
+        _preferences(draft)
+    elif draft.is_on("upcast_lmhead_output"):
+        draft.put("float32_logits", True, "upcast_lmhead_output")
+    draft.ignore(("pref_loss", "pref_beta", "upcast_lmhead_output"))
+    draft.name(_EFFECTS)
+    transformers_keys.take(draft)
+    workers = draft.whole("ray_num_workers", least=1)
+    draft.ignore(_NO_EFFECT)
+    return draft.foreign("hf", launch=launch, ranks=workers, prompt_tokens=length)
+
+
+def _check_training(draft: Draft) -> str:
+    """The stage. Raises ConfigError for a file that does not train, or that is not simulated."""
+    if draft.given.get("model_name_or_path") is None:
+        raise ConfigError("model_name_or_path is missing")
+    if draft.given.get("export_dir") and not draft.says("do_train"):
+        raise ConfigError("the file exports a model and does not train")
+    if not draft.says("do_train"):
+        raise ConfigError("do_train is not true, so the file does not train")
+    draft.refuse(_UNLIKE)
+    stage = draft.text("stage", "sft", choices=("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
+    if stage not in _STAGES:
+        name = {"ppo": "PPO, with its four models", "kto": "KTO, with its second batch for the KL term"}[stage]
+        raise ConfigError(f"stage {stage}: {name}, is not simulated; {', '.join(_STAGES)} are")
+    for key in _SEEING:
+        if draft.given.get(key) is not None:
+            raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
+    draft.check_model(draft.given.get("model_name_or_path"), str(draft.given.get("template") or "").replace("_", "-"))
+    return stage
+
+
+def _launch(draft: Draft, folder: Path) -> dict[str, object]:
+    config = draft.raw("fsdp_config")
+    if draft.says("deepspeed"):
+        return sharing.zero(draft.given["deepspeed"], folder)
+    if draft.says("fsdp"):
+        return sharing.fsdp(draft.given["fsdp"], config if isinstance(config, Mapping) else {})
+    draft.ignore(("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"))
+    return {}
+
+
+def _method(draft: Draft, launch: Mapping[str, object]) -> None:
+    """What is trained, and what each weight is held in (adapter.py, init_adapter)."""
+    method = draft.text("finetuning_type", "lora", choices=("lora", "oft", "freeze", "full")) or "lora"
+    if method == "oft":
+        raise ConfigError("finetuning_type oft: OFT's rotations are not simulated; lora, freeze and full are")
+    pure, bf16, fp16 = draft.is_on("pure_bf16"), draft.is_on("bf16"), draft.is_on("fp16")
+    compute = "bfloat16" if bf16 or pure or not fp16 else "float16"
+    if not (bf16 or pure or fp16):
+        draft.note("neither bf16 nor fp16 is set: what is frozen is held in the model's own dtype, taken as bfloat16")
+    for key, on in (("bf16", bf16), ("fp16", fp16)):
+        if on:
+            draft.put(key, True)
+    if not bf16:
+        draft.put("bf16", False)
+    zero = launch.get("deepspeed_config")
+    zero3 = isinstance(zero, Mapping) and zero.get("zero_stage") == 3
+    quantized = _quantization(draft, compute)
+    master = not pure and (quantized or not zero3)
+    if method == "lora":
+        draft.put("dtype", compute, "bf16")
+        draft.put("adapter_dtype", "float32", "pure_bf16")
+        _lora(draft)
+    else:
+        if quantized:
+            raise ConfigError(f"quantization_bit needs finetuning_type lora, as LLaMA-Factory says; got {method}")
+        draft.put("dtype", "float32" if master else compute, "pure_bf16")
+        draft.ignore(("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora",
+                      "additional_target"))  # fmt: skip
+    if method == "freeze":
+        _freeze(draft, master)
+    draft.ignore(("freeze_trainable_layers", "freeze_extra_modules"))
+
+
+def _quantization(draft: Draft, compute: str) -> bool:
+    bits = draft.whole("quantization_bit")
+    kind = draft.text("quantization_method", choices=("bnb", "gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4"))
+    nested, table = draft.is_on("double_quantization", True), draft.text("quantization_type", "nf4")
+    for key in () if bits else ("double_quantization", "quantization_type"):
+        draft.defaults.pop(key, None)
+    named = str(draft.given.get("model_name_or_path")).lower()
+    for method in ("gptq", "awq", "aqlm"):
+        if method in named:
+            raise ConfigError(f"a model quantised with {method.upper()} is not simulated; quantization_bit 4 or 8 is")
+    if bits is None:
+        return False
+    if kind not in (None, "bnb"):
+        raise ConfigError(f"quantization_method {kind} is not simulated; bnb is")
+    if bits not in (4, 8):
+        raise ConfigError(f"quantization_bit must be 4 or 8 with bitsandbytes; got {bits}")
+    draft.put(f"load_in_{bits}bit", True, "quantization_bit")
+    if bits == 4:
+        draft.put("use_bnb_nested_quant", nested, "double_quantization")
+        draft.put("bnb_4bit_quant_type", table, "quantization_type")
+        draft.put("bnb_4bit_quant_storage", compute, "bf16")
+    return True
+
+
+def _lora(draft: Draft) -> None:
+    rank = draft.whole("lora_rank", 8) or 8
+    target = draft.names("lora_target", "all") or ["all"]
+    draft.put("use_peft", True, "finetuning_type")
+    draft.put("lora_r", rank, "lora_rank")
+    draft.put("lora_alpha", draft.whole("lora_alpha", 2 * rank))
+    draft.put("lora_dropout", draft.number("lora_dropout", 0.0))
+    draft.put("lora_target_modules", ["all-linear"] if target == ["all"] else target, "lora_target")
+    draft.put("lora_modules_to_save", draft.names("additional_target"), "additional_target")
+    for key in ("use_rslora", "use_dora"):
+        if draft.is_on(key):
+            draft.put(key, True)
+
+
+def _freeze(draft: Draft, master: bool) -> None:
+    layers = draft.raw("freeze_trainable_layers", 2)
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise ConfigError(f"freeze_trainable_layers must be 1 or more to be simulated (the last layers); got {layers}")
+    for key in ("freeze_trainable_modules", "freeze_extra_modules"):
+        if draft.given.get(key) not in (None, "all"):
+            raise ConfigError(f"{key}: only whole layers (freeze_trainable_modules: all) are simulated")
+    draft.put("trainable_layers", layers, "freeze_trainable_layers")
+    if master:
+        draft.note("the layers that are not trained are held in 16 bits there and in float32 here: an upper bound")
+
+
+def _length(draft: Draft, stage: str) -> int:
+    """Tokens of a row. A packed one has cutoff_len of them: data_args.py takes 1 off, supervised.py adds it again."""
+    length = draft.whole("cutoff_len", 2048) or 2048
+    neat = draft.is_on("neat_packing")
+    packing = draft.is_on("packing", stage == "pt") or neat
+    if stage == "pt" and packing and draft.given.get("packing") is not None:
+        length -= 1
+    draft.put("max_length", length, "cutoff_len")
+    if stage != "pt":
+        draft.put("pad_to_multiple_of", 8, "cutoff_len")
+    if stage in ("pt", "sft") and packing:
+        draft.put("packing", True)
+        draft.put("block_diagonal", neat or None, "neat_packing")
+    return length
+
+
+def _checkpoints(draft: Draft) -> None:
+    off, reentrant = draft.is_on("disable_gradient_checkpointing"), draft.is_on("use_reentrant_gc", True)
+    on = not off or draft.is_on("gradient_checkpointing")
+    draft.ignore(("gradient_checkpointing",))
+    draft.put("gradient_checkpointing", on, "disable_gradient_checkpointing")
+    if on:
+        draft.put("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, "use_reentrant_gc")
+        draft.defaults.setdefault("disable_gradient_checkpointing", False) if not off else None
+
+
+def _preferences(draft: Draft) -> None:
+    """DPO (train/dpo/trainer.py): float32 logits of all tokens, a reference that is a second model without LoRA."""
+    loss = draft.text("pref_loss", "sigmoid", choices=("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"))
+    if loss in ("orpo", "simpo"):
+        raise ConfigError(f"pref_loss {loss}, which has no reference model, is not simulated; sigmoid, hinge, ipo are")
+    draft.put("beta", draft.number("pref_beta", 0.1), "pref_beta")
+    draft.put("float32_logits", True, "stage")

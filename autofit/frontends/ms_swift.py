@@ -1,0 +1,418 @@
+"""ms-swift's command lines and YAML as a recipe of `hf`, or of TRL's GRPO trainer, from which its own one is derived.
+
+Read at 3602360a: swift/arguments (defaults, rules), swift/trainers/arguments.py (batch), swift/cli/main.py (how it is
+started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers. No torch here.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends import sharing, transformers_keys
+from autofit.frontends.command import UNSURE, Command, commands
+from autofit.frontends.draft import Draft, number
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
+from autofit.frontends.tools import MS_SWIFT
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+
+TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
+_TRAINS = ("sft", "pt", "rlhf")
+_LIKE = {"dpo": "dpo", "rm": "reward"}
+_SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
+_USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
+_ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
+              "flash_attention_3": "flash_attention_3", "eager": "eager"}  # fmt: skip
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+_PLAIN = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+          "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+          "train_micro_batch_size_per_gpu": "auto"}  # fmt: skip
+_BUCKETS = {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000}
+_AUTO = {"overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1_000_000_000,
+         "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+         "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1_000_000_000,
+         "stage3_max_reuse_distance": 1_000_000_000}  # fmt: skip
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+_ZERO: Mapping[str, Mapping[str, object]] = {  # swift/config: what its names mean
+    name: {**_PLAIN, "zero_optimization": zero}
+    for name, zero in {
+        "zero0": {"stage": 0, **_BUCKETS}, "zero1": {"stage": 1, **_BUCKETS}, "zero2": {"stage": 2, **_BUCKETS},
+        "zero2_offload": {"stage": 2, "offload_optimizer": _ON_HOST, **_BUCKETS}, "zero3": {"stage": 3, **_AUTO},
+        "zero3_offload": {"stage": 3, "offload_optimizer": _ON_HOST, "offload_param": _ON_HOST, **_AUTO},
+    }.items()
+}  # fmt: skip
+_FSDP2 = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+          "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT",
+          "activation_checkpointing": True}  # fmt: skip
+
+
+# -- a script ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Arguments of a training that a script starts, with TYPE among them, its ranks, and what to know of the script."""
+
+    values: Mapping[str, object]
+    ranks: int | None
+    notes: tuple[str, ...] = ()
+
+
+def training(text: str, *, folder: Path) -> Training:
+    """The first training that a script starts. Raises ConfigError where it starts none."""
+    found = [(command, kind, words) for command in commands(text) for kind, words in _started(command)]
+    if not found and any(command.words[:1] == ("megatron",) for command in commands(text)):
+        raise ConfigError("`megatron sft` and `megatron rlhf` train with Megatron, which is not simulated")
+    if not found:
+        raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
+    command, kind, words = found[0]
+    values, environment = _arguments(words, folder), dict(command.variables)
+    environment |= {str(key): str(value) for key, value in _env(values).items()}
+    notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
+    return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment), notes=notes)
+
+
+def of_script(text: str, *, folder: Path) -> Foreign:
+    """The recipe of the first training that a script starts. Raises ConfigError where it starts none."""
+    found = training(text, folder=folder)
+    foreign = recipe(found.values, folder=folder, ranks=found.ranks)
+    return replace(foreign, notes=(*foreign.notes, *found.notes))
+
+
+def starts(text: str) -> bool:
+    """Whether a script starts ms-swift's command."""
+    return any(True for command in commands(text) for _ in _started(command)) or any(
+        command.words[:1] in (("swift",), ("megatron",)) for command in commands(text)
+    )
+
+
+def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(sft, pt or rlhf; its arguments) of a command that trains with ms-swift."""
+    words = command.words
+    if len(words) > 1 and words[0] == "swift" and words[1] in _TRAINS:
+        yield words[1], words[2:]
+        return
+    for place, word in enumerate(words):
+        for kind in _TRAINS:
+            if word.endswith((f"swift/cli/{kind}.py", f"swift.cli.{kind}")):
+                yield kind, words[place + 1 :]
+                return
+
+
+def _ranks(command: Command, environment: Mapping[str, str]) -> int | None:
+    """Ranks that the launcher starts: torchrun's options, or NPROC_PER_NODE x NNODES of the environment.
+
+    Raises ConfigError where a rank would have several cards, over which ms-swift splits the model.
+    """
+    words = command.words
+    options = dict(_options(words))
+    each = options.get("nproc_per_node") or options.get("num_processes") or environment.get("NPROC_PER_NODE")
+    machines = options.get("nnodes") or environment.get("NNODES") or "1"
+    counts = [int(text) if text is not None and text.isdecimal() else None for text in (each, machines)]
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
+    cards = len(shown.split(",")) if shown and UNSURE not in shown else None
+    started = words[0] not in ("accelerate", "deepspeed")
+    if each is None and not started:
+        return cards if cards and cards > 1 else None
+    if each is None and cards and cards > 1:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES names {cards} cards and NPROC_PER_NODE is not set, so ms-swift splits the model "
+            "over them (device_map), which is not simulated"
+        )
+    if each is None:
+        return 1 if cards else None
+    if counts[0] is None or counts[1] is None:
+        return None
+    if cards and cards >= 2 * counts[0]:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES names {cards} cards for {counts[0]} ranks, so ms-swift splits the model of each "
+            f"over {cards // counts[0]} (device_map), which is not simulated"
+        )
+    return counts[0] * counts[1]
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word.startswith("--"):
+            name, mark, value = word.removeprefix("--").partition("=")
+            yield name.replace("-", "_"), value if mark else following
+
+
+def _arguments(words: Sequence[str], folder: Path) -> dict[str, object]:
+    """{name: value} of arguments, as ms-swift's parser takes them; a YAML or JSON may stand for the first ones."""
+    found: dict[str, object] = {}
+    rest = list(words)
+    if rest and rest[0].endswith((".yaml", ".yml", ".json")):
+        found |= read_yaml_mapping(sharing.near(rest.pop(0), folder), what="config of ms-swift")
+    name: str | None = None
+    listed: dict[str, list[str]] = {}
+    for word in rest:
+        if word.startswith("--") and len(word) > 2:
+            name, mark, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            listed[name] = [value] if mark else []
+        elif name is None:
+            raise ConfigError(f"arguments must begin with --name; got {quoted(word)}")
+        else:
+            listed[name].append(word)
+    for key, values in listed.items():
+        plain = [_plain(value) for value in values]
+        found[key] = True if not plain else plain[0] if len(plain) == 1 else plain
+    return found
+
+
+def _plain(word: str) -> object:
+    """The value of a word: a number, true or false, JSON, or text."""
+    if UNSURE in word:
+        return UNSURE
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if word[:1] in "{[":
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+    try:
+        value = parse_yaml(word) if word[:1].isdigit() or word[:1] in "-+." else word
+    except ConfigError:
+        return word
+    return value if isinstance(value, int | float) else word
+
+
+def _env(values: dict[str, object]) -> Mapping[str, object]:
+    given = values.pop("ENV", None)
+    return given if isinstance(given, Mapping) else {}
+
+
+# -- its arguments ----------------------------------------------------------------------------------------------------
+
+
+def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of ms-swift's arguments, on `ranks` ranks where these are known. Raises ConfigError."""
+    given = dict(given)
+    environment = _env(given)
+    if ranks is None and environment:
+        each = number(environment.get("NPROC_PER_NODE"))
+        ranks = int(each * (number(environment.get("NNODES")) or 1)) if each else None
+    if "train_type" in given:  # its name until 3.x
+        given.setdefault("tuner_type", given.pop("train_type"))
+    draft = Draft(MS_SWIFT.name, given)
+    kind = _kind(draft)
+    _check_certain(draft)
+    draft.put("model_name_or_path", draft.text("model"), "model")
+    draft.put("model_revision", draft.text("model_revision"))
+    trainer = "grpo" if kind == "grpo" else "hf"
+    if trainer == "hf":
+        draft.put("objective", _LIKE.get(kind, "sft"), "rlhf_type" if kind in _LIKE else TYPE)
+    launch = _launch(draft, folder)
+    _batch(draft, kind, ranks)
+    _dtype(draft)
+    _tuner(draft)
+    length = _length(draft, kind)
+    _others(draft, kind)
+    transformers_keys.take(draft)
+    draft.ignore((*NO_EFFECT, TYPE))
+    return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length)
+
+
+def _kind(draft: Draft) -> str:
+    """sft, pt, or the type of `swift rlhf`. Raises ConfigError for what is not simulated."""
+    if draft.given.get("model") is None:
+        raise ConfigError("--model is missing")
+    draft.refuse(UNLIKE)
+    task = draft.text(
+        "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
+    )
+    if task not in (None, "causal_lm"):
+        raise ConfigError(f"task_type {task} is not simulated; causal_lm is")
+    if (draft.whole("sequence_parallel_size") or 1) > 1:
+        raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
+    if (draft.whole("lisa_activated_layers", least=0) or 0) > 0:
+        raise ConfigError("lisa_activated_layers: LISA, which trains changing layers, is not simulated")
+    if draft.text("tuner_backend") == "unsloth":
+        raise ConfigError("tuner_backend unsloth: Unsloth's kernels are not simulated")
+    draft.check_model(draft.given.get("model"))
+    command = draft.text(TYPE)
+    rlhf = draft.text("rlhf_type", "dpo" if command == "rlhf" else None)
+    if rlhf is None:
+        return command or "sft"
+    if rlhf not in ("grpo", *_LIKE):
+        raise ConfigError(f"rlhf_type {rlhf} is not simulated; dpo, grpo and rm are")
+    return rlhf
+
+
+def _launch(draft: Draft, folder: Path) -> dict[str, object]:
+    if draft.says("deepspeed"):
+        return sharing.zero(draft.given["deepspeed"], folder, _ZERO)
+    config = draft.mapping("fsdp_config")
+    if draft.given.get("fsdp") == "fsdp2":
+        draft.raw("fsdp")
+        return sharing.fsdp(True, _FSDP2)
+    if draft.says("fsdp"):
+        return sharing.fsdp(draft.given["fsdp"], config)
+    return {}
+
+
+def _batch(draft: Draft, kind: str, ranks: int | None) -> None:
+    """swift/trainers/arguments.py, line 283: without an accumulation, as many as make 16 samples over all ranks."""
+    micro = draft.whole("per_device_train_batch_size", 1) or 1
+    usual = 1 if kind == "grpo" else max(1, math.ceil(_SAMPLES / micro / (ranks or 1)))
+    steps = draft.whole("gradient_accumulation_steps", usual) or usual
+    if draft.given.get("gradient_accumulation_steps") is None and kind != "grpo" and ranks is None:
+        draft.note(f"gradient_accumulation_steps is as many as make {_SAMPLES} samples over all ranks: {steps} on one")
+    draft.put("per_device_train_batch_size", micro)
+    draft.put("gradient_accumulation_steps", steps)
+
+
+def _dtype(draft: Draft) -> None:
+    """What weights are held in: torch_dtype, without float32 masters (model_args.py, _init_mixed_precision)."""
+    dtype = draft.text("torch_dtype", choices=("bfloat16", "float16", "float32"))
+    if dtype is None:
+        dtype = "bfloat16"
+        draft.note("torch_dtype is the model's own where it is not set, taken as bfloat16")
+    draft.put("dtype", dtype, "torch_dtype")
+    bf16, fp16 = dtype == "bfloat16", dtype in ("float16", "float32")
+    draft.put("bf16", draft.is_on("bf16", bf16) if draft.given.get("bf16") is not None else bf16, "torch_dtype")
+    half = draft.is_on("fp16") if draft.given.get("fp16") is not None else fp16
+    draft.put("fp16", half or None, "torch_dtype")
+    draft.ignore(("bf16", "fp16"))
+
+
+def _tuner(draft: Draft) -> None:
+    kind = draft.text("tuner_type", "lora", choices=TUNERS) or "lora"
+    model = str(draft.given.get("model")).lower()
+    for method in ("gptq", "awq", "aqlm", "fp8"):
+        if f"-{method}" in model:
+            raise ConfigError(f"a model quantised with {method.upper()} is not simulated; quant_method bnb is")
+    if kind not in ("lora", "full"):
+        raise ConfigError(f"tuner_type {kind} is not simulated; lora and full are")
+    quantizer, bits = draft.text("quant_method"), draft.whole("quant_bits")
+    nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
+    storage = draft.text("bnb_4bit_quant_storage")
+    lora = {key: draft.whole(key, usual) for key, usual in (("lora_rank", 8), ("lora_alpha", 32))}
+    dropout, modules = draft.number("lora_dropout", 0.05), draft.names("target_modules", "all-linear")
+    saved, cast = draft.names("modules_to_save"), draft.text("lora_dtype")
+    dora, stable = draft.is_on("use_dora"), draft.is_on("use_rslora")
+    if quantizer is None or bits != 4:
+        draft.defaults.pop("bnb_4bit_use_double_quant", None)
+        draft.defaults.pop("bnb_4bit_quant_type", None)
+    if quantizer is None:
+        pass
+    elif quantizer != "bnb" or bits not in (4, 8):
+        raise ConfigError(f"quant_method {quantizer} with quant_bits {bits} is not simulated; bnb with 4 or 8 is")
+    else:
+        draft.put(f"load_in_{bits}bit", True, "quant_bits")
+        if bits == 4:
+            draft.put("use_bnb_nested_quant", nested, "bnb_4bit_use_double_quant")
+            draft.put("bnb_4bit_quant_type", table)
+            draft.put("bnb_4bit_quant_storage", storage)
+    if kind == "full":
+        for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
+            draft.defaults.pop(key, None)
+        return
+    draft.put("use_peft", True, "tuner_type")
+    draft.put("lora_r", lora["lora_rank"], "lora_rank")
+    draft.put("lora_alpha", lora["lora_alpha"])
+    draft.put("lora_dropout", dropout)
+    draft.put("lora_target_modules", modules, "target_modules")
+    draft.put("lora_modules_to_save", saved, "modules_to_save")
+    draft.put("use_dora", dora or None)
+    draft.put("use_rslora", stable or None)
+    if "objective" in draft.values:
+        draft.put("adapter_dtype", cast or "float32", "lora_dtype")
+
+
+def _length(draft: Draft, kind: str) -> int:
+    """Tokens of the sample that stands for the data."""
+    length, packed = draft.whole("max_length"), draft.whole("packing_length")
+    packing = draft.is_on("packing")
+    if kind == "grpo":
+        if length is None:
+            length = 512
+            draft.note(
+                "max_length is not set, so prompts of 512 tokens stand for the data; --prompt-tokens N says others"
+            )
+        return length
+    if length is None:
+        length = _USUAL_TOKENS
+        draft.note(
+            f"max_length is not set, and ms-swift takes the model's own limit: samples of {length:,} tokens stand for "
+            "the data; --prompt-tokens N says others"
+        )
+    draft.put("max_length", packed if packing and packed else length)
+    if packing:
+        draft.put("packing", True)
+        draft.put("block_diagonal", True, "packing")
+    return packed if packing and packed else length
+
+
+def _others(draft: Draft, kind: str) -> None:
+    on = draft.is_on("gradient_checkpointing", True)
+    draft.put("gradient_checkpointing", on)
+    attention = draft.text("attn_impl")
+    if attention is not None and attention not in _ATTENTION:
+        draft.note(f"attn_impl {attention} is simulated as PyTorch's own attention (sdpa)")
+    draft.put("attn_implementation", _ATTENTION.get(attention or ""), "attn_impl")
+    if draft.is_on("use_liger_kernel"):
+        draft.put("use_liger_kernel", True)
+    kept = draft.raw("use_logits_to_keep")
+    if kind in ("sft", "pt", "dpo") and kept is not False and not draft.values.get("use_liger_kernel"):
+        draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
+    loss = draft.raw("loss_type")
+    beta = draft.number("beta")
+    if kind == "dpo":
+        if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
+            draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
+        draft.put("beta", beta if beta is not None else 0.1, "beta")
+    if kind == "grpo":
+        _grpo(draft, loss, beta)
+    elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
+        raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
+    draft.name(EFFECTS)
+    draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+                  "vllm_max_model_len", "sleep_level", "num_generations", "num_iterations", "generation_batch_size",
+                  "steps_per_generation", "max_completion_length"))  # fmt: skip
+
+
+def _grpo(draft: Draft, loss: object, beta: float | None) -> None:
+    """swift/arguments/rlhf_args.py; its trainer is derived from TRL's."""
+    draft.put("num_generations", draft.whole("num_generations", 8))
+    longest = (
+        draft.whole("response_length") or draft.whole("max_new_tokens") or draft.whole("max_completion_length", 512)
+    )
+    draft.put("max_completion_length", longest)
+    draft.put("num_iterations", draft.whole("num_iterations"))
+    draft.put("generation_batch_size", draft.whole("generation_batch_size"))
+    draft.put("steps_per_generation", draft.whole("steps_per_generation"))
+    if beta is None:
+        draft.defaults["beta"] = 0.04
+    draft.put("beta", 0.04 if beta is None else beta)
+    if loss in (None, *_LOSSES):
+        draft.put("loss_type", loss or "grpo", "loss_type")
+    else:
+        draft.note(f"loss_type {loss} is simulated as grpo, on the same log-probabilities")
+        draft.put("loss_type", "grpo", "loss_type")
+    draft.put("reward_funcs", ["think_format_reward"], "reward_funcs")
+    if draft.is_on("use_vllm"):
+        mode = draft.text("vllm_mode", choices=("colocate", "server"))
+        draft.put("use_vllm", True)
+        draft.put("vllm_mode", mode)
+        draft.put("vllm_max_model_length", draft.whole("vllm_max_model_len"), "vllm_max_model_len")
+        if mode == "colocate":
+            draft.put("vllm_gpu_memory_utilization", draft.number("vllm_gpu_memory_utilization", 0.9))
+            draft.put("vllm_tensor_parallel_size", draft.whole("vllm_tensor_parallel_size", 1))
+            draft.put("vllm_enable_sleep_mode", (draft.whole("sleep_level", least=0) or 0) > 0, "sleep_level")
+
+
+def _words(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _check_certain(draft: Draft) -> None:
+    known = NO_EFFECT | transformers_keys.NO_EFFECT
+    unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
+    if unsure:
+        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")

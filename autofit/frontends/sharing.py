@@ -1,0 +1,83 @@
+"""DeepSpeed and FSDP as other tools' files say them, in the form of an accelerate config. No torch here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
+
+_FSDP1_ONLY = ("use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
+_WITHOUT = (  # keys without effect on what a step holds
+    "limit_all_gathers", "final_state_dict_type", "cpu_offload_pin_memory", "mixed_precision_policy",
+    "activation_cpu_offload", "mixed_precision",
+)  # fmt: skip
+
+
+def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]] | None = None) -> dict[str, object]:
+    """The accelerate config of a DeepSpeed JSON: a mapping, one of the `shipped` by name, or a file near `folder`."""
+    if isinstance(given, Mapping):
+        content = {str(key): value for key, value in given.items()}
+    elif not isinstance(given, str):
+        raise ConfigError(f"deepspeed must be a mapping or the path of a JSON file; got {quoted(given)}")
+    elif shipped and given in shipped:
+        content = dict(shipped[given])
+    else:
+        content = read_deepspeed_file(given if given.lstrip().startswith("{") else str(near(given, folder)))
+    fields = deepspeed_fields(content)
+    if fields["zero_stage"] == 0:
+        return {}
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": fields}
+
+
+def fsdp(given: object, config: Mapping[str, object], version: object = None) -> dict[str, object]:
+    """The accelerate config of `fsdp` and `fsdp_config`, whose keys may have the prefix fsdp_."""
+    keys = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+    keys = {key: value for key, value in keys.items() if key not in _WITHOUT}
+    if version is not None:
+        keys.setdefault("version", version)
+    keys.setdefault("version", 1)
+    if "offload_params" in keys:
+        keys["cpu_offload"] = keys.pop("offload_params")
+    strategy = str(keys.pop("sharding_strategy", "") or "").lower()
+    if str(keys["version"]) == "1":
+        if strategy and not isinstance(keys.get("reshard_after_forward"), str):
+            keys["reshard_after_forward"] = strategy
+        keys.pop("reshard_after_forward", None) if isinstance(keys.get("reshard_after_forward"), bool) else None
+    else:
+        keys = {key: value for key, value in keys.items() if key not in _FSDP1_ONLY}
+        if strategy and "reshard_after_forward" not in keys:
+            keys["reshard_after_forward"] = strategy == "full_shard"
+    found = fsdp_config(given or True, keys)
+    if found is None:
+        return {}
+    if str(keys["version"]) == "1":
+        found["fsdp_sharding_strategy"] = str(keys.get("reshard_after_forward") or "full_shard").upper()
+    return {"distributed_type": "FSDP", "fsdp_config": found}
+
+
+def near(given: str, folder: Path) -> Path:
+    """The file that a tool's file names, from the folder where the tool is started: one of those above it.
+
+    Raises ConfigError where there is none.
+    """
+    path = Path(given).expanduser()
+    places = (
+        [path] if path.is_absolute() else [Path.cwd() / path, *(above / path for above in (folder, *folder.parents))]
+    )
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(
+        f"there is no file {quoted(given, 100)} in the current folder, in that of the file or above it, as the tool "
+        "would need it; name its whole path"
+    )
+
+
+def words(launch: Mapping[str, object]) -> str:
+    """How a launch shares the model, for a reader."""
+    kind = launch.get("distributed_type")
+    inner = launch.get("deepspeed_config") if kind == "DEEPSPEED" else launch.get("fsdp_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+    if kind == "DEEPSPEED":
+        return f"DeepSpeed ZeRO-{inner.get('zero_stage')}"
+    return f"FSDP{inner.get('fsdp_version')}" if kind == "FSDP" else "DDP"

@@ -1,0 +1,56 @@
+"""What a recipe made of another tool's file trains, in lines for a reader. No torch here."""
+
+from collections.abc import Iterator
+
+from autofit.frontends import sharing
+from autofit.frontends.explanation import Line
+from autofit.frontends.foreign import Foreign
+
+_TRAINED_BY = {"hf": "a plain transformers Trainer", "grpo": "TRL's GRPO trainer", "dpo": "TRL's DPO trainer",
+               "reward": "TRL's reward trainer", "sft": "TRL's SFT trainer"}  # fmt: skip
+_OBJECTIVES = {"sft": "the model's own loss on full logits", "dpo": "DPO on full logits", "reward": "a pairwise loss"}
+
+
+def lines(foreign: Foreign) -> Iterator[Line]:
+    """The trainer that stands for the tool's, the weights and their dtypes, the rows, the sharing and the defaults."""
+    values = foreign.values
+    objective = _OBJECTIVES.get(str(values.get("objective")))
+    yield Line("simulated as", ", ".join(filter(None, (_TRAINED_BY.get(foreign.trainer, foreign.trainer), objective))))
+    yield Line("weights", _weights(foreign))
+    yield Line("rows", _rows(foreign))
+    if foreign.launch:
+        yield Line("sharing", sharing.words(foreign.launch))
+    if foreign.defaults:
+        yield Line("defaults", ", ".join(f"{key} {_shown(value)}" for key, value in foreign.defaults.items()))
+
+
+def _weights(foreign: Foreign) -> str:
+    values = foreign.values
+    dtype, bits = str(values.get("dtype")), next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None)
+    cast = next((name for key, name in (("bf16", "bfloat16"), ("fp16", "float16")) if values.get(key)), None)
+    autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
+    if values.get("use_peft"):
+        adapters = f"LoRA of rank {values['lora_r']} in {values.get('adapter_dtype') or 'float32'}"
+        base = f"in {bits} bits" if bits else f"in {dtype}"
+        return f"{adapters}, on a frozen model held {base}{autocast}"
+    some = f"the last {values['trainable_layers']} layers" if values.get("trainable_layers") else "all weights"
+    return f"{some} trained, held in {dtype}{autocast}"
+
+
+def _rows(foreign: Foreign) -> str:
+    values = foreign.values
+    length = values.get("max_length", foreign.prompt_tokens)
+    if foreign.trainer == "grpo":
+        return f"prompts of {foreign.prompt_tokens:,} tokens, completions of {values.get('max_completion_length')}"
+    tokens = f"{length:,} tokens" if isinstance(length, int) else "as many tokens as the data has"
+    if values.get("packing"):
+        apart = ", which see only themselves" if values.get("block_diagonal") else ""
+        return f"{tokens}, packed from several samples{apart}"
+    if values.get("pad_to_max_length"):
+        return f"{tokens}, shorter samples padded to it"
+    multiple = values.get("pad_to_multiple_of")
+    return f"up to {tokens}, padded to the longest of a batch{f' and to a multiple of {multiple}' if multiple else ''}"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

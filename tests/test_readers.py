@@ -1,0 +1,288 @@
+"""Files of other tools as recipes: values, ranks and lengths as that tool's own code would set them, by hand."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autofit.cli import main
+from autofit.errors import ConfigError
+from autofit.frontends import ms_swift
+from autofit.frontends.command import UNSURE, commands
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.reading import explain, read
+
+LLAMA: dict[str, object] = {
+    "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "lora",
+    "dataset": "identity", "template": "qwen3", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+    "learning_rate": "1e-4", "bf16": True,
+}  # fmt: skip
+AXO: dict[str, object] = {
+    "base_model": "Qwen/Qwen3-4B", "datasets": [{"path": "a", "type": "alpaca"}], "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4, "sequence_len": 2000, "optimizer": "adamw_8bit", "learning_rate": "2e-5",
+}  # fmt: skip
+SWIFT = """#!/bin/bash
+# 2 * 20GiB
+n=2
+CUDA_VISIBLE_DEVICES=0,1 \\
+NPROC_PER_NODE=$n \\
+swift sft \\
+    --model Qwen/Qwen2.5-7B-Instruct \\
+    --dataset 'swift/self-cognition#1000' \\
+              'another#500' \\
+    --system "You are
+a helpful assistant." \\
+    --per_device_train_batch_size 1 \\
+    --gradient_accumulation_steps $(expr 16 / $n) \\
+    --learning_rate 1e-4 \\
+    --max_length 2048
+"""
+
+
+def of_yaml(folder: Path, values: Mapping[str, object]) -> Foreign:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(dict(values)))
+    found = read(path)
+    assert found is not None
+    return found
+
+
+def of_script(folder: Path, text: str) -> Foreign:
+    path = folder / "run.sh"
+    path.write_text(text)
+    found = read(path)
+    assert found is not None
+    return found
+
+
+def test_llama_factory_keeps_a_frozen_model_in_16_bits_and_lora_in_float32(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, LLAMA)
+    assert (found.tool, found.trainer, found.prompt_tokens) == ("LLaMA-Factory", "hf", 2048)
+    assert found.values["dtype"] == "bfloat16"
+    assert found.values["adapter_dtype"] == "float32"
+    assert [found.values[key] for key in ("lora_r", "lora_alpha", "lora_target_modules")] == [8, 16, ["all-linear"]]
+    assert (found.values["max_length"], found.values["pad_to_multiple_of"]) == (2048, 8)
+    assert found.values["gradient_checkpointing"] is True
+    assert found.values["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+    assert found.values["learning_rate"] == pytest.approx(1e-4)
+    assert found.keys["max_length"] == "cutoff_len"
+    assert found.defaults["cutoff_len"] == 2048
+    assert not found.launch
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype"),
+    [
+        ({}, "float32"), ({"pure_bf16": True}, "bfloat16"), ({"bf16": False, "fp16": True}, "float32"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "float32"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "bfloat16"),  # DeepSpeed keeps the float32 masters itself
+    ],
+)  # fmt: skip
+def test_llama_factory_trains_whole_models_from_float32_masters_unless_told_otherwise(
+    tmp_path: Path, changed: dict[str, object], dtype: str
+) -> None:
+    found = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "full", **changed})
+    assert found.values["dtype"] == dtype
+    assert "use_peft" not in found.values
+
+
+def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_packed_rows_whole(tmp_path: Path) -> None:
+    dpo = of_yaml(tmp_path, {**LLAMA, "stage": "dpo", "pref_beta": 0.2, "cutoff_len": 1024})
+    assert [dpo.values[key] for key in ("objective", "float32_logits", "beta")] == ["dpo", True, 0.2]
+    packed = of_yaml(tmp_path, {**LLAMA, "neat_packing": True, "cutoff_len": 1024}).values
+    assert [packed[key] for key in ("packing", "block_diagonal", "max_length")] == [True, True, 1024]
+    frozen = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze"})
+    assert (frozen.values["trainable_layers"], frozen.defaults["freeze_trainable_layers"]) == (2, 2)
+
+
+def test_llama_factory_stores_4_bits_in_the_compute_dtype_and_quantises_twice(tmp_path: Path) -> None:
+    values = of_yaml(tmp_path, {**LLAMA, "quantization_bit": 4}).values
+    assert values["load_in_4bit"] is True
+    assert values["use_bnb_nested_quant"] is True
+    assert values["bnb_4bit_quant_storage"] == "bfloat16"
+
+
+def test_a_deepspeed_file_is_found_from_the_folder_where_the_tool_is_started(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "z2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "train").mkdir()
+    launch = of_yaml(tmp_path / "train", {**LLAMA, "deepspeed": "configs/z2.json"}).launch
+    assert launch["distributed_type"] == "DEEPSPEED"
+    with pytest.raises(ConfigError, match=r"there is no file 'configs/z9\.json' in the current folder"):
+        of_yaml(tmp_path / "train", {**LLAMA, "deepspeed": "configs/z9.json"})
+
+
+def test_axolotl_holds_weights_in_bfloat16_and_fills_packed_rows_to_a_multiple_of_64(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {**AXO, "sample_packing": True, "gradient_checkpointing": True})
+    assert (found.trainer, found.values["dtype"], found.values["bf16"]) == ("hf", "bfloat16", True)
+    assert found.values["max_length"] == 2048  # 2,000 rounded up
+    assert [found.values[key] for key in ("packing", "block_diagonal", "pad_to_max_length")] == [True, True, True]
+    assert found.values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert found.defaults["bf16"] == "auto"
+    plain = of_yaml(tmp_path, AXO).values
+    assert (plain["max_length"], plain["pad_to_multiple_of"], plain["gradient_checkpointing"]) == (2000, 64, False)
+
+
+def test_axolotl_keeps_embeddings_in_float32_only_without_flash_attention_or_adapters(tmp_path: Path) -> None:
+    assert any("float32" in note for note in of_yaml(tmp_path, AXO).notes)
+    flash = of_yaml(tmp_path, {**AXO, "flash_attention": True})
+    assert flash.values["attn_implementation"] == "flash_attention_2"
+    assert not any("float32" in note for note in flash.notes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [({}, 4), ({"gradient_accumulation_steps": None, "batch_size": 12}, 6)],
+)
+def test_axolotls_accumulation_may_follow_from_its_batch_size(
+    tmp_path: Path, changed: dict[str, object], steps: int
+) -> None:
+    assert of_yaml(tmp_path, {**AXO, **changed}).values["gradient_accumulation_steps"] == steps
+
+
+def test_axolotl_hands_preferences_and_grpo_on_to_trls_own_trainers(tmp_path: Path) -> None:
+    dpo = of_yaml(tmp_path, {**AXO, "rl": "dpo", "rl_beta": 0.3, "adapter": "lora", "lora_r": 16})
+    assert (dpo.trainer, dpo.values["beta"], dpo.values["max_length"]) == ("dpo", 0.3, 2000)
+    inner = {"num_generations": 4, "max_completion_length": 64, "beta": 0.01}
+    grpo = of_yaml(tmp_path, {**AXO, "rl": "grpo", "trl": inner})
+    assert grpo.trainer == "grpo"
+    assert {key: grpo.values[key] for key in inner} == inner
+    assert grpo.keys["num_generations"] == "trl.num_generations"
+
+
+def test_axolotls_fsdp_is_a_launch_and_an_unknown_key_is_named_as_ignored(tmp_path: Path) -> None:
+    config = {"offload_params": True, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT",
+              "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}  # fmt: skip
+    found = of_yaml(tmp_path, {**AXO, "fsdp_version": 2, "fsdp_config": config, "micro_batchsize": 3})
+    inner = found.launch["fsdp_config"]
+    assert isinstance(inner, dict)
+    assert (inner["fsdp_version"], inner["fsdp_offload_params"]) == (2, True)
+    assert any("'micro_batchsize'; the nearest valid one is 'micro_batch_size'" in note for note in found.notes)
+
+
+def test_a_script_of_ms_swift_is_read_with_its_sums_its_environment_and_its_defaults(tmp_path: Path) -> None:
+    found = of_script(tmp_path, SWIFT)
+    assert (found.tool, found.trainer, found.ranks, found.prompt_tokens) == ("ms-swift", "hf", 2, 2048)
+    assert found.values["gradient_accumulation_steps"] == 8
+    assert found.values["dtype"] == "bfloat16"
+    assert [found.values[key] for key in ("lora_r", "lora_alpha", "lora_dropout")] == [8, 32, 0.05]
+    assert (found.keys["lora_r"], found.defaults["lora_rank"]) == ("lora_rank", 8)
+
+
+@pytest.mark.parametrize(("micro", "ranks", "steps"), [(1, None, 16), (3, 2, 3), (16, 4, 1)])
+def test_ms_swift_makes_16_samples_or_more_over_all_ranks(tmp_path: Path, micro: int, ranks: int, steps: int) -> None:
+    values = {"model": "m", "per_device_train_batch_size": micro, "tuner_type": "full"}
+    found = ms_swift.recipe(values, folder=tmp_path, ranks=ranks)
+    assert found.values["gradient_accumulation_steps"] == steps
+
+
+def test_ms_swifts_grpo_is_trls_with_its_own_defaults(tmp_path: Path) -> None:
+    text = ("NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model m --use_vllm true --vllm_mode colocate "
+            "--per_device_train_batch_size 2 --deepspeed zero3 --sleep_level 1 --loss_type fipo")  # fmt: skip
+    found = of_script(tmp_path, text)
+    assert found.trainer == "grpo"
+    assert [found.values[key] for key in ("beta", "num_generations", "max_completion_length")] == [0.04, 8, 512]
+    assert found.values["vllm_gpu_memory_utilization"] == 0.9
+    assert found.values["vllm_enable_sleep_mode"] is True
+    assert found.values["loss_type"] == "grpo"
+    assert any("fipo" in note for note in found.notes)
+    inner = found.launch["deepspeed_config"]
+    assert isinstance(inner, dict)
+    assert inner["zero_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a=1\nswift sft --x $a", ("swift", "sft", "--x", "1")),
+        ("swift sft --x ${A:-b}", ("swift", "sft", "--x", "b")),
+        ("swift sft --x $A", ("swift", "sft", "--x", UNSURE)),
+        ("if [ $B ]; then\na=2\nfi\nswift sft --x $a", ("swift", "sft", "--x", UNSURE)),
+        ("swift sft --x $((2 * 3)) # --y 1", ("swift", "sft", "--x", "6")),
+        ("swift sft --x 'a b' \\\n  --y \"c # d\" 2>&1 | tee log", ("swift", "sft", "--x", "a b", "--y", "c # d")),
+        ("swift sft --x $(nproc)", ("swift", "sft", "--x", UNSURE)),
+    ],
+)
+def test_words_of_a_command_are_those_of_bash(text: str, words: tuple[str, ...]) -> None:
+    found = next(command.words for command in commands(text) if command.words[0] == "swift")
+    assert found[: len(words)] == words
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
+    ({**LLAMA, "use_galore": True}, "use_galore: GaLore"), ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
+    ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"), ({**LLAMA, "stage": "kto"}, "stage kto"),
+    ({**LLAMA, "finetuning_type": "oft"}, "finetuning_type oft"), ({**LLAMA, "do_train": False}, "does not train"),
+    ({**LLAMA, "image_max_pixels": 9}, "image_max_pixels: training on images"),
+    ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
+    ({**LLAMA, "optim": "galore_adamw"}, "the states of the optimizer galore_adamw are not simulated"),
+    ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
+    ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
+     "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
+    ({**AXO, "rl": "kto"}, "rl: kto is not simulated"), ({**AXO, "qat": {"weight_dtype": "int4"}}, "qat:"),
+    ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
+    ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
+    ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
+    ({"model": "m", "tuner_type": "reft", "rlhf_type": None}, "tuner_type reft is not simulated"),
+    ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "sequence_parallel_size:"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_cannot_be_simulated_is_refused_by_name_in_one_sentence(
+    tmp_path: Path, values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        of_yaml(tmp_path, values)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "run.yaml, read as a file of " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("megatron sft --model m", "Megatron, which is not simulated"),
+        ("swift infer --model m", "no `swift sft`, `swift pt` or `swift rlhf` is started"),
+        ("CUDA_VISIBLE_DEVICES=0,1 swift sft --model m", "splits the model over them"),
+        ("swift rlhf --rlhf_type gkd --model m --teacher_model t", "teacher_model: a teacher"),
+        ("swift sft --model m --max_length $N", "does not say max_length for certain"),
+        ("swift sft --model m --lora_rnk 8", "unknown key 'lora_rnk'"),
+    ],
+)
+def test_a_script_that_does_not_train_as_we_simulate_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of_script(tmp_path, text)
+
+
+def test_a_recipe_of_trl_is_of_no_other_tool(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\nnum_generations: 8\n")
+    assert read(path) is None
+
+
+def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full", "use_unsloth_gc": True}))
+    assert main(["explain", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "all weights trained, held in float32, computed in bfloat16 (autocast)" in said
+    assert "up to 2,048 tokens, padded to the longest of a batch and to a multiple of 8" in said
+    assert "cutoff_len 2048" in said
+    assert "note: use_unsloth_gc" in said
+    path.write_text(yaml.safe_dump({**LLAMA, "use_unsloth": True}))
+    assert main(["explain", str(path)]) == 0  # the batch is told all the same
+    assert "not simulated: use_unsloth: Unsloth's kernels" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "run.sh").write_text(SWIFT)
+    assert "= 8 samples x 2 ranks = 16" in dict(explain(tmp_path / "run.sh").lines)["effective batch"]
+
+
+def test_reading_loads_no_torch() -> None:
+    code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
