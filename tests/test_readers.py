@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny import write_model
 
+import autofit
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.frontends import ms_swift
 from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import explain, read
+from autofit.frontends.sources import source_of
+from autofit.plugin.registry import trainer_for
+from autofit.recipe.launching import LaunchOptions, launched
 
 LLAMA: dict[str, object] = {
     "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -97,6 +102,7 @@ def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_pac
     assert [packed[key] for key in ("packing", "block_diagonal", "max_length")] == [True, True, 1024]
     frozen = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze"})
     assert (frozen.values["trainable_layers"], frozen.defaults["freeze_trainable_layers"]) == (2, 2)
+    assert (frozen.values["dtype"], frozen.values["adapter_dtype"]) == ("bfloat16", "float32")
 
 
 def test_llama_factory_stores_4_bits_in_the_compute_dtype_and_quantises_twice(tmp_path: Path) -> None:
@@ -286,3 +292,51 @@ def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
 def test_reading_loads_no_torch() -> None:
     code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def files(folder: Path, model: str) -> dict[str, Path]:
+    """A file of each tool that trains `model`."""
+    axolotl = {"base_model": model, "sequence_len": 96, "sample_packing": True, "optimizer": "adamw_torch",
+               "attn_implementation": "sdpa"}  # fmt: skip
+    yamls = {
+        "LLaMA-Factory": {**LLAMA, "model_name_or_path": model, "cutoff_len": 96, "trust_remote_code": True},
+        "Axolotl": {**AXO, **axolotl},
+    }
+    found = {}
+    for tool, values in yamls.items():
+        found[tool] = folder / f"{tool}.yaml"
+        found[tool].write_text(yaml.safe_dump(values))
+    found["ms-swift"] = folder / "run.sh"
+    found["ms-swift"].write_text(
+        f"swift rlhf --rlhf_type dpo --model {model} --max_length 96 --per_device_train_batch_size 2"
+    )
+    return found
+
+
+def test_a_file_of_another_tool_is_a_source_with_its_trainer_its_launch_and_its_notes(tmp_path: Path) -> None:
+    for tool, path in files(tmp_path, "m").items():
+        source = source_of(path, ranks=4)
+        assert (source.trainer, source.name) == ("hf", path.stem)
+        assert source.notes[0].startswith(f"a file of {tool}: a plain transformers Trainer")
+        assert launched(source.values, own=source.launch).launch.ranks == 4
+        assert trainer_for(source.values, source.trainer) == "hf"
+        told = launched(source.values, LaunchOptions(num_processes=2), own=source.launch)
+        assert told.launch.ranks == 2
+    zero = source_of({**LLAMA, "deepspeed": {"zero_optimization": {"stage": 2}}}, ranks=2)
+    assert launched(zero.values, own=zero.launch).launch.words == "2 ranks, DeepSpeed ZeRO-2"
+    assert source_of({"model_name_or_path": "m", "num_generations": 8}).trainer is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tool", "batch", "tokens"), [("LLaMA-Factory", 8, 96), ("Axolotl", 8, 128), ("ms-swift", 16, 96)]
+)
+def test_a_command_takes_another_tools_file_where_it_takes_a_recipe(
+    tmp_path: Path, tool: str, batch: int, tokens: int
+) -> None:
+    path = files(tmp_path, str(write_model(tmp_path / "model")))[tool]
+    found = autofit.estimate(path, gpu="rtx4090", advice=False)
+    assert found.fits
+    assert found.recipe.effective_batch_size == batch
+    assert found.recipe.longest_sample_tokens == tokens
+    assert found.recipe.notes[0].startswith(f"a file of {tool}")

@@ -272,7 +272,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     options = {"dtype": dtype, "attn_implementation": kwargs.get("attn_implementation")}
     quantization = kwargs.get("quantization_config")
     if quantization is None:
-        make = architecture.from_config if trust else architecture._from_config
+        auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
+        make = architecture.from_config if auto else architecture._from_config
         with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"):
             model = make(config, **options)
     else:

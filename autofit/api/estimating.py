@@ -137,7 +137,7 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
         asked_bytes = size("--target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("--deadline", asked.deadline) or 0
-        source = source_of(asked.recipe)
+        source = source_of(asked.recipe, launch=asked.launch)
         needs = card_needs({**source.values, **(asked.changes or {})})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
         check_prompt_tokens(asked.prompt_tokens, device)

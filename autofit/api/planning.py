@@ -102,7 +102,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     _headroom(asked.headroom, device, target)
     if device == "cuda" and node is None:
         _check_cards(asked, server, on_event)
-    source = source_of(asked.recipe, asked.name)
+    source = source_of(asked.recipe, asked.name, asked.launch)
     needs = card_needs({**source.values, **(asked.changes or {})})
     device, target = _device_and_target(asked, node, needs)
     headroom = _headroom(asked.headroom, device, target)

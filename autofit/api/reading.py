@@ -10,13 +10,14 @@ from typing import cast
 from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.frontends import sources
 from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
-from autofit.recipe.source import Source, Stated, read_source
+from autofit.recipe.source import Source, Stated
 from autofit.scratch import release
 from autofit.units import format_bytes
 
@@ -33,10 +34,10 @@ def fork_server(folder: Path) -> ForkServer:
         raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
 
 
-def source_of(given: Given | None, name: str | None = None) -> Source:
+def source_of(given: Given | None, name: str | None = None, launch: LaunchOptions = NO_OPTIONS) -> Source:
     """The recipe as it was given; a function is asked for it."""
     stated = given() if callable(given) and not isinstance(given, type) else given
-    return read_source(cast("Stated | None", stated), name=name)
+    return sources.source_of(cast("Stated | None", stated), name=name, ranks=launch.num_processes)
 
 
 def read_recipe(

@@ -64,16 +64,15 @@ def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
 
 
 def _of_recipe(options: argparse.Namespace) -> int:
-    from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe
+    from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe, source_of
     from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.hardware import choose_device
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
-    from autofit.recipe.source import read_source
     from autofit.scratch import Scratch
 
-    source = read_source(options.recipe)
     gpu, launch = launch_options(gpu=options.gpu, **launch_arguments(options))
+    source = source_of(options.recipe, launch=launch)
 
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)

@@ -31,8 +31,11 @@ _PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel
 _GRPO_UNLIKE = ("use_data_producer", "async_prefetch", "streaming_partial_batch", "rollout_func", "vllm_lora_sync")
 
 
-def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
-    """The recipe of a YAML of Axolotl in `folder`. Raises ConfigError for what cannot be trained as there."""
+def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of a YAML of Axolotl in `folder`, on `ranks` ranks where they are told beside it.
+
+    Raises ConfigError for what cannot be trained as there.
+    """
     draft = Draft(AXOLOTL.name, given)
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
@@ -48,6 +51,7 @@ def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
     _checkpoints(draft)
     take_optimizer(draft, "optimizer", "adamw_torch_fused")
     draft.same(*_SAME)
+    draft.put("average_tokens_across_devices", False, "optimizer")  # base.py, _set_base_training_args
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
     scheduler = draft.text("lr_scheduler")
     draft.put("lr_scheduler_type", None if scheduler in ("one_cycle", "rex") else scheduler, "lr_scheduler")
@@ -58,7 +62,7 @@ def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
     _plugins(draft)
     draft.name(EFFECTS)
     draft.ignore(NO_EFFECT)
-    ranks = _ranks(draft)
+    ranks = _ranks(draft) if ranks is None else ranks
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 
@@ -159,7 +163,6 @@ def _dtype(draft: Draft, *, kept: bool) -> None:
     draft.put("bf16", (bf16 or old) and str(given).lower() != "full", "bf16")
     if fp16 and not bf16:
         draft.put("fp16", True)
-    draft.same("tf32") if isinstance(draft.given.get("tf32"), bool) else draft.ignore(("tf32",))
     adapted = draft.given.get("adapter") is not None
     if dtype != "float32" and not kept and not adapted and not single:
         draft.note(
@@ -172,7 +175,7 @@ def _adapter(draft: Draft) -> None:
     kind = draft.text("adapter", choices=("lora", "qlora"))
     four, eight = draft.is_on("load_in_4bit"), draft.is_on("load_in_8bit")
     extra = draft.mapping("bnb_config_kwargs")
-    rank, alpha, dropout = draft.whole("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
+    rank, alpha, dropout = draft.whole("lora_r"), draft.whole("lora_alpha"), draft.number("lora_dropout")
     modules, linear = draft.raw("lora_target_modules"), draft.is_on("lora_target_linear")
     parameters, kept = draft.names("lora_target_parameters"), draft.names("lora_modules_to_save")
     dora, stable = draft.is_on("peft_use_dora"), draft.is_on("peft_use_rslora")

@@ -81,7 +81,7 @@ PLUGINS = {
     "DenseMixerPlugin": "",
 }  # fmt: skip
 _NAMES = """
-strict resume_from_checkpoint auto_resume_from_checkpoints mean_resizing_embeddings shrink_embeddings
+strict tf32 resume_from_checkpoint auto_resume_from_checkpoints mean_resizing_embeddings shrink_embeddings
 embeddings_skip_upcast reinit_weights quantization center_rewards_coefficient num_labels dpo_use_weighting
 dpo_label_smoothing precompute_ref_log_probs dpo_use_liger_kernel dpo_padding_free dpo_loss_type dpo_loss_weights
 datasets test_datasets shuffle_merged_datasets shuffle_before_merging_datasets dataset_prepared_path dataset_shard_num

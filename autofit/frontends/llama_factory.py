@@ -92,8 +92,11 @@ _NO_EFFECT = frozenset(_NAMES.split())
 _V1 = ("model_class", "dist_config", "kernel_config", "train_dataset")  # of the trainer under src/llamafactory/v1
 
 
-def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
-    """The recipe of a YAML of LLaMA-Factory in `folder`. Raises ConfigError for what cannot be trained as there."""
+def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of a YAML of LLaMA-Factory in `folder`, on `ranks` ranks where they are told beside it.
+
+    Raises ConfigError for what cannot be trained as there.
+    """
     if "model_name_or_path" not in given and any(key in given for key in _V1):
         raise ConfigError("files of LLaMA-Factory's new trainer (its v1: model, dist_config, ...) are not read yet")
     draft = Draft(LLAMA_FACTORY.name, given)
@@ -121,7 +124,7 @@ def recipe(given: Mapping[str, object], *, folder: Path) -> Foreign:
     transformers_keys.take(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore(_NO_EFFECT)
-    return draft.foreign("hf", launch=launch, ranks=workers, prompt_tokens=length)
+    return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 
 def _check_training(draft: Draft) -> str:
@@ -174,16 +177,20 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     master = not pure and (quantized or not zero3)
     if method == "lora":
         draft.put("dtype", compute, "bf16")
-        draft.put("adapter_dtype", "float32", "pure_bf16")
+        draft.put("adapter_dtype", "float32", "pure_bf16")  # PEFT's own, with pure_bf16 too
         _lora(draft)
+    elif quantized:
+        raise ConfigError(f"quantization_bit needs finetuning_type lora, as LLaMA-Factory says; got {method}")
+    elif method == "freeze":
+        draft.put("dtype", compute, "bf16")
+        draft.put("adapter_dtype", "float32" if master else compute, "pure_bf16")
     else:
-        if quantized:
-            raise ConfigError(f"quantization_bit needs finetuning_type lora, as LLaMA-Factory says; got {method}")
         draft.put("dtype", "float32" if master else compute, "pure_bf16")
-        draft.ignore(("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora",
-                      "additional_target"))  # fmt: skip
+    draft.ignore(
+        ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora", "additional_target")
+    )
     if method == "freeze":
-        _freeze(draft, master)
+        _freeze(draft)
     draft.ignore(("freeze_trainable_layers", "freeze_extra_modules"))
 
 
@@ -225,7 +232,7 @@ def _lora(draft: Draft) -> None:
             draft.put(key, True)
 
 
-def _freeze(draft: Draft, master: bool) -> None:
+def _freeze(draft: Draft) -> None:
     layers = draft.raw("freeze_trainable_layers", 2)
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ConfigError(f"freeze_trainable_layers must be 1 or more to be simulated (the last layers); got {layers}")
@@ -233,8 +240,6 @@ def _freeze(draft: Draft, master: bool) -> None:
         if draft.given.get(key) not in (None, "all"):
             raise ConfigError(f"{key}: only whole layers (freeze_trainable_modules: all) are simulated")
     draft.put("trainable_layers", layers, "freeze_trainable_layers")
-    if master:
-        draft.note("the layers that are not trained are held in 16 bits there and in float32 here: an upper bound")
 
 
 def _length(draft: Draft, stage: str) -> int:

@@ -75,10 +75,13 @@ def training(text: str, *, folder: Path) -> Training:
     return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment), notes=notes)
 
 
-def of_script(text: str, *, folder: Path) -> Foreign:
-    """The recipe of the first training that a script starts. Raises ConfigError where it starts none."""
+def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of the first training that a script starts, on its own ranks or those that are told beside it.
+
+    Raises ConfigError where it starts none.
+    """
     found = training(text, folder=folder)
-    foreign = recipe(found.values, folder=folder, ranks=found.ranks)
+    foreign = recipe(found.values, folder=folder, ranks=found.ranks if ranks is None else ranks)
     return replace(foreign, notes=(*foreign.notes, *found.notes))
 
 
@@ -329,6 +332,8 @@ def _length(draft: Draft, kind: str) -> int:
     """Tokens of the sample that stands for the data."""
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
+    if packing and kind not in ("sft", "pt"):
+        raise ConfigError(f"packing with rlhf_type {kind} is not simulated; omit it")
     if kind == "grpo":
         if length is None:
             length = 512

@@ -11,33 +11,41 @@ from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of
 from autofit.recipe.yaml_file import MOST_BYTES, read_yaml_mapping
 
-_SCRIPTS = (".sh", ".bash")
+SCRIPTS = (".sh", ".bash")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
     LLAMA_FACTORY.name: llama_factory.recipe, AXOLOTL.name: axolotl.recipe, MS_SWIFT.name: ms_swift.recipe,
 }  # fmt: skip
 
 
-def read(path: Path) -> Foreign | None:
+def read(path: Path, *, ranks: int | None = None) -> Foreign | None:
     """The recipe that a file of another tool means; None for a YAML that is of no other tool.
 
-    Raises ConfigError for a file of another tool that cannot be read as a recipe, in a sentence that names the tool.
+    `ranks` are told beside the file. Raises ConfigError for a file of another tool that cannot be read as a recipe, in
+    a sentence that names the tool, and for a script that trains with none.
     """
-    if path.suffix in _SCRIPTS:
-        text = _script_text(path)
-        if shell.starts_verl(text):
-            raise ConfigError(f"the script {path} starts verl, which autofit explains and does not train")
-        return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent))
-    return read_values(read_yaml_mapping(path, what="recipe"), path)
+    return (
+        read_script(path, ranks=ranks)
+        if path.suffix in SCRIPTS
+        else read_values(read_yaml_mapping(path, what="recipe"), path, ranks=ranks)
+    )
 
 
-def read_values(values: Mapping[str, object], path: Path) -> Foreign | None:
+def read_script(path: Path, *, ranks: int | None = None) -> Foreign:
+    """The recipe of the training that a script starts. Raises ConfigError."""
+    text = _script_text(path)
+    if shell.starts_verl(text):
+        raise ConfigError(f"the script {path} starts verl, which autofit explains and does not train")
+    return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent, ranks=ranks))
+
+
+def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None = None) -> Foreign | None:
     """The recipe that the `values` of the YAML `path` mean, if these are of another tool."""
     tool = tool_of(values)
     made = None if tool is None else _RECIPES.get(tool.name)
     if tool is None or made is None:
         return None
-    return _named(tool, path, lambda: made(values, folder=path.resolve().parent))
+    return _named(tool, path, lambda: made(values, folder=path.resolve().parent, ranks=ranks))
 
 
 def _named(tool: Tool, path: Path, made: Callable[[], Foreign]) -> Foreign:
@@ -49,7 +57,7 @@ def _named(tool: Tool, path: Path, made: Callable[[], Foreign]) -> Foreign:
 
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:
     """What the file says. Raises ConfigError for what is a file of none of the tools."""
-    if path.suffix in _SCRIPTS:
+    if path.suffix in SCRIPTS:
         return _script(path, ranks)
     values = read_yaml_mapping(path, what="file")
     tool = tool_of(values)

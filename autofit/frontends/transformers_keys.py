@@ -9,8 +9,9 @@ from autofit.frontends.draft import Draft
 # The same key in our recipe: the optimizer, its schedule, precision, and what trains how long.
 SAME = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs",
-    "max_steps", "lr_scheduler_type", "warmup_steps", "seed", "optim_args", "neftune_noise_alpha", "tf32",
+    "max_steps", "lr_scheduler_type", "warmup_steps", "seed", "optim_args", "neftune_noise_alpha",
     "torch_empty_cache_steps", "label_smoothing_factor", "gradient_checkpointing_kwargs",
+    "average_tokens_across_devices",
 )  # fmt: skip
 # Without effect on the memory of a training step, or on the batch: reports, checkpoints, evaluation, the Hub, loaders.
 _NAMES = """
@@ -22,7 +23,7 @@ eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_me
 save_only_model save_strategy save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint
 push_to_hub push_to_hub_model_id push_to_hub_organization push_to_hub_token hub_token hub_private_repo hub_model_id
 hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model greater_is_better
-ignore_data_skip restore_callback_states_from_checkpoint full_determinism data_seed use_cpu no_cuda use_ipex
+ignore_data_skip restore_callback_states_from_checkpoint full_determinism data_seed use_cpu no_cuda tf32 use_ipex
 use_mps_device jit_mode_eval accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
 dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
 remove_unused_columns label_names length_column_name ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph

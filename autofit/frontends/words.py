@@ -24,6 +24,11 @@ def lines(foreign: Foreign) -> Iterator[Line]:
         yield Line("defaults", ", ".join(f"{key} {_shown(value)}" for key, value in foreign.defaults.items()))
 
 
+def summary(foreign: Foreign) -> str:
+    """The trainer and the weights in half a sentence."""
+    return f"{_TRAINED_BY.get(foreign.trainer, foreign.trainer)}, {_weights(foreign)}"
+
+
 def _weights(foreign: Foreign) -> str:
     values = foreign.values
     dtype, bits = str(values.get("dtype")), next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None)
@@ -33,8 +38,12 @@ def _weights(foreign: Foreign) -> str:
         adapters = f"LoRA of rank {values['lora_r']} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
-    some = f"the last {values['trainable_layers']} layers" if values.get("trainable_layers") else "all weights"
-    return f"{some} trained, held in {dtype}{autocast}"
+    if values.get("trainable_layers"):
+        trained = (
+            f"the last {values['trainable_layers']} layers trained, held in {values.get('adapter_dtype') or dtype}"
+        )
+        return f"{trained}, the others in {dtype}{autocast}"
+    return f"all weights trained, held in {dtype}{autocast}"
 
 
 def _rows(foreign: Foreign) -> str:

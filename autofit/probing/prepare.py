@@ -51,7 +51,7 @@ def prepare(
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = sealed(merge(source.values, changes or {}))
-    read = launched(values, launch, of_trl=trainer in _OF_TRL)
+    read = launched(values, launch, of_trl=trainer in _OF_TRL, own=source.launch)
     changed = [key.partition(".")[0] for key in changes or {}]
     if trains and device == "cpu":
         check_on_cpu(read.launch)
@@ -113,7 +113,7 @@ def prepare(
         num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash, other_names=facts.other_names,
-        notes=(*read.notes, *facts.notes, *short),
+        notes=(*source.notes, *read.notes, *facts.notes, *short),
         version=facts.version, left_out=facts.left_out,
     )  # fmt: skip
     return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)

@@ -72,15 +72,17 @@ class _Reading:
 
 def launched(
     values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of_trl: bool = True,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = os.environ, own: Mapping[str, object] | None = None,
 ) -> Launched:  # fmt: skip
     """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things.
+
+    `own` has keys of an accelerate config that the recipe itself means, in place of which one may be named.
 
     Raises ConfigError for sources that cannot hold together.
     """
     if "distributed_type" in values:  # an accelerate config in place of a recipe: its trainer says so
         return Launched(launch=Launch(), values=values)
-    found = _Reading()
+    found = _Reading(config=dict(own or {}))
     rest = dict(values)
     kept = {} if of_trl else {key: rest.pop(key) for key in values if key != LAUNCH}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import MISSING, Field, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -31,7 +31,10 @@ class Source:
     name: str  # of the recipe, after which its study is called
     what: str  # the recipe as errors call it
     prompt_tokens: int | None = None  # of the made-up prompts that it is meant for
-    trainer: str | None = None  # told by the class of TRL's config, where there is one
+    trainer: str | None = None  # told by the class of TRL's config, or by another tool's file, where there is one
+    launch: Mapping[str, object] = field(default_factory=dict)  # keys of an accelerate config, of another tool's file
+    keys: Mapping[str, str] = field(default_factory=dict)  # what that tool calls a key of `values`
+    notes: tuple[str, ...] = ()  # what to know of that file, a sentence each
 
 
 def read_source(given: Stated | None, *, name: str | None = None) -> Source:

@@ -1,0 +1,38 @@
+"""What a recipe may be given as, another tool's file among it. No torch here."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autofit.frontends import words
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.reading import SCRIPTS, read_script, read_values
+from autofit.recipe.source import Source, Stated, read_source
+
+
+def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
+    """The recipe that was `given`; of another tool's file, or of its keys, the recipe that trains as that tool would.
+
+    `ranks` are those of the training, where they are told beside the file. Raises ConfigError.
+    """
+    if isinstance(given, str | os.PathLike) and Path(given).suffix in SCRIPTS:
+        path = Path(given)
+        return _source(read_script(path, ranks=ranks), name or path.stem, f"the recipe {path}")
+    source = read_source(given, name=name)
+    if source.trainer is not None or not isinstance(given, str | os.PathLike | Mapping):
+        return source
+    path = Path.cwd() / "recipe" if isinstance(given, Mapping) else Path(given)
+    foreign = read_values(source.values, path, ranks=ranks)
+    return source if foreign is None else _source(foreign, source.name, source.what)
+
+
+def _source(foreign: Foreign, name: str, what: str) -> Source:
+    launch = dict(foreign.launch)
+    if foreign.ranks is not None:
+        launch["num_processes"] = foreign.ranks
+    source = Source(
+        values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
+        launch=launch, keys=foreign.keys,
+    )  # fmt: skip
+    return replace(source, notes=(f"a file of {foreign.tool}: {words.summary(foreign)}", *foreign.notes))
