@@ -18,6 +18,7 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import explain, read
 from autofit.frontends.sources import source_of
+from autofit.frontends.writing import can_say, in_own_keys, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
 
@@ -287,6 +288,72 @@ def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
     assert "not simulated: use_unsloth: Unsloth's kernels" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "run.sh").write_text(SWIFT)
     assert "= 8 samples x 2 ranks = 16" in dict(explain(tmp_path / "run.sh").lines)["effective batch"]
+
+
+COMMENTED = """# my model
+base_model: Qwen/Qwen3-4B   # the small one
+
+datasets:
+  - path: a   # mine
+    type: alpaca
+rl: grpo
+trl:
+  # as in the paper
+  beta: 0.1  # KL
+  num_generations: 4
+micro_batch_size: 2
+gradient_accumulation_steps: 4  # 8 in all
+gradient_checkpointing:
+optimizer: adamw_torch
+learning_rate: 2e-5
+"""
+
+
+def test_changes_are_written_in_the_users_keys_and_comments_and_layout_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(COMMENTED)
+    assert written(path, {}) == COMMENTED
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "beta": 0.2, "temperature": 0.7,
+               "gradient_checkpointing": True, "optim": "adamw_8bit"}  # fmt: skip
+    text = written(path, changes)
+    assert "  beta: 0.2  # KL\n  num_generations: 4\n  temperature: 0.7\nmicro_batch_size: 1\n" in text
+    assert "\ngradient_accumulation_steps: 8  # 8 in all\ngradient_checkpointing: true\n" in text
+    assert text.replace("0.2", "0.1").splitlines()[:9] == COMMENTED.splitlines()[:9]
+    again = read(path, text=text)
+    assert again is not None
+    assert again.values["optim"] == "adamw_8bit"
+    with pytest.raises(ConfigError, match="sharding: 'fsdp2' has no key in Axolotl"):
+        written(path, {"launch.sharding": "fsdp2"})
+
+
+def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SWIFT + "swift infer --max_length 1\n")
+    text = written(path, {"gradient_accumulation_steps": 4, "max_length": 1024, "lora_r": 4, "optim": "adamw_8bit"})
+    assert "--gradient_accumulation_steps 4 \\\n    --learning_rate 1e-4" in text
+    assert "--max_length 1024 \\\n    --lora_rank 4 \\\n    --optim adamw_8bit\nswift infer --max_length 1\n" in text
+    assert text.startswith(SWIFT[: SWIFT.index("--gradient_accumulation")])
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "own"),
+    [
+        (LLAMA, {"gradient_checkpointing": False, "max_length": 9},
+         {"disable_gradient_checkpointing": True, "cutoff_len": 9}),
+        ({**LLAMA, "finetuning_type": "full"}, {"dtype": "bfloat16"}, {"pure_bf16": True}),
+        (LLAMA, {"load_in_4bit": True, "use_liger_kernel": True}, {"quantization_bit": 4, "enable_liger_kernel": True}),
+        ({**AXO, "gradient_accumulation_steps": None, "batch_size": 12}, {"per_device_train_batch_size": 3,
+         "gradient_accumulation_steps": 4}, {"micro_batch_size": 3, "batch_size": 12}),
+        ({"model": "m", "tuner_type": "full"}, {"dtype": "float32", "attn_implementation": "sdpa"},
+         {"torch_dtype": "float32", "attn_impl": "sdpa"}),
+    ],
+)  # fmt: skip
+def test_each_tool_has_its_own_key_for_a_change(
+    tmp_path: Path, values: dict[str, object], changes: dict[str, object], own: dict[str, object]
+) -> None:
+    foreign = of_yaml(tmp_path, values)
+    assert in_own_keys(foreign, changes) == own
+    assert not can_say(foreign, "launch.sharding", "fsdp2")
 
 
 def test_reading_loads_no_torch() -> None:

@@ -5,13 +5,13 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
 from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
-from autofit.frontends.draft import Draft, truth
+from autofit.frontends.draft import Draft, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL
 from autofit.frontends.transformers_keys import take_optimizer
@@ -256,10 +256,9 @@ def _checkpoints(draft: Draft) -> None:
     if given is not None and not on and truth(given) is not False:
         raise ConfigError(f"gradient_checkpointing must be true, false, offload or offload_disk; got {quoted(given)}")
     draft.put("gradient_checkpointing", on)
-    if on:
-        draft.put("gradient_checkpointing_kwargs", dict(kwargs) or {"use_reentrant": False})
-        if not kwargs:
-            draft.defaults["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    draft.put("gradient_checkpointing_kwargs", dict(kwargs) or {"use_reentrant": False})
+    if on and not kwargs:
+        draft.defaults["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if offload:
         draft.note(
             "activation_offloading: activations in host memory are not simulated; gradient checkpointing is, in their "
@@ -317,3 +316,47 @@ def _grpo(draft: Draft) -> None:
     if inner.get("reward_funcs"):
         draft.note("the file's reward functions are code of its own; a function of TRL stands for them")
     draft.put("reward_funcs", ["think_format_reward"], "trl.reward_funcs")
+
+
+# -- back in its own keys ---------------------------------------------------------------------------------------------
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
+    of_batch = foreign.keys.get("gradient_accumulation_steps") == "batch_size"
+    micro = {**foreign.values, **changes}.get("per_device_train_batch_size")
+    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+        **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
+                         "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
+                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs"),
+                        lambda _: None),
+        "per_device_train_batch_size": lambda value: {"micro_batch_size": value},
+        "attn_implementation": lambda value: {
+            foreign.keys["attn_implementation"]: None, "attn_implementation": value
+        } if foreign.keys.get("attn_implementation") in _FLAGS else {"attn_implementation": value},
+        "gradient_checkpointing": lambda value: {"gradient_checkpointing": value},
+        "load_in_4bit": lambda value: {"load_in_4bit": True, "adapter": "qlora"} if value else None,
+        "load_in_8bit": lambda value: {"load_in_8bit": True, "adapter": "lora"} if value else None,
+        "lora_r": lambda value: {"lora_r": value},
+        "lora_target_modules": lambda value: {"lora_target_linear": True} if value == ["all-linear"] else {
+            "lora_target_modules": value
+        },
+        "optim": lambda value: {"optimizer": value},
+        "max_length": lambda value: {"sequence_len": value},
+    }  # fmt: skip
+    if foreign.trainer == "grpo":
+        own |= {key: lambda value, key=key: {f"trl.{key}": value} for key in (*_GRPO, "beta")}  # type: ignore[misc]
+    if of_batch and "gradient_accumulation_steps" in changes:
+        own["gradient_accumulation_steps"] = lambda value: {"batch_size": _product(value, micro)}
+    elif of_batch and "per_device_train_batch_size" in changes:
+        steps = foreign.values["gradient_accumulation_steps"]
+        own["per_device_train_batch_size"] = lambda value: {
+            "micro_batch_size": value, "batch_size": _product(value, steps)
+        }  # fmt: skip
+    return said(foreign, changes, own)
+
+
+def _product(one: object, other: object) -> int:
+    if not isinstance(one, int) or not isinstance(other, int):
+        raise ConfigError(f"the batch must be of whole numbers; got {quoted(one)} x {quoted(other)}")
+    return one * other

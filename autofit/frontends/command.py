@@ -23,13 +23,17 @@ class Command:
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     conditional: bool = False
+    start: int = 0  # of its statement in the text, and where that ends
+    end: int = 0
 
 
 def commands(text: str) -> Iterator[Command]:
     """The commands of a script, in their order."""
     known: dict[str, str] = {}
     depth = 0
-    for words in _Scanner(text, known).statements():
+    scanner = _Scanner(text, known)
+    for words in scanner.statements():
+        start, end = scanner.start, scanner.end
         while words and words[0] in ("then", "else", "elif", "do", "{", "}", "!", "time", "exec", "nohup"):
             words = words[1:]
         if not words:
@@ -48,16 +52,17 @@ def commands(text: str) -> Iterator[Command]:
         if not rest or exported is not words:
             known |= own
         elif rest[0] == "env":
-            yield Command(tuple(rest[1:]), {**known, **own}, depth > 0)
+            yield Command(tuple(rest[1:]), {**known, **own}, depth > 0, start, end)
         else:
-            yield Command(tuple(rest), {**known, **own}, depth > 0)
+            yield Command(tuple(rest), {**known, **own}, depth > 0, start, end)
 
 
 class _Scanner:
     """Splits a script into statements of words, with quotes, continued lines, comments and variables resolved."""
 
     def __init__(self, text: str, known: Mapping[str, str], level: int = 0) -> None:
-        self.text, self.known, self.at, self.level = text.replace("\r\n", "\n"), known, 0, level
+        self.text, self.known, self.at, self.level = text, known, 0, level
+        self.start, self.end = 0, 0  # of the statement that was yielded last
 
     def statements(self) -> Iterator[list[str]]:
         words: list[str] = []
@@ -65,7 +70,9 @@ class _Scanner:
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == "\\":
-                if self.text[self.at + 1 : self.at + 2] != "\n":
+                if self.text.startswith("\r\n", self.at + 1):
+                    self.at += 1
+                elif self.text[self.at + 1 : self.at + 2] != "\n":
                     word = (word or "") + self.text[self.at + 1 : self.at + 2]
                 self.at += 2
             elif char == "'":
@@ -86,15 +93,19 @@ class _Scanner:
                     word = None
                 if char in "<>":
                     words.append(char)
-                self.at += 1
                 if char in _SEPARATORS and words:
+                    self.end = self.at
                     yield _without_redirections(words)
                     words = []
+                self.at += 1
+                if char in _SEPARATORS and not words:
+                    self.start = self.at
             else:
                 word = (word or "") + char
                 self.at += 1
         if word is not None:
             words.append(word)
+        self.end = len(self.text)
         if words:
             yield _without_redirections(words)
 

@@ -5,7 +5,7 @@ memory), named in a note, or refused in one sentence. What is then left is no ke
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from autofit.errors import ConfigError, nearest, quoted
@@ -17,6 +17,7 @@ _SEES = re.compile(
     r"|llava|internvl|smolvlm|pixtral|voxtral|omni|paligemma|idefics)"
 )
 _MOST_NAMED = 4
+_SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")
 
 
 @dataclass(slots=True)
@@ -171,6 +172,27 @@ class Draft:
             tool=self.tool, trainer=trainer, values=self.values, launch=launch or {}, ranks=ranks,
             prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, notes=tuple(self.notes),
         )  # fmt: skip
+
+
+def said(
+    foreign: Foreign, changes: Mapping[str, object], own: Mapping[str, Callable[[object], Mapping[str, object] | None]]
+) -> dict[str, object]:
+    """{the tool's key: value} of `changes`: by `own`, or under the same value in the key that the file's reader took.
+
+    Raises ConfigError for a change that the tool has no key for.
+    """
+    found: dict[str, object] = {}
+    for key, value in changes.items():
+        if key in own:
+            theirs = own[key](value)
+        elif key in _SAME_VALUE or key in foreign.keys:
+            theirs = {foreign.keys.get(key, key): value}
+        else:
+            theirs = None
+        if theirs is None:
+            raise ConfigError(f"{key}: {quoted(value)} has no key in {foreign.tool}")
+        found |= theirs
+    return found
 
 
 def number(given: object) -> float | None:

@@ -4,12 +4,12 @@ Read at ff6d4d12: src/llamafactory/hparams (keys, defaults, rules), model/adapte
 model/model_utils, train/*/workflow.py (collators) and data/processor. No torch here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import sharing, transformers_keys
-from autofit.frontends.draft import Draft
+from autofit.frontends.draft import Draft, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
 
@@ -263,9 +263,9 @@ def _checkpoints(draft: Draft) -> None:
     on = not off or draft.is_on("gradient_checkpointing")
     draft.ignore(("gradient_checkpointing",))
     draft.put("gradient_checkpointing", on, "disable_gradient_checkpointing")
-    if on:
-        draft.put("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, "use_reentrant_gc")
-        draft.defaults.setdefault("disable_gradient_checkpointing", False) if not off else None
+    draft.put("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, "use_reentrant_gc")
+    if not off:
+        draft.defaults.setdefault("disable_gradient_checkpointing", False)
 
 
 def _preferences(draft: Draft) -> None:
@@ -275,3 +275,48 @@ def _preferences(draft: Draft) -> None:
         raise ConfigError(f"pref_loss {loss}, which has no reference model, is not simulated; sigmoid, hinge, ipo are")
     draft.put("beta", draft.number("pref_beta", 0.1), "pref_beta")
     draft.put("float32_logits", True, "stage")
+
+
+# -- back in its own keys ---------------------------------------------------------------------------------------------
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
+    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+        **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
+                         "bnb_4bit_quant_storage", "float32_logits", "packing"), lambda _: None),
+        "dtype": lambda value: _said_dtype(foreign, value),
+        "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
+        "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
+        "gradient_checkpointing_kwargs": _said_kwargs,
+        "attn_implementation": _said_attention,
+        "use_liger_kernel": lambda value: {"enable_liger_kernel": bool(value)},
+        "load_in_4bit": lambda value: {"quantization_bit": 4 if value else None},
+        "load_in_8bit": lambda value: {"quantization_bit": 8 if value else None},
+        "lora_r": lambda value: {"lora_rank": value},
+        "lora_target_modules": _said_target,
+        "optim": lambda value: {"optim": value},
+        "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
+    }  # fmt: skip
+    return said(foreign, changes, own)
+
+
+def _said_dtype(foreign: Foreign, value: object) -> Mapping[str, object] | None:
+    whole = not foreign.values.get("use_peft") and not foreign.values.get("trainable_layers")
+    return {"pure_bf16": True} if value == "bfloat16" and whole else None
+
+
+def _said_kwargs(value: object) -> Mapping[str, object] | None:
+    plain = isinstance(value, Mapping) and set(value) == {"use_reentrant"}
+    return {"use_reentrant_gc": value["use_reentrant"]} if isinstance(value, Mapping) and plain else None
+
+
+def _said_attention(value: object) -> Mapping[str, object] | None:
+    names = {ours: theirs for theirs, ours in _ATTENTION.items()}
+    return {"flash_attn": names[str(value)]} if value in names else None
+
+
+def _said_target(value: object) -> Mapping[str, object] | None:
+    if value == ["all-linear"]:
+        return {"lora_target": "all"}
+    return {"lora_target": ",".join(map(str, value))} if isinstance(value, list) else None

@@ -6,14 +6,14 @@ started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing, transformers_keys
 from autofit.frontends.command import UNSURE, Command, commands
-from autofit.frontends.draft import Draft, number
+from autofit.frontends.draft import Draft, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
 from autofit.frontends.tools import MS_SWIFT
@@ -421,3 +421,34 @@ def _check_certain(draft: Draft) -> None:
     unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+
+
+# -- back in its own arguments ----------------------------------------------------------------------------------------
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for what it has none for."""
+    names = {ours: theirs for theirs, ours in _ATTENTION.items() if theirs != "flash_attn"}
+    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+        **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs"),
+                        lambda _: None),
+        "dtype": lambda value: {"torch_dtype": value},
+        "attn_implementation": lambda value: {"attn_impl": names[str(value)]} if value in names else None,
+        "load_in_4bit": lambda value: {"quant_method": "bnb", "quant_bits": 4} if value else None,
+        "load_in_8bit": lambda value: {"quant_method": "bnb", "quant_bits": 8} if value else None,
+        "use_liger_kernel": lambda value: {"use_liger_kernel": value},
+        "lora_r": lambda value: {"lora_rank": value},
+        "lora_target_modules": lambda value: {"target_modules": value},
+        "optim": lambda value: {"optim": value},
+        "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
+        "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
+    }  # fmt: skip
+    return said(foreign, changes, own)
+
+
+def span(text: str) -> tuple[int, int]:
+    """(start, end) of the text of the first training that a script starts. Raises ConfigError where it starts none."""
+    for command in commands(text):
+        if any(True for _ in _started(command)):
+            return command.start, command.end
+    raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")

@@ -9,7 +9,7 @@ from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, ver
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of
-from autofit.recipe.yaml_file import MOST_BYTES, read_yaml_mapping
+from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
@@ -18,22 +18,21 @@ _RECIPES: dict[str, Callable[..., Foreign]] = {
 }  # fmt: skip
 
 
-def read(path: Path, *, ranks: int | None = None) -> Foreign | None:
-    """The recipe that a file of another tool means; None for a YAML that is of no other tool.
+def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign | None:
+    """The recipe that a file of another tool means, or would with this `text`; None for a YAML of no other tool.
 
     `ranks` are told beside the file. Raises ConfigError for a file of another tool that cannot be read as a recipe, in
     a sentence that names the tool, and for a script that trains with none.
     """
-    return (
-        read_script(path, ranks=ranks)
-        if path.suffix in SCRIPTS
-        else read_values(read_yaml_mapping(path, what="recipe"), path, ranks=ranks)
-    )
+    if path.suffix in SCRIPTS:
+        return read_script(path, text=text, ranks=ranks)
+    values = read_yaml_mapping(path, what="recipe") if text is None else parse_yaml(text)
+    return read_values(values, path, ranks=ranks) if isinstance(values, dict) else None
 
 
-def read_script(path: Path, *, ranks: int | None = None) -> Foreign:
+def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
-    text = _script_text(path)
+    text = read_text(path) if text is None else text
     if shell.starts_verl(text):
         raise ConfigError(f"the script {path} starts verl, which autofit explains and does not train")
     return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent, ranks=ranks))
@@ -88,13 +87,14 @@ def _on(values: Mapping[str, object], ranks: int | None) -> Mapping[str, object]
     return values if ranks is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks}
 
 
-def _script_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of another tool. Raises ConfigError."""
     try:
         text = path.read_bytes()[: MOST_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the script {path} cannot be read: {str(error)[:100]}") from error
+        raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
     if len(text) > MOST_BYTES:
-        raise ConfigError(f"the script {path} must have at most {MOST_BYTES // 1024} KiB")
+        raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
     return text
 
 
@@ -110,7 +110,7 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
 
 
 def _script(path: Path, ranks: int | None) -> Explanation:
-    text = _script_text(path)
+    text = read_text(path)
     if not shell.starts_verl(text):
         folder = path.resolve().parent
         try:

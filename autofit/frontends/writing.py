@@ -1,0 +1,125 @@
+"""Changes of a recipe, back in another tool's own file: its keys, its layout and its comments. No torch here.
+
+What is written is read again, and must be the same recipe but for the changes.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import yaml
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends import axolotl, llama_factory, ms_swift
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.reading import SCRIPTS, read, read_text
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
+
+# Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
+_SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
+    LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
+}  # fmt: skip
+_WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
+
+
+def in_own_keys(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{the tool's key: value} of `changes`. Raises ConfigError for a change that the tool has no key for."""
+    return _SAYS[foreign.tool](foreign, changes)
+
+
+def can_say(foreign: Foreign, key: str, value: object) -> bool:
+    """Whether the tool has a key for this change of a recipe."""
+    try:
+        in_own_keys(foreign, {key: value})
+    except ConfigError:
+        return False
+    return True
+
+
+def written(path: Path, changes: Mapping[str, object], *, ranks: int | None = None) -> str:
+    """The text of the file at `path` with `changes` of the recipe that it means.
+
+    Raises ConfigError for what the tool has no key for, and where what is written would not be read as it was meant.
+    """
+    foreign = read(path, ranks=ranks)
+    if foreign is None:
+        raise ConfigError(f"{path} is no file of another tool")
+    text = read_text(path)
+    own = in_own_keys(foreign, changes)
+    edit = _in_script if path.suffix in SCRIPTS else _in_yaml
+    for key, value in own.items():
+        text = edit(text, key, value)
+    again = read(path, text=text, ranks=ranks)
+    wanted = {**foreign.values, **changes}
+    wrong = [] if again is None else [key for key, value in wanted.items() if again.values.get(key) != value]
+    if again is None or wrong:
+        raise ConfigError(f"{path}: {', '.join(wrong) or 'a change'} cannot be written in the keys of {foreign.tool}")
+    return text
+
+
+def _in_yaml(text: str, key: str, value: object) -> str:
+    """`text` with the YAML's `key`, which may be a.b, set to `value`; comments stay."""
+    *above, last = key.split(".")
+    node = yaml.compose(text)
+    for name in above:
+        pair = _pair(node, name) if isinstance(node, yaml.MappingNode) else None
+        node = None if pair is None else pair[1]
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{key} cannot be written: {above[-1] if above else 'the file'} is no mapping")
+    shown = _flow(value)
+    if (pair := _pair(node, last)) is not None:
+        start, end = pair[1].start_mark.index, _end(pair[1])
+        if start == end:  # `key:` with nothing after it
+            start = end = text.index(":", pair[0].end_mark.index) + 1
+            return f"{text[:start]} {shown}{text[end:]}"
+        before = text[:start].rstrip()
+        return f"{before} {shown}{text[end:]}" if before.endswith(":") else f"{text[:start]}{shown}{text[end:]}"
+    if node.flow_style:
+        end = node.end_mark.index - 1
+        return f"{text[:end].rstrip()}{', ' if node.value else ''}{last}: {shown}{text[end:]}"
+    column = node.value[0][0].start_mark.column
+    end = _end(node.value[-1][1])
+    end = text.find("\n", end) if "\n" in text[end:] else len(text)
+    return f"{text[:end]}\n{' ' * column}{last}: {shown}{text[end:]}"
+
+
+def _pair(node: yaml.MappingNode, name: str) -> tuple[yaml.Node, yaml.Node] | None:
+    """The last pair of a mapping with this key, which is the one that counts."""
+    return next((pair for pair in reversed(node.value) if pair[0].value == name), None)
+
+
+def _end(node: yaml.Node) -> int:
+    """Where a node ends: a block's own mark is behind the comments that follow it."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.index)
+
+
+def _flow(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def _in_script(text: str, key: str, value: object) -> str:
+    """`text` with `--key` of the first training that it starts set to `value`; all else stays."""
+    start, end = ms_swift.span(text)
+    words = value if isinstance(value, list) else [value]
+    shown = " ".join(_shell(word) for word in words)
+    given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")
+    places = list(given.finditer(text, start, end))
+    if places:  # of several, the last counts
+        found = places[-1]
+        return f"{text[: found.start()]}--{key} {shown}{text[found.end() :]}"
+    return f"{text[:end].rstrip()} \\\n    --{key} {shown}{text[end:]}"
+
+
+def _shell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return shlex.quote(json.dumps(value))
+    if value is None or isinstance(value, int | float | str):
+        return shlex.quote(str(value))
+    raise ConfigError(f"{quoted(value)} cannot be written in a command line")

@@ -1,0 +1,180 @@
+"""The tools' own example files as recipes: read, refused by name or not recognised; batches; and written back.
+
+Run: python experiments/frontends/recipes.py --llama-factory DIR --axolotl DIR --ms-swift DIR
+Each DIR is a checkout. bash runs ms-swift's scripts in an empty folder with stubs for every program: its arguments and
+environment, and swift's own rule for the accumulation, are the truth of the batch. Of ms-swift only the scripts whose
+path has an even CRC-32 are read. Writes recipes.json.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+
+import yaml
+
+from autofit.errors import ConfigError
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.reading import read
+from autofit.frontends.writing import can_say, written
+
+HERE = Path(__file__).parent
+PROGRAMS = ("swift", "megatron", "torchrun", "accelerate", "deepspeed", "python", "ray", "pip", "sleep", "curl", "git")
+STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "\\n" >> "$TOLD"\n' \
+       'printf "%s %s\\n" "${NPROC_PER_NODE:-none}" "${NNODES:-1}" >> "$TOLD"\n'  # fmt: skip
+TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
+# What a file of each tool has that trains on text: others infer, export, or configure a launcher.
+OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
+CHANGES: tuple[Mapping[str, object], ...] = (
+    {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
+    {"gradient_checkpointing": True, "max_length": 640},
+    {"optim": "paged_adamw_8bit"},
+    {"lora_r": 4, "lora_alpha": 8},
+)
+
+
+def yamls(checkout: Path, tool: str) -> Iterator[Path]:
+    """Files of a tool's `examples` that train on text."""
+    for path in sorted((checkout / "examples").rglob("*.y*ml")):
+        values = yaml.safe_load(path.read_text("utf-8"))
+        if isinstance(values, dict) and OWN[tool] in values and (tool != "LLaMA-Factory" or values.get("do_train")):
+            yield path
+
+
+def scripts(checkout: Path) -> Iterator[Path]:
+    """Scripts of ms-swift that start a training, of which the path has an even CRC-32."""
+    for path in sorted((checkout / "examples" / "train").rglob("*.sh")):
+        name = path.relative_to(checkout).as_posix()
+        if zlib.crc32(name.encode()) % 2 == 0 and TRAINS.search(re.sub(r"(?m)^\s*#.*$", "", path.read_text("utf-8"))):
+            yield path
+
+
+def batch_of_yaml(path: Path, tool: str) -> int:
+    """Samples of an optimizer step on one rank, by the tool's defaults (training_args.py; normalize_config)."""
+    values = yaml.safe_load(path.read_text("utf-8"))
+    if tool == "LLaMA-Factory":
+        return int(values.get("per_device_train_batch_size", 8)) * int(values.get("gradient_accumulation_steps", 1))
+    micro = int(values["micro_batch_size"])
+    steps = values.get("gradient_accumulation_steps") or int(values["batch_size"]) // micro
+    return micro * int(steps)
+
+
+def batch_of_script(path: Path, folder: Path) -> int | None:
+    """Samples of an optimizer step over all ranks, by what bash starts; None where it starts no training here."""
+    told = folder / "told"
+    told.write_bytes(b"")
+    copy = folder / "script.sh"
+    copy.write_text(re.sub(r"(?m)^\s*set -.*$", "", path.read_text("utf-8")))
+    environment = {"PATH": f"{folder / 'bin'}:/bin:/usr/bin", "HOME": str(folder), "TOLD": str(told)}
+    subprocess.run(["/bin/bash", "--norc", str(copy)], cwd=folder / "cwd", stdin=subprocess.DEVNULL, timeout=20,
+                   capture_output=True, check=False, env=environment)  # fmt: skip
+    lines = told.read_bytes().decode().split("\n")
+    for words, counts in zip(lines[::2], lines[1::2], strict=False):
+        if TRAINS.search(words.replace("\0", " ")):
+            return _batch(words.split("\0"), counts.split())
+    return None
+
+
+def _batch(words: list[str], counts: list[str]) -> int:
+    given = {a.lstrip("-").split("=")[0]: a.split("=")[1] if "=" in a else b for a, b in zip(words, [*words[1:], ""],
+             strict=True) if a.startswith("--")}  # fmt: skip
+    each, nodes = given.get("nproc_per_node", counts[0]), given.get("nnodes", counts[1])
+    config = given.get("config_file")
+    ranks = 1 if each == "none" else int(each) * int(nodes)
+    if words[0] == "accelerate" and config:
+        ranks = 2  # the one example's fsdp2.json: num_processes
+    micro = int(given.get("per_device_train_batch_size", 1))
+    usual = 1 if given.get("rlhf_type") == "grpo" else max(1, math.ceil(16 / micro / ranks))  # arguments.py, line 283
+    return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks
+
+
+def batch(foreign: Foreign) -> int:
+    values = foreign.values
+    return int(str(values["per_device_train_batch_size"])) * int(str(values["gradient_accumulation_steps"]))
+
+
+def round_trips(path: Path, foreign: Foreign) -> Counter[str]:
+    """How many changes were written into the file and read again as meant. A change without a key is left out."""
+    counts: Counter[str] = Counter()
+    for changes in ({}, *CHANGES):
+        said = {key: value for key, value in changes.items() if key in foreign.values and can_say(foreign, key, value)}
+        if changes and not said:
+            continue
+        try:
+            again = read(path, text=written(path, said))
+        except ConfigError as error:
+            counts["wrong"] += 1
+            print(path, said, error)
+            continue
+        others = {**foreign.values, **said}
+        counts["the same" if again is not None and dict(again.values) == others else "wrong"] += 1
+        if again is None or dict(again.values) != others:
+            print(path, said, {k for k in others if again is None or again.values.get(k) != others[k]})
+    return counts
+
+
+def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> dict[str, object]:
+    counts: Counter[str] = Counter()
+    batches: Counter[str] = Counter()
+    trips: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for path in paths:
+        try:
+            foreign = read(path)
+        except ConfigError as error:
+            counts["refused by name"] += 1
+            reasons[re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))] += 1
+            continue
+        if foreign is None:
+            counts["not recognised"] += 1
+            print("not recognised:", path)
+            continue
+        counts["read"] += 1
+        truth = batch_of_script(path, folder) if path.suffix == ".sh" else batch_of_yaml(path, tool)
+        ours = batch(foreign) * ((foreign.ranks or 1) if path.suffix == ".sh" else 1)
+        kind = "no truth" if truth is None else "the same" if truth == ours else "wrong"
+        batches[kind] += 1
+        if kind != "the same":
+            print(kind, "batch:", path, truth, ours)
+        trips += round_trips(path, foreign)
+    return {
+        "commit": _commit(checkout), "files": dict(counts), "effective batch": dict(batches),
+        "round trips": dict(trips), "refused": dict(reasons.most_common()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("llama-factory", "axolotl", "ms-swift"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    options = parser.parse_args()
+    found: dict[str, object] = {"date": date.today().isoformat()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "bin").mkdir()
+        (folder / "cwd").mkdir()
+        for program in PROGRAMS:
+            (folder / "bin" / program).write_text(STUB)
+            os.chmod(folder / "bin" / program, 0o755)
+        for tool, checkout in (("LLaMA-Factory", options.llama_factory), ("Axolotl", options.axolotl)):
+            found[tool] = counted(yamls(checkout, tool), tool, checkout, folder)
+        found["ms-swift"] = counted(scripts(options.ms_swift), "ms-swift", options.ms_swift, folder)
+    (HERE / "recipes.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def _commit(checkout: Path) -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
