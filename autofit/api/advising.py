@@ -23,7 +23,7 @@ class Outside:
     """A change beyond the allowed tier, on top of the winner's, as the simulated card predicts it."""
 
     changes: Mapping[str, object]
-    options: str  # of the command line: --set dtype=bfloat16
+    options: str  # of the command line, --set dtype=bfloat16, or what to write in another tool's file
     tier: Tier
     device_used_bytes: int
     step_s: float | None
@@ -33,7 +33,7 @@ class Outside:
     def of(cls, change: Change, step_s: float | None) -> "Outside":
         """`change`, against a step of `step_s` seconds."""
         return cls(
-            changes=change.changes, options=change.options, tier=change.tier, step_s=change.step_s,
+            changes=change.changes, options=change.how, tier=change.tier, step_s=change.step_s,
             device_used_bytes=change.device_used_bytes,
             speedup=step_s / change.step_s if step_s and change.step_s else None,
         )  # fmt: skip

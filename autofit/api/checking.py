@@ -124,7 +124,7 @@ class Check(Shown):
         if self.advice is None:
             return []
         lines = [
-            f"set {change.options.replace('--set ', '')} ({change.tier}): "
+            f"set {change.own or change.options.replace('--set ', '')} ({change.tier}): "
             f"{format_bytes(change.device_used_bytes)}{change.step_words}"
             for change in self.advice.changes
         ]

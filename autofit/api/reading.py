@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import sources
+from autofit.frontends.writing import has_key
 from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
@@ -19,6 +21,8 @@ from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated
 from autofit.scratch import release
+from autofit.space.knob import QUANTIZATION
+from autofit.space.space_file import space_knobs
 from autofit.units import format_bytes
 
 Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
@@ -54,14 +58,29 @@ def read_recipe(
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         with still_at(f"reading {source.what} with its dataset and model", say):
-            return prepare(
+            return _in_own_keys(prepare(
                 source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
                 changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
                 trains=trains,
-            )  # fmt: skip
+            ))  # fmt: skip
     except AutofitError:
         drop(scratch)
         raise
+
+
+def _in_own_keys(recipe: Recipe) -> Recipe:
+    """`recipe`; where it is another tool's file, without the knobs that the tool has no key for."""
+    if not recipe.foreign:
+        return recipe
+    reason = f"{recipe.foreign['tool']} has no key for it"
+    lacking = {}
+    for knob in space_knobs(recipe):
+        head, dot, rest = knob.name.partition(".")
+        name = f"{recipe.other_names.get(head, head)}{dot}{rest}"
+        values = (True, *(value for value in knob.values if value is not None))
+        if not knob.solved and name != QUANTIZATION and not has_key(recipe.foreign, name, values):
+            lacking[name] = reason
+    return replace(recipe, left_out={**lacking, **recipe.left_out})
 
 
 def drop(scratch: Path) -> None:

@@ -12,6 +12,7 @@ from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
 from autofit.api.trials import TrialResult
 from autofit.forecast.cloud import Cloud
+from autofit.frontends.writing import own_words
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tracking.front_frame import Picture
@@ -59,6 +60,7 @@ class SearchResult(Shown):
     predicted: Cloud | None = None  # of all candidates, thinned; None where nothing was predicted
     proof: str = ""  # of the winner's gradient, as a sentence; "" before it is made
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
+    own: str = ""  # the winner in the keys of the file that the recipe was, if that was another tool's
 
     @classmethod
     def of(
@@ -67,7 +69,7 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "",
-        promoted: tuple[PromotedRun, ...] = (), card: str | None = None,
+        promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -86,7 +88,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof, card=card,
+            proof=proof, card=card, own=own,
         )  # fmt: skip
 
     @property
@@ -108,6 +110,7 @@ class SearchResult(Shown):
             "card": self.card,
             "fidelity": self.fidelity,
             "winner": None if self.winner is None else self.winner.to_dict(),
+            **({"own": self.own} if self.own else {}),
             "confirmation": self.confirmation,
             "front": [trial.to_dict() for trial in self.front],
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
@@ -140,6 +143,7 @@ class SearchResult(Shown):
         notes = [f"{note[:1].upper()}{note[1:]}." for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
             f"{self.why}.",
+            f"In your file: {self.own}." if self.own else "",
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
             f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
@@ -174,6 +178,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
         trainer=record.trainer, card=record.card, predicted=Cloud.from_json(record.predicted),
+        own="" if best is None else own_words(record.foreign, best.yaml_changes),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
 

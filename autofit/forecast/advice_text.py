@@ -107,7 +107,7 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     tight = ", little to spare" if change.tight else ""
     used = format_bytes(change.device_used_bytes)
     what = describe_changes(change.changes, recipe.resolved)
-    return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.options}"
+    return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
 
 
 def _untried(change: Change, recipe: Recipe) -> str:

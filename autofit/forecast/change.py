@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autofit.forecast.margin import is_tight
+from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.clashes import OFFLOAD
@@ -29,12 +30,13 @@ class Change:
     step_s: float | None
     fits: bool
     tight: bool = False  # it fits with less to spare than the prediction may be off
+    own: str = ""  # the change in the keys of the file that the recipe was; "" where that was none
     failure: str = ""  # why it could not be tried; "" where it could
 
     @classmethod
     def of(
         cls, result: ProbeResult, *, changes: Mapping[str, object], given: Mapping[str, object], tier: Tier,
-        settings: int, capacity_bytes: int,
+        settings: int, capacity_bytes: int, own: str = "",
     ) -> "Change":  # fmt: skip
         """The change with the `result` of its probe."""
         used, least = result.device_used_bytes, result.least_capacity_bytes
@@ -43,7 +45,7 @@ class Change:
         return cls(
             changes=changes, given=given, tier=tier, settings=settings, device_used_bytes=used or 0,
             least_capacity_bytes=1 << 62 if least is None else least, step_s=result.median_step_s, fits=fits,
-            tight=is_tight(result, capacity_bytes),
+            tight=is_tight(result, capacity_bytes), own=own,
             failure="" if tried else result.reason or str(result.status),
         )  # fmt: skip
 
@@ -56,6 +58,11 @@ class Change:
     def options(self) -> str:
         """The options of the command line that make the change: `--set gradient_checkpointing=true`."""
         return set_options(self.given)
+
+    @property
+    def how(self) -> str:
+        """How to make the change: in the user's own file where that is another tool's, else by options."""
+        return f"in your file: {self.own}" if self.own else self.options
 
     @property
     def step_words(self) -> str:
@@ -79,6 +86,7 @@ class Change:
         return {
             "changes": dict(self.changes),
             "options": self.options,
+            **({"own": self.own} if self.own else {}),
             "tier": self.tier,
             "device_used_bytes": self.device_used_bytes,
             "step_s": self.step_s,
@@ -103,7 +111,13 @@ class Trier:
         self.tell(f"trying {describe_changes(changes, self.recipe.resolved)} ({tier})")
         result = self.probe(merge(self.recipe.values, given))
         change = Change.of(
-            result, changes=changes, given=given, tier=tier, settings=settings, capacity_bytes=self.capacity_bytes
+            result,
+            changes=changes,
+            given=given,
+            tier=tier,
+            settings=settings,
+            capacity_bytes=self.capacity_bytes,
+            own=own_words(self.recipe.foreign, given),
         )
         self.tell(f"{change.options} {change.outcome}")
         return change, result

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from autofit.frontends import words
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.reading import SCRIPTS, read_script, read_values
+from autofit.frontends.reading import SCRIPTS, read_script, read_text, read_values
 from autofit.recipe.source import Source, Stated, read_source
 
 
@@ -18,21 +20,30 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
     """
     if isinstance(given, str | os.PathLike) and Path(given).suffix in SCRIPTS:
         path = Path(given)
-        return _source(read_script(path, ranks=ranks), name or path.stem, f"the recipe {path}")
+        text = read_text(path)
+        script = read_script(path, text=text, ranks=ranks)
+        return _source(script, name or path.stem, f"the recipe {path}", _origin(script, path, text, ranks))
     source = read_source(given, name=name)
     if source.trainer is not None or not isinstance(given, str | os.PathLike | Mapping):
         return source
     path = Path.cwd() / "recipe" if isinstance(given, Mapping) else Path(given)
     foreign = read_values(source.values, path, ranks=ranks)
-    return source if foreign is None else _source(foreign, source.name, source.what)
+    if foreign is None:
+        return source
+    text = yaml.safe_dump(dict(source.values)) if isinstance(given, Mapping) else read_text(path)
+    return _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
 
 
-def _source(foreign: Foreign, name: str, what: str) -> Source:
+def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
+    return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
+
+
+def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
     launch = dict(foreign.launch)
     if foreign.ranks is not None:
         launch["num_processes"] = foreign.ranks
     source = Source(
         values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
-        launch=launch, keys=foreign.keys,
+        launch=launch, foreign=origin,
     )  # fmt: skip
     return replace(source, notes=(f"a file of {foreign.tool}: {words.summary(foreign)}", *foreign.notes))

@@ -3,11 +3,13 @@
 What is written is read again, and must be the same recipe but for the changes.
 """
 
+import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -21,6 +23,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
     LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
 }  # fmt: skip
+_ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
 
@@ -38,15 +41,17 @@ def can_say(foreign: Foreign, key: str, value: object) -> bool:
     return True
 
 
-def written(path: Path, changes: Mapping[str, object], *, ranks: int | None = None) -> str:
-    """The text of the file at `path` with `changes` of the recipe that it means.
+def written(
+    path: Path, changes: Mapping[str, object], *, text: str | None = None, ranks: int | None = None
+) -> str:  # fmt: skip
+    """The text of the file at `path`, or this `text` of it, with `changes` of the recipe that it means.
 
     Raises ConfigError for what the tool has no key for, and where what is written would not be read as it was meant.
     """
-    foreign = read(path, ranks=ranks)
+    text = read_text(path) if text is None else text
+    foreign = read(path, text=text, ranks=ranks)
     if foreign is None:
         raise ConfigError(f"{path} is no file of another tool")
-    text = read_text(path)
     own = in_own_keys(foreign, changes)
     edit = _in_script if path.suffix in SCRIPTS else _in_yaml
     for key, value in own.items():
@@ -57,6 +62,50 @@ def written(path: Path, changes: Mapping[str, object], *, ranks: int | None = No
     if again is None or wrong:
         raise ConfigError(f"{path}: {', '.join(wrong) or 'a change'} cannot be written in the keys of {foreign.tool}")
     return text
+
+
+# -- of a recipe that was such a file: `origin` is Recipe.foreign, {} for one that was none ---------------------------
+
+
+def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> str:
+    """`cutoff_len: 1024, optim: sgd`: changes of a recipe in the keys of the file that it was; "" if it was none."""
+    if not origin:
+        return ""
+    foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
+    said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
+    others = {key: value for key, value in changes.items() if key not in said and value is not None}
+    parts = [f"{key}: {_flow(value)}" for key, value in in_own_keys(foreign, said).items()]
+    for key, value in others.items():
+        name = key.removeprefix(_ENV).removeprefix(_LAUNCH)
+        where = "the environment" if key.startswith(_ENV) else "its launch" if key.startswith(_LAUNCH) else ""
+        parts.append(f"{name} {value} ({f'in {where}' if where else f'{foreign.tool} has no key for it'})")
+    return ", ".join(parts)
+
+
+def own_text(origin: Mapping[str, object], changes: Mapping[str, object]) -> str:
+    """The text of the file that a recipe was, with those of the `changes` that its tool has a key for."""
+    path, text, ranks = Path(str(origin["path"])), str(origin["text"]), cast("int | None", origin["ranks"])
+    foreign = _read_origin(str(path), text, ranks)
+    said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
+    return written(path, said, text=text, ranks=ranks)
+
+
+def has_key(origin: Mapping[str, object], key: str, values: Iterable[object]) -> bool:
+    """Whether the tool of the file that a recipe was has a key for one of these values of `key`, or its launch does."""
+    if key.startswith((_ENV, _LAUNCH)):
+        return True
+    foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
+    return any(can_say(foreign, key, value) for value in values)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_origin(path: str, text: str, ranks: int | None) -> Foreign:
+    found = read(Path(path), text=text, ranks=ranks)
+    assert found is not None, path
+    return found
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------
 
 
 def _in_yaml(text: str, key: str, value: object) -> str:

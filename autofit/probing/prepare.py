@@ -114,7 +114,7 @@ def prepare(
         tile_tokens=facts.tile_tokens, forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash, other_names=facts.other_names,
         notes=(*source.notes, *read.notes, *facts.notes, *short),
-        version=facts.version, left_out=facts.left_out,
+        version=facts.version, left_out=facts.left_out, foreign=source.foreign,
     )  # fmt: skip
     return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest
-from autofit.files import read_json, write_json
+from autofit.files import read_json, write_atomically, write_json
+from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.hardware import Device, slot_names
 from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
@@ -130,6 +131,8 @@ def plan_promotion(
     private_folder(folder / "promoted")
     path = home / "tuned.yaml"
     written = tuned.write(path, accelerate=home / "accelerate.yaml")
+    if record.foreign:
+        say(_own_file(record.foreign, chosen, home))
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
@@ -139,6 +142,14 @@ def plan_promotion(
         trains_on_data=record.trains_on_data, command=record.command, server=server,
         promise=promise_of(chosen, record, proof.sentence),
     )  # fmt: skip
+
+
+def _own_file(origin: Mapping[str, object], chosen: Trial, home: Path) -> str:
+    """Write the user's file of another tool with the trial's changes; what was written and what runs it."""
+    path = home / Path(str(origin["path"])).name
+    write_atomically(path, own_text(origin, chosen.yaml_changes))
+    changed = own_words(origin, chosen.yaml_changes) or "as it was"
+    return f"{path}, for {origin['tool']}: {changed}"
 
 
 def promise_of(chosen: Trial, record: StudyRecord, proof: str) -> Promise | None:

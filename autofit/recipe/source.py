@@ -33,7 +33,7 @@ class Source:
     prompt_tokens: int | None = None  # of the made-up prompts that it is meant for
     trainer: str | None = None  # told by the class of TRL's config, or by another tool's file, where there is one
     launch: Mapping[str, object] = field(default_factory=dict)  # keys of an accelerate config, of another tool's file
-    keys: Mapping[str, str] = field(default_factory=dict)  # what that tool calls a key of `values`
+    foreign: Mapping[str, object] = field(default_factory=dict)  # that file: its tool, path, text and ranks
     notes: tuple[str, ...] = ()  # what to know of that file, a sentence each
 
 

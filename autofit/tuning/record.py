@@ -50,6 +50,7 @@ class StudyRecord:
     space: str = ""  # path of the trainer's own search space
     command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
     trains_on_data: bool = True  # False: the samples were synthetic
+    foreign: Mapping[str, object] = field(default_factory=dict)  # the file of another tool that the recipe is
     recipe_name: str = ""
     effective_batch_size: int | None = None
     cwd: Path = Path()
