@@ -16,7 +16,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import _on_machines, prepare
 from autofit.promotion import place
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.launching import LaunchOptions
+from autofit.recipe.launching import LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.spread import with_launch
 
@@ -174,15 +174,15 @@ def test_slices_of_a_card_are_refused_to_several_ranks_and_given_to_one(monkeypa
 def test_the_name_of_a_card_may_say_how_many(
     gpu: str | None, gpus: int | None, name: str | None, cards: int | None
 ) -> None:
-    found, options = reading.launch_options(gpu=gpu, accelerate_config=None, num_processes=None, gpus=gpus)
+    found, options = launch_options(gpu=gpu, accelerate_config=None, num_processes=None, gpus=gpus)
     assert (found, options.gpus, options.machines) == (name, cards, None)
 
 
 def test_the_name_of_a_card_may_say_how_many_machines_of_how_many() -> None:
-    found, options = reading.launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=None)
+    found, options = launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=None)
     assert (found, options.gpus, options.machines) == ("h100", 32, 4)
     with pytest.raises(ConfigError, match="--gpu 4x8xh100 says 32 cards, and --gpus 8"):
-        reading.launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=8)
+        launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=8)
 
 
 @pytest.mark.parametrize(

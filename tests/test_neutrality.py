@@ -22,9 +22,10 @@ from autofit.proof.proof_keys import Reach, reach
 from autofit.recipe.recipe import Recipe, TrainerName
 from autofit.space.space import Space, Value
 from autofit.space.space_file import load_space
+from autofit.trainers.key_table import LOSS_TYPES
 from autofit.trainers.keys import ROLLOUT as CHUNK
 from autofit.trainers.keys import SPLIT
-from autofit.trainers.trl_config import _LOSS_TYPES, parse
+from autofit.trainers.trl_config import parse
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "neutrality"
 TABLE: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
@@ -100,7 +101,7 @@ def test_the_bound_lies_well_between_rounding_and_every_real_difference() -> Non
 
 
 def test_every_loss_of_trl_and_every_knob_that_claims_a_gradient_is_in_the_table() -> None:
-    assert {row["settings"]["loss_type"] for row in ROWS if row["trainer"] == "grpo"} == set(_LOSS_TYPES)
+    assert {row["settings"]["loss_type"] for row in ROWS if row["trainer"] == "grpo"} == set(LOSS_TYPES)
     for trainer, source in {"grpo": GRPOTrainer, "dpo": DPOTrainer}.items():
         compared = re.findall(r"loss_type (?:==|in) (.+):\n", inspect.getsource(source._compute_loss))
         known = {name for text in compared for name in re.findall(r'"(\w+)"', text)}
@@ -130,7 +131,7 @@ def test_another_number_of_ranks_is_neutral_where_the_gradient_says_so_and_nowhe
 
 def test_every_loss_is_measured_on_ranks() -> None:
     rows = RANKS_TABLE["rows"]
-    assert {row["settings"].get("loss_type") for row in rows if row["trainer"] == "grpo"} == set(_LOSS_TYPES)
+    assert {row["settings"].get("loss_type") for row in rows if row["trainer"] == "grpo"} == set(LOSS_TYPES)
     losses = {name for row in ROWS if row["trainer"] == "dpo" for name in row["settings"].get("loss_type", [])}
     assert {name for row in rows if row["trainer"] == "dpo" for name in row["settings"].get("loss_type", [])} == losses
     assert {row["trainer"] for row in rows} == set(SPACES)

@@ -13,11 +13,10 @@ from autofit.files import write_json
 from autofit.plugin.protocol import Inspection, WorstCase
 
 from .common import dtype_of
+from .local_files import NO_MODEL
 from .model_check import check_model
 from .offline import STATE_IT, made_up_dataset, read_config, stand_in_model, unknown_model
 from .trl_config import TrlConfig, parse
-
-_DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     folder, prompt_tokens = inspection.worst_case.folder, inspection.prompt_tokens
     name = config.model.model_name_or_path
     if not name:
-        raise ConfigError("a recipe needs a model: give model_name_or_path")
+        raise ConfigError(NO_MODEL)
     trust = bool(config.training.trust_remote_code)
     loading = {"revision": config.model.model_revision, "trust_remote_code": trust}
     model = stand_in_model(name, folder, **loading)
@@ -92,17 +91,6 @@ def architecture_hash(model: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if os.path.isfile(path) else ""
 
 
-def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[str, object]:
-    """`values` with `dataset_name: data.jsonl` in the form of TRL's parser: `datasets: [{path: json, ...}]`."""
-    name = values.get("dataset_name")
-    if not isinstance(name, str) or Path(name).suffix not in _DATA_FORMATS or values.get("datasets"):
-        return values
-    if needed and not os.path.isfile(name):
-        raise ConfigError(f"dataset_name {name!r} looks like a file, but there is no such file in {Path.cwd()}")
-    rest = {key: value for key, value in values.items() if key != "dataset_name"}
-    return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
-
-
 def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> ModelFacts:
     """The facts of the recipe's model, built by the auto class `kind` without memory. Raises ConfigError."""
     import torch
@@ -112,7 +100,7 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
 
     name = config.model.model_name_or_path
     if not name:
-        raise ConfigError("a recipe needs a model: give model_name_or_path")
+        raise ConfigError(NO_MODEL)
     trust = bool(config.training.trust_remote_code)
     if os.path.isdir(name):
         read_config(Path(name))

@@ -82,8 +82,15 @@ def synonyms(trainer: str) -> Mapping[str, tuple[str, ...]]:
 
 def overridden(trainer: str, values: Mapping[str, object], changed: Collection[str]) -> dict[str, object]:
     """`values` without the other names of the `changed` keys, which the user has given besides the recipe."""
+    return overridden_by(synonyms(trainer), values, changed)
+
+
+def overridden_by(
+    known: Mapping[str, Collection[str]], values: Mapping[str, object], changed: Collection[str]
+) -> dict[str, object]:
+    """As `overridden`, where the `synonyms` of the trainer are known."""
     dropped: set[str] = set()
-    for new, older in synonyms(trainer).items():
+    for new, older in known.items():
         group = {new, *older}
         if group & set(changed):
             dropped |= group - set(changed)

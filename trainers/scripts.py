@@ -17,10 +17,15 @@ def command_of(trainer: str) -> str | None:
     return f"trl {trainer} --config" if is_trls(trainer) else None
 
 
+def script_name(trainer: str) -> str:
+    """The name of the module with the `make_parser` of `trainer`."""
+    ours = _OURS.get(trainer)
+    return f"trl.scripts.{trainer}" if ours is None else f"{__package__}.{ours}"
+
+
 def script(trainer: str) -> ModuleType:
     """The module with the `make_parser` of `trainer`."""
-    ours = _OURS.get(trainer)
-    return importlib.import_module(f"trl.scripts.{trainer}" if ours is None else f".{ours}", __package__)
+    return importlib.import_module(script_name(trainer))
 
 
 def parser_of(trainer: str) -> Any:

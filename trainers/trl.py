@@ -21,11 +21,13 @@ from autofit.recipe.keys import BatchKeys, Tier
 from . import offline
 from .common import read_worst_case, samples_per_step
 from .epoch import in_epoch
-from .inspection import architecture_hash, keep, model_facts, with_local_file, with_stand_ins
+from .inspection import architecture_hash, keep, model_facts, with_stand_ins
+from .key_table import keep_table, kept_table, table_of
 from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
 from .knobs import left_out
+from .local_files import with_local_file
 from .model_kwargs import at_top_level
-from .names import installed, one_name_each, overridden
+from .names import installed, one_name_each, overridden, synonyms
 from .padding import unmasked_is_larger
 from .scripts import command_of, parser_of, script
 from .trl_config import TrlConfig, counting, parse, plain
@@ -105,6 +107,7 @@ class TrlTrainer:
             return self._inspect(values, inspection)
 
     def _inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        keep_keys(self.name)  # first: the next misspelt key is told without an import of TRL
         offline.clear(inspection.worst_case.folder)
         with offline.or_stated(inspection):
             given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
@@ -189,6 +192,13 @@ class TrlTrainer:
     def takes(self) -> set[str]:
         """All keys that a recipe of this trainer may have."""
         return {field.name for kind in parser_of(self.name).dataclass_types for field in fields(kind) if field.init}
+
+
+def keep_keys(trainer: str) -> None:
+    """Keep the table of the keys that TRL's `trainer` takes, unless there is one of the installed TRL."""
+    if kept_table(trainer) is None:
+        parser = parser_of(trainer)
+        keep_table(table_of(trainer, parser, synonyms(trainer)), parser)
 
 
 def device_overrides(device: str) -> dict[str, object]:

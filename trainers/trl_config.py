@@ -1,24 +1,17 @@
 """A recipe's values through TRL's own parser, with one-line errors for unknown keys, wrong types and TRL's rules."""
 
-import argparse
 import copy
 import os
-import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
-from autofit.errors import ConfigError, nearest
-from autofit.plugin.fields import accepts, readable
+from autofit.errors import ConfigError
 from autofit.recipe.recipe import merge
 
-from .foreign_keys import foreign_file, instead
-from .names import installed, renamed
+from .key_table import table_of, taken_env
 from .scripts import is_trls, parser_of
-
-_NAMED = 4  # unknown keys that one error names
-_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +56,8 @@ def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str,
     """`values` with `overrides` applied, through the parser of its script; exports their `env` block."""
     parser = parser_of(trainer)
     merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
-    env = merged.pop("env", {})
-    if not isinstance(env, dict):
-        raise ConfigError(f"env must be a mapping of environment variables; got {env!r}")
-    os.environ.update({str(key): str(value) for key, value in env.items()})
-    hints = _hints(parser.dataclass_types)
-    _check_keys(trainer, merged, hints)
-    _check_types(merged, hints, {a.dest: a for a in parser._actions})
+    os.environ.update(taken_env(merged))
+    table_of(trainer, parser, {}).check(merged)
     with _quiet_parser(parser):
         parser.set_defaults_with_config(**merged)
         parts = _parse(trainer, parser)
@@ -90,63 +78,6 @@ def counting(ranks: int) -> Iterator[None]:
         yield
     finally:
         TrainingArguments.world_size = own
-
-
-def _hints(dataclass_types: typing.Iterable[type]) -> dict[str, Any]:
-    hints: dict[str, Any] = {}
-    for kind in dataclass_types:
-        known = typing.get_type_hints(kind)
-        hints |= {f.name: known[f.name] for f in fields(kind) if f.init}
-    return hints
-
-
-def _check_keys(trainer: str, values: Mapping[str, object], hints: Mapping[str, Any]) -> None:
-    foreign = foreign_file(trainer, values)
-    if foreign is not None:
-        raise ConfigError(foreign)
-    unknown = [key for key in values if key not in hints]
-    if unknown:
-        each = "; ".join(f"unknown key {key!r}{_instead(key, hints)}" for key in unknown[:_NAMED])
-        more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
-        hint = more if len(unknown) > _NAMED else ""
-        whose = f"`trl {trainer} --config`" if is_trls(trainer) else f"the trainer {trainer}"
-        raise ConfigError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
-
-
-def _instead(key: str, known: Mapping[str, Any]) -> str:
-    new, other = renamed(key, known), instead(key, known)
-    if other is not None and new is None:
-        return other
-    return nearest(key, known) if new is None else f", which is called {new!r} here: use {new!r}"
-
-
-def _check_types(values: Mapping[str, object], hints: Mapping[str, Any], actions: Mapping[str, Any]) -> None:
-    wrong = []
-    for key, value in values.items():
-        if isinstance(value, str):
-            convert = actions[key].type if key in actions else None
-            try:
-                if convert is not None and not accepts(value, hints[key]):
-                    convert(value)
-            except (ValueError, TypeError, argparse.ArgumentTypeError):
-                wrong.append(f"{key} must be {readable(hints[key])}; got the text {value!r}")
-        elif key == "scale_rewards" and isinstance(value, bool):
-            continue  # TRL maps the bool to "group" or "none", although the annotation is text
-        elif not accepts(value, hints[key]):
-            wrong.append(f"{key} must be {readable(hints[key])}; got {value!r}")
-        choices = getattr(actions.get(key), "choices", None)
-        if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
-            wrong.append(f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}")
-    if values.get("loss_type", "grpo") not in _LOSS_TYPES and "num_generations" in hints:
-        given = str(values["loss_type"])
-        wrong.append(f"loss_type must be one of {', '.join(_LOSS_TYPES)}; got {given!r}{nearest(given, _LOSS_TYPES)}")
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-                "max_completion_length", "steps_per_generation", "lora_r", "num_iterations"):  # fmt: skip
-        value = values.get(key)
-        if key in hints and isinstance(value, int) and value < 1:
-            wrong.append(f"{key} must be 1 or more; got {value!r}")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
 
 
 def _parse(trainer: str, parser: Any) -> tuple[Any, ...]:

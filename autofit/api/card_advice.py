@@ -11,7 +11,7 @@ from rich.table import Table
 from autofit.api.arguments import at_least_one
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given, launch_options
+from autofit.api.reading import Given
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.errors import UnknownGpuError
@@ -24,6 +24,7 @@ from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
 from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import MOST_RANKS
+from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds

@@ -10,7 +10,7 @@ from rich.table import Table
 from autofit.api.arguments import named_as_arguments, seconds_or_none
 from autofit.api.estimating import ADVICE_TIME, Asked, estimator, tell_left_out
 from autofit.api.events import STOPPING, Event, OnEvent, silent
-from autofit.api.reading import Given, launch_options
+from autofit.api.reading import Given
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import ending_words, float32_words
@@ -20,6 +20,7 @@ from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
 

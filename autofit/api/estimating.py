@@ -15,7 +15,6 @@ from autofit.api.reading import (
     check_prompt_tokens,
     describe_device,
     fork_server,
-    launch_options,
     read_recipe,
     source_of,
 )
@@ -30,7 +29,7 @@ from autofit.hardware.hardware import Device, about_choice, choose_device_and_ta
 from autofit.hardware.needs import card_needs
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
-from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out

@@ -1,8 +1,6 @@
 """From the arguments of a command to its recipe, device and fork server. Imports nothing that only a search needs."""
 
 import contextlib
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -88,29 +86,6 @@ def drop(scratch: Path) -> None:
     release(scratch)
     with contextlib.suppress(OSError):
         scratch.parent.rmdir()
-
-
-def launch_options(
-    *, gpu: str | None, accelerate_config: str | os.PathLike[str] | None, num_processes: int | None, gpus: int | None
-) -> tuple[str | None, LaunchOptions]:
-    """(the card that `gpu` names, what is said of the launch). Raises ConfigError.
-
-    `8xa100-80gb` is 8 cards, `4x8xa100-80gb` is 4 machines of 8.
-    """
-    named = None if gpu is None else re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x(\w.*)", gpu)
-    machines = None
-    if named is not None:
-        asked, gpu, each = gpu, named[3], int(named[2])
-        cards = int(named[1] or 1) * each
-        machines = int(named[1]) if named[1] else None
-        if gpus is not None and gpus != cards:
-            raise ConfigError(f"--gpu {asked} says {cards} cards, and --gpus {gpus}; give one of them")
-        gpus = cards
-    options = LaunchOptions(
-        accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus, machines=machines
-    )
-    options.check()
-    return gpu, options
 
 
 def check_cards(recipe: Recipe, device: str) -> None:

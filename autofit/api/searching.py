@@ -16,7 +16,7 @@ from autofit.api.advising import is_known, outside
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
-from autofit.api.reading import Given, drop, fork_server, launch_options
+from autofit.api.reading import Given, drop, fork_server
 from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
@@ -37,6 +37,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
 from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import Tier
+from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.space.space import Space

@@ -8,6 +8,7 @@ from autofit.commands.common import (
     INTERRUPTED,
     NOTHING_FITS,
     hears,
+    look_early,
     settings,
     show,
     terminate_like_interrupt,
@@ -16,6 +17,7 @@ from autofit.errors import ConfigError, quoted
 
 
 def advise(options: argparse.Namespace) -> int:
+    look_early(options, device="sim:")
     from autofit import api
 
     terminate_like_interrupt()

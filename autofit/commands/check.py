@@ -3,13 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ended, hears, launch_arguments, settings, show, terminate_like_interrupt
+from autofit.commands.common import ended, hears, launch_arguments, look_early, settings, show, terminate_like_interrupt
 
 if TYPE_CHECKING:
     from autofit.api import Check
 
 
 def check(options: argparse.Namespace) -> int:
+    look_early(options, device="sim:")
     from autofit import api
 
     def shown(found: "Check") -> None:

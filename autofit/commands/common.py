@@ -118,6 +118,26 @@ def settings(given: Sequence[str]) -> dict[str, object]:
     return changes
 
 
+def look_early(options: argparse.Namespace, *, device: str) -> None:
+    """Raise ConfigError for a key, a value or a file of the recipe that is told in milliseconds.
+
+    The API finds the same, after its imports. `device` is "sim:" for a simulated card.
+    """
+    from autofit.frontends.sources import source_of
+    from autofit.plugin.early import look
+    from autofit.recipe.launching import launch_options
+
+    _, launch = launch_options(
+        gpu=getattr(options, "gpu", None), accelerate_config=options.accelerate_config,
+        num_processes=options.num_processes, gpus=getattr(options, "gpus", None),
+    )  # fmt: skip
+    source = source_of(options.recipe, ranks=launch.num_processes)
+    look(
+        source, trainer=options.trainer, device=device, changes=settings(getattr(options, "set", ())),
+        prompt_tokens=options.prompt_tokens or source.prompt_tokens, launch=launch,
+    )  # fmt: skip
+
+
 def executor_option(options: argparse.Namespace) -> "Executor":
     """What the options and executor.yaml of the working directory say of where jobs run."""
     from autofit.cluster.executor import read_executor

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, say, show_line
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -64,20 +64,22 @@ def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
 
 
 def _of_recipe(options: argparse.Namespace) -> int:
-    from autofit.api.reading import check_prompt_tokens, launch_options, read_recipe, source_of
-    from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.hardware import choose_device
+    from autofit.recipe.launching import launch_options
+
+    gpu, launch = launch_options(gpu=options.gpu, **launch_arguments(options))
+    device = choose_device(options.device, gpu)
+    look_early(options, device=device)
+    from autofit.api.reading import check_prompt_tokens, read_recipe, source_of
+    from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
     from autofit.scratch import Scratch
 
-    gpu, launch = launch_options(gpu=options.gpu, **launch_arguments(options))
     source = source_of(options.recipe, launch=launch)
-
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
         try:
-            device = choose_device(options.device, gpu)
             check_prompt_tokens(options.prompt_tokens, device)
             cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder)
             recipe = read_recipe(

@@ -5,9 +5,11 @@ import json
 from collections.abc import Mapping
 
 from autofit.commands.common import DONE, INTERRUPTED, dir_option, executor_option, say, show, terminate_like_interrupt
+from autofit.tuning.storage import check_there, database_of
 
 
 def promote(options: argparse.Namespace) -> int:
+    check_there(database_of(options.dir))  # before imports that take a second
     from autofit import api
 
     terminate_like_interrupt()

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, say, show, show_line
 from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.storage import check_there, database_of
 
 if TYPE_CHECKING:
     from autofit.api import SearchResult
 
 
 def report(options: argparse.Namespace) -> int:
+    check_there(database_of(options.dir))  # before imports that take a second
     from autofit import api
 
     result = api.report(options.study, folder=options.dir, html=options.html)

@@ -15,9 +15,11 @@ from autofit.commands.common import (
     terminate_like_interrupt,
 )
 from autofit.commands.promote import step_line
+from autofit.recipe.pipeline import read_pipeline
 
 
 def run(options: argparse.Namespace) -> int:
+    read_pipeline(options.pipeline, changes=settings(options.set))  # a wrong key is told before imports of a second
     from autofit import api
 
     terminate_like_interrupt()

@@ -10,6 +10,7 @@ from autofit.commands.common import (
     executor_option,
     ignore_interrupts,
     launch_arguments,
+    look_early,
     say,
     settings,
     terminate_like_interrupt,
@@ -27,14 +28,16 @@ _DEMO_TRIALS = 6
 
 
 def search(options: argparse.Namespace) -> int:
-    from autofit import api
-
     if options.demo and options.recipe is not None:
         raise ConfigError(f"give a recipe or --demo, not both; got {options.recipe} and --demo")
     open_ended = options.time_budget is not None or options.plateau is not None
     if options.demo and options.device == "auto" and options.gpu is None:
         options.device = "cpu"
     where = executor_option(options)
+    if not options.demo:
+        look_early(options, device=_device(options, where.kind))
+    from autofit import api
+
     terminate_like_interrupt()
     with _display(live=where.kind != "debug") as display:
         result = api.search(
@@ -51,6 +54,19 @@ def search(options: argparse.Namespace) -> int:
             on_event=display.on_event, on_progress=display.on_progress,
         )  # fmt: skip
     return show_result(options, result)
+
+
+def _device(options: argparse.Namespace, executor: str) -> str:
+    """Where probes will run. Raises ConfigError for a card or a target that cannot be."""
+    from autofit.api.arguments import size
+    from autofit.hardware.hardware import choose_device_and_target
+    from autofit.recipe.launching import launch_options
+
+    gpu, _ = launch_options(gpu=options.gpu, **launch_arguments(options))
+    if executor == "slurm":
+        return "cuda"
+    asked = "sim" if options.recipe is None and options.device == "auto" else options.device
+    return choose_device_and_target(asked, gpu, size("--target-vram", options.target_vram))[0]
 
 
 def _demo_recipe() -> Path:

@@ -4,11 +4,13 @@ import argparse
 import json
 
 from autofit.commands.common import DONE, say, show
+from autofit.tuning.storage import check_there, database_of
 
 NOT_NEUTRAL = 1  # what was to be proven is not so
 
 
 def verify(options: argparse.Namespace) -> int:
+    check_there(database_of(options.dir))  # before imports that take a second
     from autofit import api
 
     found = api.verify(options.trial, study=options.study, folder=options.dir, on_event=lambda event: say(str(event)))

@@ -14,6 +14,7 @@ from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
+from autofit.plugin.early import check_early
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import code_hash
 from autofit.probing.fork_server import ForkServer
@@ -26,10 +27,9 @@ from autofit.recipe.secrets import sealed, without_secrets
 from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
-from autofit.recipe.trainer_keys import TRAINERS
+from autofit.recipe.trainer_keys import OF_TRL
 from autofit.scratch import OWNER
 
-_OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 
 
@@ -51,12 +51,13 @@ def prepare(
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = sealed(merge(source.values, changes or {}))
-    read = launched(values, launch, of_trl=trainer in _OF_TRL, own=source.launch)
+    read = launched(values, launch, of_trl=trainer in OF_TRL, own=source.launch)
     changed = [key.partition(".")[0] for key in changes or {}]
     if trains and device == "cpu":
         check_on_cpu(read.launch)
     elif trains:
         check_installed(read.launch)
+    check_early(source, read.values, trainer=trainer, device=device, changed=changed, prompt_tokens=prompt_tokens)
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {

@@ -9,6 +9,7 @@ from autofit.errors import ConfigError
 from autofit.recipe.recipe import TrainerName
 
 TRAINERS: tuple[TrainerName, ...] = ("grpo", "sft", "dpo", "reward")  # trainers that a recipe's keys can distinguish
+OF_TRL = (*TRAINERS, "rloo")  # trainers whose YAML TRL hands on to `accelerate launch`
 
 HF_KEY = "objective"  # of the plain transformers.Trainer alone
 

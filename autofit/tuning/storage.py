@@ -64,6 +64,14 @@ class Database:
         return _bare(self.url, None) == _bare(other.url, None)
 
 
+def check_there(database: Database) -> None:
+    """Raise ConfigError where a folder has no file of studies; a Postgres is asked when it is opened."""
+    if database.url is None and not database.path.exists():
+        raise ConfigError(
+            f"there are no studies in {database.folder}; run `autofit search` first, or point --dir at its folder"
+        )
+
+
 def _place(folder: Path) -> Path:
     """The absolute path of `folder`. Raises ConfigError where a database's address would name another file."""
     try:

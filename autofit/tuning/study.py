@@ -21,7 +21,7 @@ from autofit.tuning.file_lock import exclusive, warn_of_a_network
 from autofit.tuning.frontier import Trial
 from autofit.tuning.lock_holder import wait_until_free
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
-from autofit.tuning.storage import Database, check_is_of, database_of, keep_storage
+from autofit.tuning.storage import Database, check_is_of, check_there, database_of, keep_storage
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -59,8 +59,8 @@ def _shared(database: Database, *, create: bool) -> RDBStorage:
 def _own(database: Database, *, create: bool) -> RDBStorage:
     """The SQLite file of `database`."""
     folder, path = database.folder, database.path
-    if not create and not path.exists():
-        raise ConfigError(f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder")
+    if not create:
+        check_there(database)
     if create:
         warn_of_a_network(path)
     if create and not is_there(path):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from recipes import grpo_recipe
 
 from autofit.api.arguments import seconds, share, size
-from autofit.api.reading import launch_options
 from autofit.cluster.executor import FILE, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import settings
@@ -17,7 +16,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for
-from autofit.recipe.launching import launched
+from autofit.recipe.launching import launch_options, launched
 from autofit.recipe.pipeline import OPTIONS, read_pipeline
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import sealed

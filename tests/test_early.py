@@ -1,0 +1,144 @@
+"""What is told before TRL is imported: keys, values and files, in the words of the inspection."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from autofit.errors import ConfigError
+from autofit.plugin import early
+from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.recipe.source import read_source
+from autofit.trainers import key_table
+from autofit.trainers.early import check
+from autofit.trainers.trl import keep_keys
+from autofit.trainers.trl_config import parse
+
+TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
+WRONG: list[dict[str, Any]] = [
+    {"lora_rr": 8}, {"torch_dtyp": "bfloat16", "max_seq_length": 3}, {"device_map": "auto"}, {"callbacks": []},
+    {"gradient_accumulation_steps": "many"}, {"gradient_accumulation_steps": "1.5"}, {"learning_rate": "fast"},
+    {"use_peft": "perhaps"}, {"use_peft": 3}, {"per_device_train_batch_size": 0}, {"lora_r": True},
+    {"lr_scheduler_type": 7}, {"lora_target_modules": 5}, {"gradient_checkpointing_kwargs": [1]}, {"bf16": {}},
+    {"model_name_or_path": 5}, {"env": "A=1"}, {"save_strategy": ["no"]}, {"learning_rate": [1e-5]},
+]  # fmt: skip
+RIGHT: list[dict[str, Any]] = [
+    {"learning_rate": "1e-5"}, {"learning_rate": 1}, {"gradient_accumulation_steps": "4"}, {"use_peft": "yes"},
+    {"lora_target_modules": "all-linear"}, {"lora_target_modules": ["q_proj"]}, {"optim": "adamw_torch"},
+    {"env": {"A": 1}}, {"report_to": "none"}, {"report_to": ["none"]}, {"fsdp": ""},
+    {"lr_scheduler_kwargs": {"a": 1}}, {"warmup_steps": 0.1}, {"use_cpu": True},
+]  # fmt: skip
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "keys"
+
+
+def refusal(trainer: str, values: dict[str, Any]) -> str | None:
+    """What TRL's own parser, asked as the inspection does, says of the keys and values."""
+    try:
+        parse(trainer, values, overrides={"use_cpu": True, "bf16": values.get("bf16", False)})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def early_refusal(trainer: str, values: dict[str, Any]) -> str | None:
+    asked = Inspection(device="sim:a100-80gb", worst_case=WorstCase(path=Path("none")), prompt_tokens=64)
+    try:
+        check(trainer, {"model_name_or_path": "a/b", **values}, asked)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_early_check_says_what_the_inspection_says(kept: Path, trainer: str) -> None:
+    keep_keys(trainer)
+    for values in WRONG:
+        said = early_refusal(trainer, values)
+        assert said is not None, values
+        assert said == refusal(trainer, values)
+    for values in RIGHT:
+        assert early_refusal(trainer, values) is None
+        assert refusal(trainer, values) is None, values
+
+
+def test_every_default_of_trl_passes_the_early_check(kept: Path) -> None:
+    for trainer in TRAINERS:
+        keep_keys(trainer)
+        known = parse(trainer, {}, overrides={"use_cpu": True, "bf16": False}).resolved
+        assert early_refusal(trainer, known | {"model_name_or_path": "a/b"}) is None
+
+
+def test_the_other_name_of_a_changed_key_is_not_looked_at(kept: Path) -> None:
+    keep_keys("grpo")
+    table = key_table.kept_table("grpo")
+    assert table is not None
+    new, older = next((new, older) for new, older in table.synonyms.items() if new == "activation_checkpointing")
+    asked = Inspection(device="cpu", worst_case=WorstCase(path=Path("none")), changed=(new,))
+    check("grpo", {"model_name_or_path": "a/b", new: True, older[0]: [3]}, asked)
+    unchanged = Inspection(device="cpu", worst_case=WorstCase(path=Path("none")))
+    with pytest.raises(ConfigError, match=older[0]):
+        check("grpo", {"model_name_or_path": "a/b", new: True, older[0]: [3]}, unchanged)
+
+
+def test_a_table_counts_only_while_the_files_of_trl_are_as_they_were(kept: Path) -> None:
+    keep_keys("sft")
+    (path,) = kept.iterdir()
+    assert key_table.kept_table("sft") is not None
+    content = json.loads(path.read_text())
+    changed = next(file for file in content["files"] if file.endswith("sft_config.py"))
+    content["files"][changed][1] += 1
+    path.write_text(json.dumps(content))
+    assert key_table.kept_table("sft") is None
+    assert early_refusal("sft", {"lora_rr": 8}) is None  # left to the inspection
+    keep_keys("sft")
+    assert early_refusal("sft", {"lora_rr": 8}) is not None
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"files": 3}', '{"files": {}, "keys": {"a": 1}, "synonyms": {}}'])
+def test_a_torn_table_is_made_again(kept: Path, torn: str) -> None:
+    keep_keys("reward")
+    (path,) = kept.iterdir()
+    path.write_text(torn)
+    assert key_table.kept_table("reward") is None
+    keep_keys("reward")
+    assert key_table.kept_table("reward") is not None
+
+
+def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Path) -> None:
+    recipe = {"model_name_or_path": "a/b", "dataset_name": "data.jsonl", "reward_funcs": ["accuracy_reward"]}
+    with pytest.raises(ConfigError, match=r"the recipe: dataset_name 'data.jsonl' .* no such file .*--prompt-tokens N"):
+        early.look(read_source(recipe), trainer=None, device="sim:t4", changes={})
+    early.look(read_source(recipe), trainer=None, device="sim:t4", changes={}, prompt_tokens=64)
+    keep_keys("grpo")
+    with pytest.raises(ConfigError, match=r"model_name_or_path must be a folder .* got './weights'"):
+        early.look(read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4",
+                   changes={}, prompt_tokens=64)  # fmt: skip
+
+
+def test_a_trainer_of_ones_own_has_no_early_check(kept: Path) -> None:
+    keep_keys("grpo")
+    recipe = {"whatever": 1, "dataset_name": "none.jsonl"}
+    early.look(read_source(recipe), trainer="my_loop:TRAINER", device="sim:t4", changes={})
+
+
+def test_a_typo_is_told_without_an_import_of_torch(kept: Path, tmp_path: Path, tiny_model: Path) -> None:
+    keep_keys("grpo")
+    recipe = tiny.write_recipe(tmp_path, tiny_model, lora_rr=8)
+    for command in (["check", "--gpu", "t4"], ["search", "--target-vram", "16GB"], ["doctor"], ["advise"]):
+        code = (
+            "import sys; from autofit.cli import main; code = main(sys.argv[1:]); "
+            "assert not {'torch', 'optuna', 'numpy', 'rich'} & set(sys.modules), 'too much is imported'; sys.exit(code)"
+        )
+        asked = [command[0], str(recipe), *command[1:]]
+        done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        assert "unknown key 'lora_rr'; the nearest valid one is 'lora_r'" in done.stderr

@@ -1,0 +1,47 @@
+"""What is wrong with a recipe of TRL's, as far as it can be told in milliseconds: keys, values, files. No torch here.
+
+The inspection says the same, in the same words, and much more. What is not certain here is left to it.
+"""
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from autofit.errors import ConfigError
+from autofit.plugin.protocol import Inspection
+
+from .key_table import KeyTable, kept_table, taken_env
+from .local_files import NO_MODEL, with_local_file
+from .names import overridden_by
+from .offline import or_stated, unknown_model
+
+
+def check(trainer: str, values: Mapping[str, object], inspection: Inspection) -> None:
+    """Raise ConfigError for a key, a value or a file of the recipe `values` that the inspection would refuse."""
+    table = kept_table(trainer)
+    if table is not None:
+        _check_keys(table, values, inspection)
+    with or_stated(inspection):
+        with_local_file(dict(values), needed=inspection.prompt_tokens is None)
+    if table is None:
+        return
+    model = values.get("model_name_or_path")
+    if not model:
+        raise ConfigError(NO_MODEL)
+    if isinstance(model, str) and _is_path(model) and not os.path.exists(model):
+        raise ConfigError(unknown_model(model, simulated=inspection.simulated))
+
+
+def _check_keys(table: KeyTable, values: Mapping[str, object], inspection: Inspection) -> None:
+    given = copy.deepcopy(dict(values))
+    taken_env(given)
+    given = overridden_by(table.synonyms, given, inspection.changed)
+    if inspection.device != "cuda":
+        given.pop("use_cpu", None)  # replaced, whatever it is
+    table.check(given)
+
+
+def _is_path(name: str) -> bool:
+    """Whether `name` can only be a folder: no name on the hub looks like that."""
+    return Path(name).is_absolute() or name.startswith(("./", "../"))

@@ -1,0 +1,196 @@
+"""The keys that a trainer of TRL takes, and what is wrong with those of a recipe: made from TRL's parser, then kept.
+
+A kept table has all that the check needs, so a misspelt key is told without an import of TRL. It counts only while the
+files that it was made from are as they were. No torch here.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.files import cache_folder, read_json, write_json
+from autofit.plugin.fields import Kind, is_one_of, kinds, readable
+
+from .foreign_keys import foreign_file, instead
+from .names import installed, renamed
+from .scripts import is_trls, script_name
+
+_NAMED = 4  # unknown keys that one error names
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+_AT_LEAST_ONE = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
+    "steps_per_generation", "lora_r", "num_iterations",
+)  # fmt: skip
+_TRUTHS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # string_to_bool of hf_argparser.py
+
+
+def _truth(text: str) -> None:
+    if text.lower() not in _TRUTHS:
+        raise ValueError(text)
+
+
+# How TRL's parser turns text into a value, by the function's name; a text that it cannot turn raises.
+_CONVERTERS: Mapping[str, Callable[[Any], object]] = {
+    "int": int, "float": float, "dict": dict, "string_to_bool": _truth,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key: the values that it takes, its type in words, and how text is turned into a value."""
+
+    kinds: Sequence[Kind]
+    words: str
+    converter: str | None = None  # its name in _CONVERTERS; None: not known, and any text is believed
+    choices: Sequence[object] | None = None
+
+    def takes(self, value: object) -> bool:
+        """Whether `value` is of a kind that it takes."""
+        return is_one_of(value, self.kinds)
+
+    def reads(self, text: str, convert: Callable[[str], object] | None) -> bool:
+        """Whether `text` becomes a value by `convert`, else by the function of that name; one not known is believed."""
+        function = convert or _CONVERTERS.get(self.converter or "")
+        try:
+            if function is not None and not self.takes(text):
+                function(text)
+        except (ValueError, TypeError, argparse.ArgumentTypeError):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTable:
+    """The keys of one trainer. `converters` has TRL's own functions, where this process has imported TRL."""
+
+    trainer: str
+    keys: Mapping[str, Key]
+    synonyms: Mapping[str, Sequence[str]]  # {name: its older names that are taken too}
+    converters: Mapping[str, Callable[[str], object] | None]
+
+    def check(self, values: Mapping[str, object]) -> None:
+        """Raise ConfigError for another tool's file, unknown keys, or values of the wrong kind."""
+        foreign = foreign_file(self.trainer, values)
+        if foreign is not None:
+            raise ConfigError(foreign)
+        unknown = [key for key in values if key not in self.keys]
+        if unknown:
+            each = "; ".join(f"unknown key {key!r}{self._instead(key)}" for key in unknown[:_NAMED])
+            more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
+            hint = more if len(unknown) > _NAMED else ""
+            whose = f"`trl {self.trainer} --config`" if is_trls(self.trainer) else f"the trainer {self.trainer}"
+            raise ConfigError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
+        if wrong := [*self._wrong_kinds(values), *self._wrong_values(values)]:
+            raise ConfigError("; ".join(wrong))
+
+    def _instead(self, key: str) -> str:
+        new, other = renamed(key, self.keys), instead(key, self.keys)
+        if other is not None and new is None:
+            return other
+        return nearest(key, self.keys) if new is None else f", which is called {new!r} here: use {new!r}"
+
+    def _wrong_kinds(self, values: Mapping[str, object]) -> typing.Iterator[str]:
+        for name, value in values.items():
+            key = self.keys[name]
+            if isinstance(value, str):
+                if not key.reads(value, self.converters.get(name)):
+                    yield f"{name} must be {key.words}; got the text {value!r}"
+            elif name == "scale_rewards" and isinstance(value, bool):
+                continue  # TRL maps the bool to "group" or "none", although the annotation is text
+            elif not key.takes(value):
+                yield f"{name} must be {key.words}; got {value!r}"
+            choices = key.choices
+            if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
+                yield f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}"
+
+    def _wrong_values(self, values: Mapping[str, object]) -> typing.Iterator[str]:
+        if values.get("loss_type", "grpo") not in LOSS_TYPES and "num_generations" in self.keys:
+            given = str(values["loss_type"])
+            yield f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {given!r}{nearest(given, LOSS_TYPES)}"
+        for name in _AT_LEAST_ONE:
+            value = values.get(name)
+            if name in self.keys and isinstance(value, int) and value < 1:
+                yield f"{name} must be 1 or more; got {value!r}"
+
+
+def taken_env(values: dict[str, object]) -> dict[str, str]:
+    """The environment variables of the recipe's `env` block, which is taken out of `values`. Raises ConfigError."""
+    env = values.pop("env", {})
+    if not isinstance(env, dict):
+        raise ConfigError(f"env must be a mapping of environment variables; got {env!r}")
+    return {str(key): str(value) for key, value in env.items()}
+
+
+def table_of(trainer: str, parser: Any, synonyms: Mapping[str, Sequence[str]]) -> KeyTable:
+    """The table of TRL's `parser`."""
+    actions = {action.dest: action for action in parser._actions}
+    keys, converters = {}, {}
+    for kind in parser.dataclass_types:
+        hints = typing.get_type_hints(kind)
+        for field in fields(kind):
+            if field.init:
+                action = actions.get(field.name)
+                convert, choices = getattr(action, "type", None), getattr(action, "choices", None)
+                keys[field.name] = Key(
+                    kinds=kinds(hints[field.name]), words=readable(hints[field.name]),
+                    converter=_name_of(convert),
+                    choices=None if choices is None else list(choices),
+                )  # fmt: skip
+                converters[field.name] = convert
+    return KeyTable(trainer=trainer, keys=keys, synonyms=synonyms, converters=converters)
+
+
+# -- kept on disk -----------------------------------------------------------------------------------------------------
+
+
+def kept_table(trainer: str) -> KeyTable | None:
+    """The table that was kept for the installed TRL; None without one, or where TRL's files have changed since."""
+    try:
+        content: Any = read_json(_path(trainer))
+        if content is None or any(_mark(path) != mark for path, mark in content["files"].items()):
+            return None
+        keys = {name: Key(**key) for name, key in content["keys"].items()}
+        return KeyTable(trainer=trainer, keys=keys, synonyms=content["synonyms"], converters={})
+    except (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def keep_table(table: KeyTable, parser: Any) -> None:
+    """Keep `table` with a mark of every file that `parser` was made from. A full disk is ignored."""
+    made_by = {base.__module__ for kind in parser.dataclass_types for base in kind.__mro__}
+    made_by |= {base.__module__ for base in type(parser).__mro__} | {script_name(table.trainer)}
+    made_by |= {__name__, renamed.__module__, kinds.__module__}
+    found = {getattr(sys.modules.get(name), "__file__", None) for name in made_by}
+    files = {path: _mark(path) for path in sorted(path for path in found if path is not None)}
+    keys = {name: asdict(key) for name, key in table.keys.items()}
+    content = {"files": files, "keys": keys, "synonyms": {name: list(old) for name, old in table.synonyms.items()}}
+    with contextlib.suppress(EnvironmentFault, OSError, TypeError):  # TypeError: a choice that JSON cannot hold
+        write_json(_path(table.trainer), content)
+
+
+def _name_of(convert: object) -> str | None:
+    """The name under which `_CONVERTERS` has a function that does the same; None without one."""
+    name = str(getattr(convert, "__name__", ""))
+    own = name == "string_to_bool" and getattr(convert, "__module__", "").endswith("hf_argparser")
+    return name if own or convert in (int, float, dict) else None
+
+
+def _mark(path: str) -> list[int]:
+    found = Path(path).stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _path(trainer: str) -> Path:
+    """Where the table is kept, by which TRL and transformers this Python would import."""
+    places = [getattr(find_spec(name), "origin", None) for name in ("trl", "transformers")]
+    name = hashlib.sha256(json.dumps([places, sys.version]).encode()).hexdigest()[:16]
+    return cache_folder() / "keys" / f"{trainer}-{name}.json"
