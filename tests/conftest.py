@@ -78,6 +78,7 @@ def pytest_collection_finish() -> None:
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What commands keep between runs or share with others goes to folders of this session's own."""
     os.environ["AUTOFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["AUTOFIT_SERVER"] = "0"  # no command of a test leaves a server behind, unless the test is of that
     # The slots of probes lie there: sessions and workers of pytest-xdist do not wait for each other's. A short path,
     # as a socket's has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="autofit-tests-", ignore_cleanup_errors=True) as folder:

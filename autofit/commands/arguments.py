@@ -170,6 +170,10 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
     explain.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    server = _command(commands, "server", "show or stop the kept server that makes the next command answer at once")
+    server.add_argument("action", nargs="?", choices=("status", "stop"), default="status",
+                        help="status (default), or stop")  # fmt: skip
     return top
 
 

@@ -9,7 +9,7 @@ from autofit.tuning.storage import check_there, database_of
 
 
 def promote(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir))  # before imports that take a second
+    check_there(database_of(options.dir.absolute()))  # before imports that take a second
     from autofit import api
 
     terminate_like_interrupt()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir))  # before imports that take a second
+    check_there(database_of(options.dir.absolute()))  # before imports that take a second
     from autofit import api
 
     result = api.report(options.study, folder=options.dir, html=options.html)

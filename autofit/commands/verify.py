@@ -10,7 +10,7 @@ NOT_NEUTRAL = 1  # what was to be proven is not so
 
 
 def verify(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir))  # before imports that take a second
+    check_there(database_of(options.dir.absolute()))  # before imports that take a second
     from autofit import api
 
     found = api.verify(options.trial, study=options.study, folder=options.dir, on_event=lambda event: say(str(event)))

@@ -8,6 +8,9 @@ A call is one JSON line over a Unix socket: {"entry": "module:function", "argume
 "cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
 With "ranks", a list of such keys for each, there is a child a rank, kept together; the reply has the Ending of each.
 If the caller closes the connection before the reply, the child is killed.
+
+A server that was asked to stay (autofit.probing.kept_place) does not end with its starter: the next command is its
+child, and that command's calls are answered by it too (autofit.probing.kept_server).
 """
 
 import ctypes
@@ -22,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +34,14 @@ from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.hardware.visible import visible_gpus
+from autofit.probing import kept_place, kept_server
 from autofit.probing.log_size import keep_small
 from autofit.probing.rank_processes import RanksEnded, keep_ranks
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
 from autofit.scratch import Scratch
 
 _COLD = "cold"  # argument of a server that imports nothing
+_STAYS = "stays="  # before the socket of a server that outlives its starter
 # What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,39 +51,69 @@ class ServerGone(EnvironmentFault):
 
 
 class ForkServer:
-    """Handle to the server. The constructor returns at once; the first call waits until the server is ready."""
+    """Handle to the server. The constructor returns at once; the first call waits until the server is ready.
+
+    Where one is kept, it is that one, and a new one is left behind for the next command (kept_place.is_asked_for).
+    """
 
     def __init__(self, folder: Path) -> None:
         self.log_path = folder / "fork_server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._home: Scratch | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._kept = kept_server.hold()
+        if self._kept is not None:
+            self.socket_path = self._kept.path
+        else:
+            self._start()
+
+    def _start(self) -> None:
         self._home = Scratch()  # a socket's path has at most 107 characters
         self.socket_path = str(self._home.path / "warm")
-        folder.mkdir(parents=True, exist_ok=True)
+        stays = kept_place.socket_path() if kept_place.is_asked_for() else None
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path],  # -P: not of cwd
+                [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path,  # -P: not of cwd
+                 *([] if stays is None else [f"{_STAYS}{stays}"])],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
                 env={name: value for name, value in computing_env().items() if name not in _OF_RANKS},
             )  # fmt: skip
+        self._stays = stays is not None
 
     def call(self, message: Mapping[str, object]) -> Ending:
         """Run the function named by `message` in a forked child; returns its Ending."""
-        return call(self.socket_path, message, alive=lambda: self._process.poll() is None)
+        if self._kept is not None:
+            try:
+                return call(self.socket_path, message)
+            except ServerGone:  # it was killed
+                self._kept = None
+                self._start()
+        return call(self.socket_path, message, alive=self._lives)
+
+    def _lives(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
         """Whether the server has started; waits until it has, or has failed to."""
-        while self._process.poll() is None:
+        while self._kept is not None or self._lives():
             if Path(self.socket_path).exists():
                 return True
             threading.Event().wait(0.05)
         return False
 
     def close(self) -> None:
-        """Stop the server; running children continue."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.terminate()
-        self._process.wait(timeout=30)
-        self._home.close()
+        """Stop the server, unless it stays; running children continue."""
+        if self._kept is not None:
+            self._kept.close()
+        if self._process is not None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            if self._stays and Path(self.socket_path).exists():  # it is ready, and deletes its folder
+                return
+            self._process.terminate()
+            self._process.wait(timeout=30)
+        if self._home is not None:
+            self._home.close()
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
@@ -119,8 +155,9 @@ def _connect(connection: socket.socket, socket_path: str, alive: object) -> None
 # -- the server's side ------------------------------------------------------------------------------------------------
 
 
-def serve(socket_path: str, *, preloads: bool = True) -> None:
-    """Preload, then fork a keeper for each connection until standard input closes."""
+def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) -> None:
+    """Preload, then fork a keeper for each connection until standard input closes; then go on at `stays`, if given."""
+    began_s = time.time()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that started the server handles Ctrl-C
     if preloads:
         _preload()
@@ -136,12 +173,14 @@ def serve(socket_path: str, *, preloads: bool = True) -> None:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:  # the starting process ended, perhaps killed before it could clean up
                 shutil.rmtree(os.path.dirname(socket_path), ignore_errors=True)
-                return
+                break
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                _keep_call(connection)
+                _keep_call(connection, json.loads(connection.makefile("rb").readline()))
             connection.close()
+    if stays is not None:
+        kept_server.stay(stays, began_s=began_s, keep_call=_keep_call)
 
 
 def _preload() -> None:
@@ -193,12 +232,11 @@ def _cuda_started(cuda: Any) -> bool:
     return bool(answers or cuda.is_initialized())
 
 
-def _keep_call(connection: socket.socket) -> None:
+def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """In the keeper: fork the child, wait, reply, and exit."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        message = json.loads(connection.makefile("rb").readline())
         ranks = message.get("ranks")
 
         keeper = os.getpid()
@@ -207,7 +245,7 @@ def _keep_call(connection: socket.socket) -> None:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _run_call(message if rank is None else {**message, **ranks[rank]}, keeper)
+                _run_call(message if rank is None or ranks is None else {**message, **ranks[rank]}, keeper)
             return pid
 
         logs = [str(one["log"]) for one in (ranks if ranks is not None else [message])]
@@ -264,4 +302,5 @@ def _redirect(log: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], preloads=_COLD not in sys.argv[2:])
+    places = [word.removeprefix(_STAYS) for word in sys.argv[2:] if word.startswith(_STAYS)]
+    serve(sys.argv[1], preloads=_COLD not in sys.argv[2:], stays=next(iter(places), None))

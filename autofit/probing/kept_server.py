@@ -1,0 +1,424 @@
+"""The kept server: a fork server that outlives its command, and forks the next commands as well as their calls.
+
+A request is one JSON line. Besides the calls of the fork server (autofit.probing.fork_server) there are
+{"command": [...]}, which comes with four descriptors (standard input, output and error, the working folder) and is
+answered by {"ready": true}; nothing runs before the caller says "go", so a caller that does not wait runs the command
+itself, and never twice. After that the caller sends signals, a byte each, and the reply is {"code"} or {"signal"}.
+{"hold": true} keeps the server while the connection is open, {"ask": "status" or "stop"} is answered at once.
+
+It ends after some minutes without a request, or when a file of a module that it has imported has changed. It never
+computes, opens no database and starts no CUDA, as a fork server.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from autofit.probing import kept_place
+
+IDLE_S = 300.0
+GO = b"go\n"
+_LOOKS_EVERY_S = 5.0
+_REQUEST_WITHIN_S = 10.0
+_MOST_BYTES = 2**22  # of a request: an environment has at most 2 MB
+# What commands import besides what the fork server has: their own modules, the database, tables, datasets' readers.
+_OF_COMMANDS = (
+    "autofit.cli", "autofit.api.checking", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
+    "rich.console", "rich.table", "rich.status", "scipy.io", "autofit.recipe.launch_findings",
+    "autofit.cluster.executor_findings", "datasets.streaming", "datasets.packaged_modules.json.json",
+    "datasets.packaged_modules.cache.cache", "datasets.packaged_modules.arrow.arrow",
+)  # fmt: skip
+_FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH,
+    signal.SIGTSTP, signal.SIGCONT,
+)  # fmt: skip
+_OF_GROUP = (signal.SIGINT, signal.SIGQUIT, signal.SIGSTOP, signal.SIGCONT)  # a terminal sends these to all
+_here: str | None = None  # the socket of the server that forked this command
+
+
+# -- what a command, or a notebook, does with it ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A kept server that does not end while this is open."""
+
+    path: str
+    connection: socket.socket | None
+
+    def close(self) -> None:
+        """Let it end when nobody else needs it."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+def hold() -> Held | None:
+    """The kept server for the calls of this process; None without one, where none is asked for, or if it is stale."""
+    if _here is not None:
+        return Held(_here, None)
+    path = kept_place.socket_path() if kept_place.is_asked_for() else None
+    connection = kept_place.connected(path) if path is not None else None
+    if connection is None or path is None:
+        return None
+    if _asked(connection, {"hold": True}).get("held") is True:
+        return Held(str(path), connection)
+    connection.close()
+    return None
+
+
+def ask(path: Path, what: str) -> dict[str, Any]:
+    """The answer of the server at `path` to "status" or "stop"; {} where there is none."""
+    connection = kept_place.connected(path)
+    if connection is None:
+        return {}
+    with connection:
+        return _asked(connection, {"ask": what})
+
+
+def is_here() -> bool:
+    """Whether this process is a command that a kept server forked."""
+    return _here is not None
+
+
+def run_there(argv: list[str]) -> int | None:
+    """The exit code of the command `argv`, run by the kept server with this process' terminal, folder and environment.
+
+    None where no server took it, or it was killed before the command ended: then it is to be run here. A command that
+    ended by a signal ends this process the same way.
+    """
+    path = kept_place.socket_path() if kept_place.is_allowed() else None
+    connection = kept_place.connected(path) if path is not None else None
+    if connection is None:
+        return None
+    with connection, contextlib.suppress(OSError, ValueError):
+        folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+        ignored = [int(number) for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        request = {"command": argv, "env": dict(os.environ), "ignored": ignored}
+        try:
+            _send(connection, request, [0, 1, 2, folder])
+        finally:
+            os.close(folder)
+        if json.loads(_line(connection) or b"{}").get("ready") is not True:
+            return None
+        with _forwarding(connection):
+            connection.settimeout(None)
+            connection.sendall(GO)
+            ended = json.loads(_line(connection) or b"{}")
+        if (number := ended.get("signal")) is not None:
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return cast("int | None", ended.get("code"))
+    return None
+
+
+@contextlib.contextmanager
+def _forwarding(connection: socket.socket) -> Iterator[None]:
+    """Context in which the signals of this process are those of the command."""
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(OSError):
+            if number == signal.SIGTSTP:  # Ctrl-Z: the command first, then this process
+                connection.sendall(bytes([signal.SIGSTOP]))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                connection.sendall(bytes([number]))
+
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _send(connection: socket.socket, request: Mapping[str, object], descriptors: list[int]) -> None:
+    data = json.dumps(request).encode() + b"\n"
+    sent = socket.send_fds(connection, [data], descriptors)
+    connection.sendall(data[sent:])
+
+
+def _asked(connection: socket.socket, request: Mapping[str, object]) -> dict[str, Any]:
+    """The answer to a request; {} where the server does not give one in time."""
+    try:
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return cast("dict[str, Any]", json.loads(_line(connection) or b"{}"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _line(connection: socket.socket) -> bytes:
+    """The next line; b"" where the other end closed. Reads a byte at a time: what follows is not a line's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part:
+            return b""
+        line += part
+    return line
+
+
+# -- the server's side ------------------------------------------------------------------------------------------------
+
+KeepCall = Callable[[socket.socket, Mapping[str, Any]], None]
+
+
+def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
+    """Serve at `path` until nothing was asked for some minutes, or a file of an imported module is another one.
+
+    `began_s` is when this process started to import: a module that was changed since may be imported half.
+    """
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    os.chdir("/")
+    kept_place.forget_the_terminal()
+    for name in _OF_COMMANDS:
+        with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
+            importlib.import_module(name)
+    gc.freeze()
+    marks = _marks()
+    if any(mark is None or mark[1] > began_s * 1e9 for mark in marks.values()):
+        return
+    with contextlib.suppress(OSError):
+        _Server(Path(path), marks, keep_call).serve()
+
+
+def _marks() -> dict[str, tuple[int, int] | None]:
+    """{file: (bytes, when it was changed)} of every imported module."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {file: _mark(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
+
+
+def _mark(file: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+class _Server:
+    def __init__(self, path: Path, marks: Mapping[str, tuple[int, int] | None], keep_call: KeepCall) -> None:
+        self._path, self._marks, self._keep_call = path, marks, keep_call
+        self._children: set[int] = set()
+        self._held: list[socket.socket] = []
+        self._commands = 0
+        self._began, self._used = time.monotonic(), time.monotonic()
+        self._stopping = False
+
+    def serve(self) -> None:
+        """Answer until there is no reason to stay."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            beside = f"{self._path}.{os.getpid()}"
+            mask = os.umask(0o177)
+            listener.bind(beside)
+            os.umask(mask)
+            listener.listen(64)
+            self._stop_others()
+            os.rename(beside, self._path)
+            own = os.stat(self._path).st_ino
+            try:
+                while self._stays(own):
+                    watched: list[socket.socket] = [listener, *self._held]
+                    ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
+                    self._reap()
+                    for connection in [one for one in ready if one is not listener]:  # held no longer
+                        self._held.remove(connection)
+                        connection.close()
+                    if listener in ready:
+                        self._accept(listener)
+            finally:
+                if _inode(self._path) == own:
+                    self._path.unlink(missing_ok=True)
+
+    def _stays(self, own: int) -> bool:
+        busy = bool(self._children or self._held)
+        if busy:
+            self._used = time.monotonic()
+        replaced = _inode(self._path) != own
+        return busy or not (self._stopping or replaced or time.monotonic() - self._used > IDLE_S)
+
+    def _stop_others(self) -> None:
+        """Only the newest environment has a server: each takes some hundred megabytes."""
+        python = self._path.name.partition("-")[0]
+        for other in self._path.parent.glob(f"{python}-*"):
+            if not other.suffix:
+                ask(other, "stop")
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:  # also one of the command that started this server
+                self._children.discard(pid)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if kept_place.peer(connection)[1] == os.getuid() and self._answer(connection, listener):
+                return
+        connection.close()
+
+    def _answer(self, connection: socket.socket, listener: socket.socket) -> bool:
+        """Whether the connection is kept open: a request is read, and answered here or by a fork."""
+        connection.settimeout(_REQUEST_WITHIN_S)
+        message, descriptors = _request(connection)
+        connection.settimeout(None)
+        self._used = time.monotonic()
+        try:
+            if "ask" in message:
+                self._stopping = self._stopping or message["ask"] == "stop"
+                _reply(connection, self._status())
+            elif self._stopping and "entry" not in message:
+                _reply(connection, {})
+            elif "hold" in message:
+                if self._is_current():
+                    _reply(connection, {"held": True})
+                    self._held.append(connection)
+                    return True
+            elif "command" not in message or self._is_current():
+                self._commands += "command" in message
+                self._children.add(self._fork(connection, listener, message, descriptors))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return False
+
+    def _is_current(self) -> bool:
+        """Whether every imported module is as it was; else this server stops."""
+        self._stopping = self._stopping or any(_mark(file) != mark for file, mark in self._marks.items())
+        return not self._stopping
+
+    def _status(self) -> dict[str, object]:
+        return {
+            "pid": os.getpid(), "running": len(self._children) + len(self._held), "commands": self._commands,
+            "up_s": time.monotonic() - self._began, "idle_s": time.monotonic() - self._used, "ends_after_s": IDLE_S,
+        }  # fmt: skip
+
+    def _fork(
+        self, connection: socket.socket, listener: socket.socket, message: Mapping[str, Any], descriptors: list[int]
+    ) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            listener.close()
+            for held in self._held:
+                held.close()
+            if "command" in message:
+                _keep_command(connection, message, descriptors, str(self._path))
+            else:
+                self._keep_call(connection, message)
+        finally:
+            os._exit(0)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None
+
+
+def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """(the request, the descriptors that came with it)."""
+    data, descriptors, _, _ = socket.recv_fds(connection, 2**16, 4)
+    while data and not data.endswith(b"\n"):
+        part = connection.recv(2**16)
+        data = b"" if not part or len(data) > _MOST_BYTES else data + part
+    return cast("dict[str, Any]", json.loads(data)), list(descriptors)
+
+
+def _reply(connection: socket.socket, answer: Mapping[str, object]) -> None:
+    connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _keep_command(connection: socket.socket, message: Mapping[str, Any], descriptors: list[int], path: str) -> None:
+    """In the keeper: start the command when its caller says so, hand on its signals, and reply with its end."""
+    os.setsid()
+    _reply(connection, {"ready": True})
+    connection.settimeout(_REQUEST_WITHIN_S)
+    if _line(connection) != GO:
+        return
+    connection.settimeout(None)
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _run_command(message, descriptors, keeper, path)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    handle, line = os.pidfd_open(pid), connection.fileno()
+    while True:
+        ready, _, _ = select.select([handle, line], [], [])
+        if handle in ready:
+            break
+        numbers = connection.recv(64)
+        if not numbers:  # the caller was killed
+            os.kill(pid, signal.SIGKILL)
+            break
+        for number in numbers:
+            (os.killpg if number in _OF_GROUP else os.kill)(pid, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _reply(connection, {"signal": -code} if code < 0 else {"code": code})
+
+
+def _run_command(message: Mapping[str, Any], descriptors: list[int], keeper: int, path: str) -> NoReturn:
+    """In the child: become the command that the caller would have run."""
+    from autofit.probing.supervise import die_with_parent
+
+    global _here
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(keeper)
+        folder = descriptors[3]
+        for number, descriptor in enumerate(descriptors[:3]):
+            os.dup2(descriptor, number)
+        os.fchdir(folder)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(message["env"])
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_IGN if number in message["ignored"] else signal.SIG_DFL)
+        if signal.SIGINT not in message["ignored"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["autofit", *message["command"]]
+        for stream in (sys.stdout, sys.stderr):
+            cast(Any, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
+        atexit._clear()  # what the server would do at its end
+        _here = path
+        kept_place.ask_for_one()
+        code = importlib.import_module("autofit.cli").main(message["command"])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        cast(Any, threading)._shutdown()  # waits for threads, as the end of a process does
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
