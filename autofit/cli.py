@@ -16,6 +16,7 @@ from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
 from autofit.commands.explain import explain
+from autofit.commands.init import init
 from autofit.commands.jobs import jobs
 from autofit.commands.monitor import monitor
 from autofit.commands.promote import promote
@@ -35,7 +36,7 @@ _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain,
-    "server": server,
+    "server": server, "init": init,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 from autofit import __version__
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
+from autofit.recipe.trainer_keys import TRAINERS
 
 _UNKNOWN = "unrecognized arguments: "
 _OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run")
@@ -38,6 +39,13 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autofit {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    init = _command(commands, "init", "write a commented recipe to start from")
+    init.add_argument("trainer", nargs="?", choices=TRAINERS,
+                      help="what it trains (default: by the columns of --dataset FILE, else grpo)")  # fmt: skip
+    init.add_argument("--model", metavar="NAME", help="a model on the hub, or a folder")
+    init.add_argument("--dataset", metavar="NAME", help="a dataset on the hub, or a file")
+    init.add_argument("--out", type=Path, metavar="FILE", help="where it is written (default: TRAINER.yaml)")
 
     search = _command(commands, "search", "find the Pareto front and the fastest config that fits")
     _recipe(search)

@@ -1,0 +1,69 @@
+"""`autofit init`: a recipe that TRL takes, for the model and the data that were named."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autofit.cli import main
+from autofit.recipe.starting import DATASETS, recipe_text
+from autofit.recipe.trainer_keys import TRAINERS, trainer_of
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trl_takes_the_recipe_of_every_trainer(trainer: str) -> None:
+    from autofit.trainers.trl_config import parse
+
+    values = yaml.safe_load(recipe_text(trainer))
+    training = parse(trainer, values, overrides={"use_cpu": True, "bf16": False}).training
+    assert training.learning_rate == values["learning_rate"]
+    assert values["dataset_name"] == DATASETS[trainer]
+    assert max(map(len, recipe_text(trainer).splitlines())) <= 120
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_keys_of_a_recipe_say_its_trainer(trainer: str) -> None:
+    assert trainer_of(yaml.safe_load(recipe_text(trainer)), None) == trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "trainer"),
+    [
+        ("a.jsonl", '{"prompt": "a"}', "grpo"),
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}', "sft"),
+        ("a.jsonl", '{"messages": []}', "sft"),
+        ("a.json", '[{"chosen": "a", "rejected": "b"},', "dpo"),
+        ("a.csv", "prompt,answer", "grpo"),
+    ],
+)
+def test_the_columns_of_a_file_say_the_trainer(
+    name: str, line: str, trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(line + "\n")
+    assert main(["init", "--dataset", name, "--model", "my: model #1"]) == 0
+    values = yaml.safe_load(Path(f"{trainer}.yaml").read_text())
+    assert (values["dataset_name"], values["model_name_or_path"]) == (name, "my: model #1")
+
+
+def test_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    assert capsys.readouterr().out.startswith("wrote grpo.yaml; next: autofit check grpo.yaml")
+    Path("grpo.yaml").write_text("mine")
+    assert main(["init", "grpo"]) == 2
+    assert "grpo.yaml exists" in capsys.readouterr().err
+    assert Path("grpo.yaml").read_text() == "mine"
+    assert main(["init", "grpo", "--out", "other.yaml"]) == 0
+
+
+@pytest.mark.parametrize("content", ['{"question": 1}\n', "", "[1, 2]\n", "\x00"])
+def test_a_file_whose_columns_say_nothing_needs_the_trainers_name(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text(content)
+    assert main(["init", "--dataset", "data.jsonl"]) == 2
+    assert "autofit init grpo|sft|dpo|reward" in capsys.readouterr().err
