@@ -13,6 +13,7 @@ from autofit.commands.advise import advise
 from autofit.commands.arguments import parser
 from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
+from autofit.commands.completion import completion
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
 from autofit.commands.explain import explain
@@ -36,7 +37,7 @@ _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain,
-    "server": server, "init": init,
+    "server": server, "init": init, "completion": completion,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autofit import __version__
+from autofit.commands.help_text import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
 from autofit.recipe.trainer_keys import TRAINERS
@@ -31,14 +32,23 @@ class _Parser(argparse.ArgumentParser):
         return [s for parser in (self, *nested) for a in parser._actions for s in a.option_strings]
 
 
+class _Top(_Parser):
+    """The parser above the commands: its help has them by task."""
+
+    def format_help(self) -> str:
+        (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        sentences = {str(choice.dest): str(choice.help) for choice in nested._choices_actions}
+        return overview("usage: autofit COMMAND [options]", str(self.description), sentences)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of every command; `options.command` is the command's name."""
-    top = _Parser(
+    top = _Top(
         prog="autofit",
         description="Find the fastest training configuration that fits a VRAM budget, at the same effective batch.",
     )
     top.add_argument("--version", action="version", version=f"autofit {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     init = _command(commands, "init", "write a commented recipe to start from")
     init.add_argument("trainer", nargs="?", choices=TRAINERS,
@@ -182,6 +192,9 @@ def parser() -> argparse.ArgumentParser:
     server = _command(commands, "server", "show or stop the kept server that makes the next command answer at once")
     server.add_argument("action", nargs="?", choices=("status", "stop"), default="status",
                         help="status (default), or stop")  # fmt: skip
+
+    completion = _command(commands, "completion", "print what bash, zsh or fish needs to complete this command line")
+    completion.add_argument("shell", choices=SHELLS, help="put its first line's command into the shell's start-up file")
     return top
 
 
@@ -297,7 +310,10 @@ def _add_trainer(parser: _Parser) -> None:
 
 
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog(name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--dir", type=Path, default=Path("autofit-studies"), help="folder of the studies")
     if name in _OPEN_STUDIES:
         parser.add_argument("--storage", metavar="URL",
