@@ -28,6 +28,7 @@ from autofit.commands.server import run_warm, server
 from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
+from autofit.commands.web import web
 from autofit.errors import AutofitError, ConfigError, one_line
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import VARIABLE, shows_password
@@ -38,6 +39,7 @@ _COMMANDS = {
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain,
     "server": server, "init": init, "completion": completion,
+    "web": web,
 }  # fmt: skip
 
 

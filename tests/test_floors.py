@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.promotion",),
     ("autofit.tracking",),
     ("autofit.api",),
+    ("autofit.web",),
     ("autofit.commands",),
     ("autofit.cli", "autofit.__main__"),
 )

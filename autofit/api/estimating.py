@@ -27,6 +27,7 @@ from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, 
 from autofit.forecast.margin import is_tight
 from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
 from autofit.hardware.needs import card_needs
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
@@ -129,8 +130,8 @@ class Asked:
 
 
 @contextlib.contextmanager
-def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
-    """The estimator of one recipe on one simulated card, whose fork server lives as long as the block."""
+def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) -> Iterator[Estimator]:
+    """The estimator of one recipe on one simulated card; without a `server` its own lives as long as the block."""
     with named_as_arguments(), Scratch("estimate-") as folder:
         at_least_one("--prompt-tokens", asked.prompt_tokens)
         asked_bytes = size("--target-vram", asked.target_vram)
@@ -140,7 +141,7 @@ def estimator(asked: Asked, tell: OnEvent) -> Iterator[Estimator]:
         needs = card_needs({**source.values, **(asked.changes or {})})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
         check_prompt_tokens(asked.prompt_tokens, device)
-        server = fork_server(folder)
+        server = server or fork_server(folder)
         try:
             stated = read_recipe(
                 source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,

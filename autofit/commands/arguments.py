@@ -195,6 +195,16 @@ def parser() -> argparse.ArgumentParser:
 
     completion = _command(commands, "completion", "print what bash, zsh or fish needs to complete this command line")
     completion.add_argument("shell", choices=SHELLS, help="put its first line's command into the shell's start-up file")
+    web = _command(commands, "web", "serve a page on 127.0.0.1 that says whether a training fits and what to change")
+    web.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860; 0: a free one)")
+    web.add_argument("--open", action="store_true", help="open the page in the browser")
+    web.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
+                     help="address to listen on (default: 127.0.0.1); another needs --public")  # fmt: skip
+    web.add_argument("--public", action="store_true",
+                     help="for strangers: limits what each address may ask, and lets other sites show the page in a "
+                     "frame")  # fmt: skip
+    web.add_argument("--behind-proxy", action="store_true",
+                     help="with --public: who asks is told by the last address of X-Forwarded-For")  # fmt: skip
     return top
 
 

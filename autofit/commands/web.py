@@ -1,0 +1,72 @@
+"""`autofit web`: one page that says whether a training fits, served on 127.0.0.1."""
+
+import argparse
+import ipaddress
+import threading
+import webbrowser
+from typing import TYPE_CHECKING
+
+from autofit.commands.common import DONE, say, terminate_like_interrupt
+from autofit.errors import ConfigError, quoted
+
+if TYPE_CHECKING:
+    from autofit.web.server import Access
+
+
+def web(options: argparse.Namespace) -> int:
+    from autofit.web.limits import ALONE, PUBLIC
+    from autofit.web.server import PageServer
+    from autofit.web.simulator import Simulator
+
+    terminate_like_interrupt()
+    _check(options)
+    limits = PUBLIC if options.public else ALONE
+    try:
+        server = PageServer((options.host, options.port), access=_access(options), limits=limits)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {options.host} --port {options.port} cannot be served: {error.strerror}; choose another --port"
+        ) from error
+    try:
+        with server, Simulator(limits) as simulator:
+            server.answers = simulator
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            address = f"http://{_shown(options.host)}:{server.server_port}/"
+            print(address, flush=True)
+            if options.open:
+                webbrowser.open(address)
+            simulator.is_ready()
+            say("ready; Ctrl-C stops it")
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        return DONE
+    raise AssertionError("the event is never set")
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 0 <= options.port < 65536:
+        raise ConfigError(f"--port must be between 0 (a free one) and 65535; got {options.port}")
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if options.host == "localhost" else options.host)
+    except ValueError as error:
+        raise ConfigError(
+            f"--host must be an address such as 127.0.0.1 or 0.0.0.0; got {quoted(options.host)}"
+        ) from error
+    if not address.is_loopback and not options.public:
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines; give --public too, which limits what each "
+            "address may ask, or leave --host out"
+        )
+
+
+def _access(options: argparse.Namespace) -> "Access":
+    from autofit.web.server import Access
+
+    if options.public:
+        return Access(hosts=frozenset(), framed_by="*", behind_proxy=options.behind_proxy)
+    return Access(hosts=frozenset({"localhost", "127.0.0.1", "[::1]"}))
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,396 @@
+// The page of `autofit web`: asks the server, shows the answer as it comes, keeps the question in the link.
+"use strict";
+
+const field = (id) => document.getElementById(id);
+const FIELDS = ["text", "config", "card", "tokens", "count", "sharing"];
+const status = field("status"), answer = field("answer"), cards = field("cards"), start = field("start");
+let changes = {}, asking = null, verdict = null, rows = [], generated = "";
+
+// -- pieces -----------------------------------------------------------------------------------------------------------
+
+function element(tag, inside = [], attributes = {}) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  for (const part of [inside].flat()) if (part !== null && part !== "") made.append(part);
+  return made;
+}
+
+function drawn(tag, attributes, words) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (words !== undefined) made.textContent = words;
+  return made;
+}
+
+const gb = (bytes) => bytes === null || bytes === undefined ? "-"
+  : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
+const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
+
+function seconds(value) {
+  if (value === null || value === undefined) return "-";
+  if (value < 10) return `${value.toFixed(2)} s`;
+  if (value < 60) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value), minutes = Math.floor(whole / 60);
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function say(words, kind = "") {
+  status.textContent = words;
+  status.className = kind;
+}
+
+// -- the recipe of a model and a training -----------------------------------------------------------------------------
+
+function recipe(model, method) {
+  const [trainer, how] = method.split("-");
+  const lines = [`model_name_or_path: ${model}`, "dtype: bfloat16"];
+  if (trainer === "grpo") {
+    lines.push("per_device_train_batch_size: 8", "gradient_accumulation_steps: 4", "num_generations: 8",
+      "max_completion_length: 1024", "reward_funcs: [think_format_reward]");
+  } else {
+    lines.push("per_device_train_batch_size: 4", "gradient_accumulation_steps: 4", "max_length: 2048");
+    lines.push({sft: "packing: false", dpo: "beta: 0.1", reward: "center_rewards_coefficient: 0.01"}[trainer]);
+    if (trainer === "dpo") lines.push("precompute_ref_log_probs: false");
+  }
+  if (how !== "full") lines.push("use_peft: true", "lora_r: 16", "lora_alpha: 32");
+  if (how === "qlora") lines.push("load_in_4bit: true");
+  return lines.join("\n") + "\n";
+}
+
+function write() {
+  const text = field("text"), model = field("model").value.trim() || field("model").placeholder;
+  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own: only its model is changed
+    if (field("model").value.trim()) text.value = text.value.replace(/^model_name_or_path:.*$/m, `model_name_or_path: ${model}`);
+    return;
+  }
+  text.value = generated = recipe(model, field("method").value);
+  changes = {};
+}
+
+const EXAMPLES = {
+  grpo: {model: "Qwen/Qwen3-8B", method: "grpo-lora", card: "a100-40gb", tokens: "512"},
+  sft: {model: "meta-llama/Llama-3.1-8B", method: "sft-full", card: "h100", tokens: ""},
+  dpo: {model: "Qwen/Qwen3-4B", method: "dpo-lora", card: "rtx4090", tokens: ""},
+};
+
+function example(name) {
+  const chosen = EXAMPLES[name];
+  for (const id of ["model", "method", "card", "tokens"]) field(id).value = chosen[id];
+  for (const id of ["count", "sharing", "config"]) field(id).value = "";
+  changes = {};
+  field("text").value = generated = recipe(chosen.model, chosen.method);
+  ask("check");
+}
+
+// -- the link ---------------------------------------------------------------------------------------------------------
+
+function packed() {
+  const state = {};
+  for (const id of FIELDS) if (field(id).value) state[id] = field(id).value;
+  if (Object.keys(changes).length) state.changes = changes;
+  const bytes = new TextEncoder().encode(JSON.stringify(state));
+  return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""))
+    .replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
+
+function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (c) => c.charCodeAt(0));
+  return JSON.parse(new TextDecoder().decode(bytes));
+}
+
+function fromLink() {
+  if (!location.hash.startsWith("#q=")) return;
+  try {
+    const state = unpacked(location.hash.slice(3));
+    for (const id of FIELDS) field(id).value = typeof state[id] === "string" ? state[id] : "";
+    if (!field("card").value) field("card").selectedIndex = 0;
+    changes = state.changes && typeof state.changes === "object" && !Array.isArray(state.changes) ? state.changes : {};
+    if (field("config").value) field("other-model").open = true;
+    if (field("text").value) ask("check");
+  } catch {
+    say("The link is not whole: its recipe cannot be read.", "wrong");
+  }
+}
+
+async function copy(text, button) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Copy it from the address bar";
+  }
+  setTimeout(() => { button.textContent = before; }, 2000);
+}
+
+// -- asking -----------------------------------------------------------------------------------------------------------
+
+async function ask(kind) {
+  if (asking) asking.abort();
+  const mine = asking = new AbortController();
+  if (!field("text").value.trim()) write();
+  history.replaceState(null, "", `#q=${packed()}`);
+  start.hidden = true;
+  if (kind === "check") { answer.hidden = true; verdict = null; cards.hidden = true; }
+  else { cards.hidden = true; rows = []; }
+  say("Asking ...", "busy");
+  const question = {
+    kind, text: field("text").value, config: field("config").value, card: field("card").value, sharing: field("sharing").value,
+    count: field("count").value ? Number(field("count").value) : null,
+    tokens: field("tokens").value ? Number(field("tokens").value) : null, changes,
+  };
+  if (innerWidth < 720) field("result").scrollIntoView({block: "start"});
+  try {
+    const response = await fetch("answer", {
+      method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(question), signal: mine.signal,
+    });
+    await lines(response, (line) => { if (asking === mine) hear(line); });
+    if (asking === mine && status.className === "busy") say("The answer broke off. Ask again.", "wrong");
+  } catch (error) {
+    if (asking === mine && error.name !== "AbortError") say("The server does not answer.", "wrong");
+  }
+}
+
+async function lines(response, hear) {
+  const reader = response.body.getReader(), decoder = new TextDecoder();
+  let rest = "";
+  for (;;) {
+    const {done, value} = await reader.read();
+    rest += decoder.decode(value, {stream: !done});
+    const parts = rest.split("\n");
+    rest = parts.pop();
+    if (done && rest) parts.push(rest);
+    for (const part of parts) if (part.trim()) hear(JSON.parse(part));
+    if (done) return;
+  }
+}
+
+let notes = [];
+
+function hear(line) {
+  if (line.is === "waiting") say(`Waiting: ${line.place} before this one ...`, "busy");
+  else if (line.is === "started") { notes = []; say("Simulating the training ...", "busy"); }
+  else if (line.is === "note") { notes.push(line.text); showNotes(); }
+  else if (line.is === "trying") say("Looking for changes ...", "busy");
+  else if (line.is === "verdict") { verdict = line; showVerdict(); say(spoken(line), "busy"); }
+  else if (line.is === "advice") { showAdvice(line); }
+  else if (line.is === "card") { rows.push(line); showCards(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
+  else if (line.is === "explained") showExplained(line);
+  else if (line.is === "error") say(line.text, "wrong");
+  else if (line.is === "done" && status.className !== "wrong") say(rows.length && !cards.hidden ? `${rows.length} cards compared.` : verdict ? spoken(verdict) : "Done.");
+}
+
+const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.used_bytes)} of ${gb(line.capacity_bytes)}. ${line.batch}`;
+
+// -- the verdict ------------------------------------------------------------------------------------------------------
+
+function showVerdict() {
+  const of = verdict, kind = {"fits": "", "may not fit": " may", "does not fit": " no"}[of.verdict];
+  const many = of.count > 1 ? `${of.count} x ` : "";
+  const figures = [
+    [gb(of.verdict === "does not fit" ? of.least_bytes : of.used_bytes), of.verdict === "does not fit" ? "needed on each card" : `of ${gb(of.capacity_bytes)} used`],
+    [seconds(of.step_s), of.step_s_90 ? `a step (${seconds(of.step_s_90[0])} to ${seconds(of.step_s_90[1])})` : "a step"],
+  ];
+  if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
+  answer.replaceChildren(
+    element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
+    element("p", of.line[0].toUpperCase() + of.line.slice(1) + "."),
+    ...of.warnings.map((text) => element("p", text[0].toUpperCase() + text.slice(1) + ".", {class: "bad"})),
+    element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
+    applied(),
+    element("div", [], {id: "advice"}),
+    element("figure", [], {id: "picture"}),
+    element("h3", "Effective batch"), element("p", `${of.batch} Changes marked neutral keep it exactly.`),
+    figuresTable(),
+    element("details", [element("summary", "The recipe with these changes"), element("pre", element("code", of.yaml)),
+      element("button", "Copy YAML", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
+    element("details", [element("summary", "What was simulated"), facts(of.facts)]),
+    element("ul", [], {id: "notes", class: "notes"}),
+  );
+  answer.hidden = false;
+  field("advice").append(element("p", of.verdict === "fits" ? "Looking for what makes it faster ..." : "Looking for what makes it fit ...", {class: "soft"}));
+  showNotes();
+  picture();
+}
+
+const facts = (pairs) => element("table", pairs.map(([name, text]) => element("tr", [element("th", name, {scope: "row"}), element("td", text)])));
+
+function showNotes() {
+  const list = document.getElementById("notes");
+  if (list) list.replaceChildren(...notes.map((text) => element("li", text[0].toUpperCase() + text.slice(1) + ".")));
+}
+
+function applied() {
+  const keys = Object.keys(changes);
+  if (!keys.length) return "";
+  const items = keys.map((key) => element("li", [element("code", `${key}: ${plain(changes[key])}`), " ",
+    element("button", "Undo", {type: "button", "aria-label": `Undo ${key}`, onclick: () => { delete changes[key]; again(); }})]));
+  return element("div", [element("p", "Changed:", {class: "small soft"}), element("ul", items, {class: "applied"})]);
+}
+
+const plain = (value) => value === null ? "removed" : typeof value === "object" ? JSON.stringify(value) : String(value);
+
+function again() {
+  ask("check");
+  field("result").focus({preventScroll: innerWidth >= 720});
+}
+
+function apply(set) {
+  for (const [key, value] of Object.entries(set)) {
+    changes[key] = key === "env" && value && changes.env ? {...changes.env, ...value} : value;
+  }
+  again();
+}
+
+function showAdvice(advice) {
+  const box = field("advice"), mends = advice.mends.map(change), faster = advice.faster.map(change), parts = [];
+  if (mends.length) parts.push(element("h3", verdict.verdict === "may not fit" ? "What leaves more room" : "What makes it fit"), element("ul", mends, {class: "changes"}));
+  else if (verdict.verdict !== "fits") {
+    parts.push(element("h3", "What makes it fit"), element("p", advice.ended_early ? "Nothing was found in the time of this page." : "No change that was tried makes it fit with room to spare."));
+    if (advice.closest) parts.push(element("p", "The closest:"), element("ul", [change(advice.closest)], {class: "changes"}));
+  }
+  if (faster.length) parts.push(element("h3", "What makes it faster"), element("ul", faster, {class: "changes"}));
+  if (advice.card) {
+    const other = advice.card, words = other.smaller ? "A smaller card would do" : "As it is, it runs on";
+    parts.push(element("ul", element("li", [
+      element("p", `${words}: ${other.full_name}, ${gb(other.used_bytes)} of ${gb(other.capacity_bytes)}${other.step_s ? `, ${seconds(other.step_s)} a step` : ""}`),
+      element("button", "Use it", {type: "button", "aria-label": `Use ${other.name}`, onclick: () => { field("card").value = other.name; again(); }}),
+    ]), {class: "changes"}));
+  }
+  if (!parts.length) parts.push(element("p", "Nothing that was tried is faster.", {class: "soft"}));
+  if (advice.ended_early && (mends.length || faster.length)) parts.push(element("p", "Not every change was tried in the time of this page.", {class: "soft small"}));
+  box.replaceChildren(...parts);
+}
+
+function change(one) {
+  const facts = [gb(one.used_bytes)];
+  if (one.step_s) facts.push(`${seconds(one.step_s)} a step`);
+  if (one.speedup && (one.speedup > 1.005 || one.speedup < 0.995)) facts.push(`${one.speedup.toFixed(2)}x as fast`);
+  if (one.tight) facts.push("little to spare");
+  return element("li", [
+    element("div", [
+      element("p", [element("span", one.tier, {class: "tag"}), " ", element("code", one.words)]),
+      element("p", facts.join(", ")),
+      one.reasons.length ? element("p", one.reasons[0], {class: "small soft"}) : "",
+    ]),
+    element("button", "Apply", {type: "button", "aria-label": `Apply ${one.words} and check again`, onclick: () => apply(one.set)}),
+  ]);
+}
+
+// -- the picture ------------------------------------------------------------------------------------------------------
+
+const COLOURS = {"CUDA context": "context", weights: "weights", gradients: "gradients", optimizer: "optimizer", activations: "activations",
+  logits: "logits", "KV cache": "kv", temporaries: "temporaries", workspace: "workspace"};
+const colour = (name) => `f-${COLOURS[name] || "other"}`;
+
+function parts(phase) {
+  return [["CUDA context", verdict.context_bytes], ...Object.entries(phase.categories)].filter(([, bytes]) => bytes > 0);
+}
+
+function picture() {
+  const figure = document.getElementById("picture");
+  if (!verdict || !figure || !verdict.phases.length) return;
+  const width = Math.max(280, figure.clientWidth), height = Math.min(300, Math.max(210, innerHeight * 0.45));
+  const left = 40, top = 22, bottom = 22, phases = verdict.phases, limit = verdict.capacity_bytes;
+  const most = 1.06 * Math.max(limit, ...phases.map((phase) => phase.bytes + phase.cached_bytes));
+  const y = (bytes) => top + (height - top - bottom) * (1 - bytes / most);
+  const peak = phases.reduce((a, b) => a.bytes >= b.bytes ? a : b);
+  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label":
+    `Memory by phase on ${verdict.card_name}, whose limit is ${gb(limit)}. ${phases.map((p) => `${p.name} ${gb(p.bytes)}`).join(", ")}. The peak is ${peak.name}. The figures are in a table below.`});
+  const step = [1, 2, 5, 10, 20, 50, 100, 200].find((gigabytes) => most / 1e9 / gigabytes <= 6) || 500;
+  for (let at = 0; at * 1e9 <= most; at += step) {
+    svg.append(drawn("line", {class: "axis", x1: left, x2: width, y1: y(at * 1e9), y2: y(at * 1e9)}),
+      drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
+  }
+  svg.append(drawn("text", {x: left - 6, y: 12, "text-anchor": "end"}, "GB"));
+  const room = (width - left) / phases.length, wide = Math.min(120, room * 0.82), seen = new Map();
+  phases.forEach((phase, place) => {
+    const x = left + room * place + (room - wide) / 2;
+    let below = 0;
+    for (const [name, bytes] of parts(phase)) {
+      seen.set(name, Math.max(seen.get(name) || 0, bytes));
+      const block = drawn("rect", {class: colour(name), x, y: y(below + bytes), width: wide, height: Math.max(0, y(below) - y(below + bytes))});
+      block.append(drawn("title", {}, `${phase.name}: ${name} ${gb(bytes)}`));
+      svg.append(block);
+      const tall = y(below) - y(below + bytes);
+      if (tall >= 14 && wide >= name.length * 6.2) svg.append(drawn("text", {class: "inside", x: x + wide / 2, y: y(below + bytes / 2) + 4, "text-anchor": "middle"}, name));
+      below += bytes;
+    }
+    if (phase.cached_bytes > most / 200) {
+      svg.append(drawn("rect", {class: "f-cached", x, y: y(below + phase.cached_bytes), width: wide, height: y(below) - y(below + phase.cached_bytes)}));
+      seen.set("kept by the allocator", Math.max(seen.get("kept by the allocator") || 0, phase.cached_bytes));
+    }
+    svg.append(drawn("text", {x: x + wide / 2, y: height - 6, "text-anchor": "middle"}, phase.name));
+  });
+  svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}),
+    drawn("text", {class: "limit-words", x: width, y: y(limit) - 5, "text-anchor": "end"}, `${verdict.card} has ${gb(limit)}`));
+  const legend = [...seen].map(([name, bytes]) => element("li", [
+    element("i", [], {class: name === "kept by the allocator" ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
+  figure.replaceChildren(svg, element("ul", legend, {class: "legend", "aria-label": "Largest bytes of each category"}),
+    element("figcaption", `Memory at the peak of each phase of a step; the largest is ${peak.name}.`));
+}
+
+function figuresTable() {
+  const names = [...new Set(verdict.phases.flatMap((phase) => parts(phase).map(([name]) => name)))];
+  const head = element("tr", ["phase", "in all", ...names].map((name) => element("th", name, {scope: "col"})));
+  const body = verdict.phases.map((phase) => {
+    const bytes = Object.fromEntries(parts(phase));
+    return element("tr", [element("th", phase.name, {scope: "row"}), ...[phase.bytes, ...names.map((name) => bytes[name])].map((n) => element("td", gb(n), {class: "number"}))]);
+  });
+  return element("details", [element("summary", "The figures as a table"),
+    element("div", element("table", [element("thead", head), element("tbody", body)]), {class: "wide", tabindex: "0", role: "region", "aria-label": "Bytes by phase and category"})]);
+}
+
+// -- the cards --------------------------------------------------------------------------------------------------------
+
+function showCards() {
+  const fitting = rows.filter((row) => row.verdict === "fits"), best = (of) => fitting.filter((row) => row[of] !== null)
+    .reduce((a, b) => a === null || b[of] < a[of] ? b : a, null);
+  const cheapest = best("usd_per_1000_steps"), fastest = best("step_s");
+  const head = ["card", "", "memory", "a step", "$ an hour", "$ for 1,000 steps", "with"];
+  const body = [...rows].sort((a, b) => a.capacity_bytes - b.capacity_bytes).map((row) => {
+    const marks = [row === cheapest ? "cheapest" : "", row === fastest ? "fastest" : ""].filter(Boolean);
+    const words = row.words ? `${row.words}${row.tier ? ` (${row.tier})` : ""}` : row.reason || "the recipe as it is";
+    return element("tr", [
+      element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card}`, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
+      element("td", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}),
+      element("td", `${gb(row.used_bytes)} of ${gb(row.capacity_bytes)}`, {class: "number"}),
+      element("td", `${row.over ? "over " : ""}${seconds(row.step_s)}`, {class: "number"}),
+      element("td", usd(row.usd_per_hour), {class: "number", title: row.price}),
+      element("td", usd(row.usd_per_1000_steps), {class: "number"}),
+      element("td", words, {class: "small"}),
+    ], {class: row === cheapest ? "winner" : null});
+  });
+  const table = element("table", [element("caption", "Each card with the recipe as it is, or with the mildest change that fits. Prices are dated public lists."),
+    element("thead", element("tr", head.map((name) => element("th", name, {scope: "col"})))), element("tbody", body)]);
+  cards.replaceChildren(element("h2", "Cards"), element("div", table, {class: "wide", tabindex: "0", role: "region", "aria-label": "Cards"}));
+  cards.hidden = false;
+}
+
+// -- another tool's file ----------------------------------------------------------------------------------------------
+
+function showExplained(found) {
+  answer.replaceChildren(element("h2", `A file of ${found.tool}`),
+    element("p", "Read by its own arithmetic; this page does not simulate it."), facts(found.facts),
+    ...found.wrong.map((text) => element("p", text, {class: "bad"})),
+    found.unread.length ? element("p", `Not certain from the file: ${found.unread.join(", ")}.`) : "");
+  answer.hidden = false;
+}
+
+// -- beginning --------------------------------------------------------------------------------------------------------
+
+field("ask").addEventListener("submit", (event) => { event.preventDefault(); changes = {}; ask("check"); });
+field("compare").addEventListener("click", () => ask("cards"));
+field("link").addEventListener("click", (event) => {
+  history.replaceState(null, "", `#q=${packed()}`);
+  copy(location.href, event.target);
+});
+field("model").addEventListener("change", write);
+field("method").addEventListener("change", write);
+for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => example(button.dataset.example));
+addEventListener("hashchange", fromLink);
+new ResizeObserver(picture).observe(field("result"));
+fromLink();

@@ -1,0 +1,129 @@
+"""What was pasted, as a recipe: a YAML of TRL or of another tool, or the command that starts a training."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends.explanation import Explanation
+from autofit.frontends.reading import explain
+from autofit.frontends.shell import starts_verl
+from autofit.frontends.tools import tool_of
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+
+_TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
+_STARTERS = (
+    "trl",
+    "accelerate",
+    "torchrun",
+    "python",
+    "python3",
+    "deepspeed",
+    "autofit",
+    "uv",
+    "uvx",
+    "srun",
+    "sbatch",
+)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=\S*")
+_RANKS = ("num_processes", "nproc_per_node", "num_gpus")
+_SHARED = ("accelerate_config", "config_file")
+_NAMED = ("fsdp1", "fsdp2", "zero1", "zero2", "zero3", "multi_gpu")
+_HEAD = 400  # characters in which a command begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pasted:
+    """A recipe's values as they were pasted; or what another tool's file says, where it is no recipe of ours."""
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    trainer: str | None = None  # where the command names it
+    ranks: int | None = None  # that it is written for
+    sharing: str = ""  # an accelerate config by its name
+    notes: tuple[str, ...] = ()
+    explained: Explanation | None = None
+
+
+def read(text: str, folder: Path) -> Pasted:
+    """What `text` says; `folder` takes it as a file while it is read. Raises ConfigError for neither."""
+    if not text.strip():
+        raise ConfigError("paste a recipe (YAML) or the command of a training first, or choose a model")
+    if starts_verl(text):
+        script = folder / "pasted.sh"
+        script.write_text(text, encoding="utf-8")
+        return Pasted(explained=explain(script))
+    if _is_command(text):
+        return _command(text, folder)
+    recipe = folder / "pasted.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    return _recipe(recipe)
+
+
+def _recipe(path: Path, **said: object) -> Pasted:
+    try:
+        values = read_yaml_mapping(path, what="recipe")
+        if tool_of(values) is not None:
+            return Pasted(explained=explain(path))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
+    return Pasted(values=values, **said)  # type: ignore[arg-type]
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _is_command(text: str) -> bool:
+    """Whether the first word, after variables of the environment, starts programs; a YAML's ends in a colon."""
+    words = text.lstrip()[:_HEAD].replace("\\\n", " ").split()
+    first = next((word for word in words if not _VARIABLE.fullmatch(word) and word not in ("$", "!")), "")
+    return first.rpartition("/")[2] in _STARTERS
+
+
+def _command(text: str, folder: Path) -> Pasted:
+    """A recipe of a command's options: `trl grpo --model_name_or_path NAME --use_peft ...`."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"the command cannot be read: {error}; check its quotes") from error
+    trainer = next((b for a, b in pairwise(words) if a.endswith("trl") and b in _TRAINERS), None)
+    given: dict[str, object] = {}
+    for name, values in _options(words):
+        given[name.replace("-", "_")] = True if not values else _value(values[0]) if len(values) == 1 else list(values)
+    file = given.pop("config", None)
+    if not given:
+        raise ConfigError("the command has no options: paste the lines of its YAML file, for no file is read here")
+    notes = (f"{quoted(file)} is not here: the recipe is what the command says besides it",) if file else ()
+    ranks = next((given.pop(name) for name in _RANKS if isinstance(given.get(name), int)), None)
+    shared = next((str(given.pop(name)) for name in _SHARED if given.get(name) in _NAMED), "")
+    if tool_of(given) is not None:
+        import yaml
+
+        path = folder / "pasted.yaml"
+        path.write_text(yaml.safe_dump(given), encoding="utf-8")
+        return _recipe(path)
+    return Pasted(values=given, trainer=trainer, ranks=cast("int | None", ranks), sharing=shared, notes=notes)
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(name, its values) of each `--name value ...` and `--name=value`."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if word.startswith("--"):
+            if name:
+                yield name, values
+            name, equals, value = word[2:].partition("=")
+            values = [value] if equals else []
+        elif name and not word.endswith(".py"):
+            values.append(word)
+
+
+def _value(text: str) -> object:
+    """A value as YAML has it; text where it is none. Python's True and None are those of TRL's parser too."""
+    try:
+        return parse_yaml({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ConfigError:
+        return text

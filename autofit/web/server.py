@@ -1,0 +1,247 @@
+"""The page's server: a few fixed files, and questions whose answers come line by line. It keeps no log."""
+
+import io
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from autofit.errors import AutofitError
+from autofit.web.files import FILES
+from autofit.web.limits import Limits, Rate
+from autofit.web.line import Full, Line
+from autofit.web.question import Question
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors "
+)
+_WRITE_S = 10.0
+Lines = Iterator[Mapping[str, object] | None]
+
+
+class Answers(Protocol):
+    """What answers questions (autofit.web.simulator)."""
+
+    def answer(self, question: Question) -> Lines: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may ask. A page of another site must not reach a server on 127.0.0.1 by a name that it has bound to it."""
+
+    hosts: frozenset[str]  # names that a browser may ask for, without their port; empty: any
+    framed_by: str = "'self'"  # of the policy: who may show the page inside of theirs
+    behind_proxy: bool = False  # the last address of X-Forwarded-For is the asker's
+
+    def refusal(self, host: str, origin: str | None) -> str | None:
+        """Why a request for `host` from a page of `origin` is refused; None where it is not."""
+        if self.hosts and re.sub(r":[0-9]{1,5}$", "", host.lower()) not in self.hosts:
+            return "this server answers to its own address only"
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            return "a page of another site may not ask this server"
+        return None
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page on `address`. Raises OSError where that is taken."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    answers: Answers  # set before it serves
+
+    def __init__(self, address: tuple[str, int], *, access: Access, limits: Limits) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self.access, self.limits = access, limits
+        self.line = Line(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
+        self.rate = Rate(limits.a_minute)
+        self._connections = threading.BoundedSemaphore(limits.connections)
+        super().__init__(address, Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take the connection if there are not too many; a thread of its own answers it."""
+        if not self._connections.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silent: what goes wrong here is the other end's connection."""
+
+
+class _InTime(io.RawIOBase):
+    """The bytes of a connection until a moment after which it counts as dead, however many of them still come."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long to arrive")
+        self._connection.settimeout(left)
+        count = self._connection.recv_into(buffer)
+        self._connection.settimeout(_WRITE_S)
+        return count
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. Every response closes its connection."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "autofit", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_InTime(self.connection, self.server.limits.request_s))
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: who asked what is nobody's business."""
+
+    # -- the files -----------------------------------------------------------------------------------------------------
+
+    def do_GET(self) -> None:
+        self._file(body=True)
+
+    def do_HEAD(self) -> None:
+        self._file(body=False)
+
+    def _file(self, *, body: bool) -> None:
+        if (why := self._refusal()) is not None:
+            self._refuse(HTTPStatus.FORBIDDEN, why)
+            return
+        found = FILES.get(self.path.partition("?")[0])
+        if found is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+            return
+        kind, content = found()
+        self._head(HTTPStatus.OK, kind, len(content))
+        if body:
+            self.wfile.write(content)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def do_POST(self) -> None:
+        if (why := self._refusal()) is not None:
+            self._refuse(HTTPStatus.FORBIDDEN, why)
+        elif self.path != "/answer":
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+        elif self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a question must be application/json")
+        elif (question := self._question()) is not None:
+            self._answer(question)
+
+    def _question(self) -> Question | None:
+        """The question in the body; None once it is refused."""
+        told, most = self.headers.get("Content-Length", ""), self.server.limits.body_bytes
+        if "Transfer-Encoding" in self.headers or not told.isdecimal():
+            self._refuse(HTTPStatus.LENGTH_REQUIRED, "a question must say its Content-Length")
+            return None
+        if len(told) > 9 or int(told) > most:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a question must have at most {most // 1024} KiB")
+            return None
+        wait_s = self.server.rate.wait_s(self._address())
+        if wait_s:
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, f"too many questions; ask again in {wait_s:.0f} s", wait_s)
+            return None
+        try:
+            return Question.from_json(json.loads(self.rfile.read(int(told)).decode("utf-8")))
+        except AutofitError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except (ValueError, RecursionError):
+            self._refuse(HTTPStatus.BAD_REQUEST, "a question must be JSON")
+        return None
+
+    def _answer(self, question: Question) -> None:
+        """The lines of the answer, as they are found; a browser that goes away ends it."""
+        self._streams = False
+
+        def waits(place: int) -> None:
+            self._say({"is": "waiting", "place": place})
+
+        try:
+            with self.server.line.turn(self._address(), waits=waits):
+                self._say({"is": "started"})
+                for line in self.server.answers.answer(question):
+                    self._say(line)
+                self._say({"is": "done"})
+        except Full as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error), 10.0)
+
+    def _say(self, line: Mapping[str, object] | None) -> None:
+        """One line of JSON; an empty one tells whether somebody still listens. Raises OSError where nobody does."""
+        if not self._streams:
+            self._streams = True
+            self._head(HTTPStatus.OK, "application/x-ndjson; charset=utf-8", None)
+        if self._has_left():
+            raise ConnectionResetError("nobody listens any more")
+        self.wfile.write(b"\n" if line is None else json.dumps(line).encode() + b"\n")
+        self.wfile.flush()
+
+    def _has_left(self) -> bool:
+        """Whether the other end closed the connection: a browser whose page was left, or who asks anew."""
+        try:
+            self.connection.settimeout(0)
+            return len(self.connection.recv(1, socket.MSG_PEEK)) == 0
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True
+        finally:
+            with suppress(OSError):
+                self.connection.settimeout(_WRITE_S)
+
+    # -- what both need ------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        return self.server.access.refusal(self.headers.get("Host", ""), self.headers.get("Origin"))
+
+    def _address(self) -> str:
+        told = self.headers.get("X-Forwarded-For", "").rpartition(",")[2].strip()
+        return told[:64] if self.server.access.behind_proxy and told else str(self.client_address[0])
+
+    def _refuse(self, status: HTTPStatus, why: str, wait_s: float = 0.0) -> None:
+        content = json.dumps({"is": "error", "text": why}).encode()
+        self._head(status, "application/json; charset=utf-8", len(content), wait_s)
+        with suppress(OSError):
+            self.wfile.write(content)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """As all refusals, for requests that http.server refuses itself: no word of theirs comes back."""
+        self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
+
+    def _head(self, status: HTTPStatus, kind: str, length: int | None, wait_s: float = 0.0) -> None:
+        self.close_connection = True
+        self.send_response_only(status)
+        for name, value in (
+            ("Content-Type", kind), ("Content-Security-Policy", _POLICY + self.server.access.framed_by),
+            ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"), ("Cache-Control", "no-store"), ("Connection", "close"),
+            ("Permissions-Policy", "camera=(), microphone=(), geolocation=()"), ("X-Accel-Buffering", "no"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        if wait_s:
+            self.send_header("Retry-After", str(int(wait_s) + 1))
+        self.end_headers()

@@ -1,0 +1,152 @@
+"""Answers by processes of a warm fork server, each in a folder of its own that is deleted, and ended after its time."""
+
+import json
+import os
+import resource
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from autofit.errors import EnvironmentFault
+from autofit.probing.fork_server import ForkServer, ServerGone
+from autofit.probing.supervise import Ending
+from autofit.scratch import Scratch
+from autofit.web.limits import Limits
+from autofit.web.question import Question
+
+TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
+_LOOK_S = 0.05
+_BEAT_S = 1.0
+_END_S = 5.0  # for which a process that was ended is waited for
+_START_S = 10.0  # that an answer takes besides its simulations
+# Variables of this process' environment that its simulations get; tokens and passwords are not among them.
+_PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+Line = Mapping[str, object]
+
+
+class Simulator:
+    """A fork server, with a home that is deleted when it is closed: nothing of a question outlives the server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._scratch = Scratch("web-")
+        self._starting = threading.Lock()
+        self._server = self._started()
+
+    def __enter__(self) -> "Simulator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server and all answers, and delete what they wrote."""
+        self._server.close()
+        self._scratch.close()
+
+    def is_ready(self) -> bool:
+        """Whether the libraries are loaded; waits until they are."""
+        return self._server.is_ready()
+
+    def answer(self, question: Question) -> Iterator[Line | None]:
+        """The lines of the answer as they are found, and None every second without one. Closing it ends the answer."""
+        folder = Path(tempfile.mkdtemp(prefix="answer-", dir=self._scratch.path))
+        (folder / TOLD).touch()
+        calling = _Call(self, self._request(question, folder))
+        calling.start()
+        try:
+            yield from _lines(folder / TOLD, calling)
+        finally:
+            (folder / "cancel").touch()
+            calling.ended.wait(_END_S)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _request(self, question: Question, folder: Path) -> dict[str, object]:
+        limits, cards = self._limits, question.kind == "cards"
+        verdict_s = limits.cards_s if cards else limits.verdict_s
+        seconds = {"verdict": verdict_s, "advice": 0.0 if cards else limits.advice_s}
+        request = {"question": question.to_json(), "seconds": seconds, "socket": self._server.socket_path}
+        (folder / "question.json").write_text(json.dumps(request), encoding="utf-8")
+        return {
+            "entry": "autofit.web.answering:run", "argument": str(folder / "question.json"), "cwd": str(folder),
+            "log": str(folder / "log"), "env": {}, "deadline_s": verdict_s + seconds["advice"] + _START_S,
+            "cancel": str(folder / "cancel"),
+        }  # fmt: skip
+
+    def call(self, message: Mapping[str, object]) -> Ending:
+        """Run a call; a server that is gone is started again."""
+        try:
+            return self._server.call(message)
+        except ServerGone:
+            with self._starting:
+                self._server.close()
+                self._server = self._started()
+            raise
+
+    def _started(self) -> ForkServer:
+        home = self._scratch.path
+        for name in ("cache", "hub", "tmp"):
+            (home / name).mkdir(exist_ok=True)
+        server = ForkServer(home, env=_environment(home))
+        most = self._limits.memory_bytes
+        for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CORE):
+            resource.prlimit(server.pid, kind, (most, most) if kind == resource.RLIMIT_DATA else (0, 0))
+        return server
+
+
+class _Call(threading.Thread):
+    """A call of the server beside the reading of its lines; `problem` says how it failed."""
+
+    def __init__(self, simulator: Simulator, message: Mapping[str, object]) -> None:
+        super().__init__(daemon=True)
+        self._simulator, self._message = simulator, message
+        self.ended, self.problem = threading.Event(), ""
+
+    def run(self) -> None:
+        try:
+            self.problem = _problem(self._simulator.call(self._message))
+        except EnvironmentFault:
+            self.problem = "the simulation was restarted; ask again"
+        finally:
+            self.ended.set()
+
+
+def _lines(told: Path, calling: _Call) -> Iterator[Line | None]:
+    """The lines of the file as they are written, until the call has ended; then what went wrong with it."""
+    ended, spoke, part = False, time.monotonic(), ""
+    with told.open(encoding="utf-8") as file:
+        while True:
+            part += file.readline()
+            if part.endswith("\n"):
+                yield json.loads(part)
+                part, spoke = "", time.monotonic()
+            elif ended:
+                break
+            elif time.monotonic() - spoke > _BEAT_S:
+                yield None
+                spoke = time.monotonic()
+            else:
+                ended = calling.ended.wait(_LOOK_S)
+    if calling.problem:
+        yield {"is": "error", "text": calling.problem}
+
+
+def _problem(ending: Ending) -> str:
+    if ending.deadline_passed:
+        return "the answer took longer than it may here; autofit on your own machine has no such limit"
+    if ending.exit_code and not ending.abandoned:
+        return "the simulation ended without an answer"
+    return ""
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The variables of a simulation: no hub, no home of the user's, no secrets."""
+    own = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    return {
+        **own, "HOME": str(home), "TMPDIR": str(home / "tmp"), "AUTOFIT_CACHE": str(home / "cache"),
+        "HF_HOME": str(home / "hub"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip

@@ -1,0 +1,333 @@
+"""The page of `autofit web`: what its server refuses, what reaches a trainer, and the page in a real browser."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autofit.cli import main
+from autofit.commands.arguments import parser
+from autofit.commands.web import _check
+from autofit.errors import ConfigError
+from autofit.recipe.yaml_file import parse_yaml
+from autofit.web.allowed import allowed
+from autofit.web.config import write_config
+from autofit.web.files import FILES
+from autofit.web.limits import ALONE, PUBLIC, Limits, Rate
+from autofit.web.line import Full, Line
+from autofit.web.pasted import read
+from autofit.web.question import Question
+from autofit.web.server import Access, PageServer
+
+MODEL = "Qwen/Qwen3-8B"
+OWN = frozenset({"localhost", "127.0.0.1", "[::1]"})
+KNOWN = ("output_dir", "report_to", "trust_remote_code", "torch_compile", "reward_funcs", "deepspeed")
+
+
+class Told:
+    """Answers with what it was asked; each question that holds "slow" waits until it may end."""
+
+    def __init__(self) -> None:
+        self.may_end, self.at_work, self.most = threading.Event(), 0, 0
+        self.ended: list[str] = []
+
+    def answer(self, question: Question) -> Iterator[Mapping[str, object] | None]:
+        self.at_work += 1
+        self.most = max(self.most, self.at_work)
+        try:
+            yield {"is": "note", "text": question.text}
+            while "slow" in question.text and not self.may_end.wait(0.02):
+                yield None
+        finally:
+            self.at_work -= 1
+            self.ended.append(question.text)
+
+
+@contextmanager
+def served(limits: Limits = ALONE, access: Access | None = None) -> Iterator[tuple[PageServer, Told]]:
+    with PageServer(("127.0.0.1", 0), access=access or Access(hosts=OWN), limits=limits) as server:
+        server.answers = told = Told()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            yield server, told
+        finally:
+            told.may_end.set()
+            server.shutdown()
+
+
+def asked(
+    server: PageServer, path: str = "/answer", body: str | bytes | None = None, method: str = "POST", **headers: str
+) -> tuple[int, Mapping[str, str], str]:
+    """(status, headers, body) of one request; with a `body` a question of JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    sent = {"Content-Type": "application/json"} if body is not None else {}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body=body, headers=sent)
+    response = connection.getresponse()
+    found = response.status, dict(response.headers), response.read().decode()
+    connection.close()
+    return found
+
+
+def question(text: str = "a: 1", **more: object) -> str:
+    return json.dumps({"text": text, **more})
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_lets_nothing_in() -> None:
+    with served() as (server, _):
+        for path in FILES:
+            status, headers, body = asked(server, path, method="GET")
+            assert status == 200
+            assert "http://" not in body.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in body
+            policy = headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+            assert policy.endswith("frame-ancestors 'self'")
+            assert headers["X-Content-Type-Options"] == "nosniff"
+        page = asked(server, "/", method="GET")[2]
+        assert "<script src=" in page
+        assert " style=" not in page
+        assert " onclick=" not in page
+        assert 'value="h100"' in page
+        assert f'value="{MODEL}"' in page
+        assert asked(server, "/", method="HEAD")[2] == ""
+
+
+@pytest.mark.parametrize("path", ["/../pyproject.toml", "/page/index.html", "//etc/passwd", "/%2e%2e/etc/passwd", "/."])
+def test_no_path_leads_to_another_file(path: str) -> None:
+    with served() as (server, _):
+        assert asked(server, path, method="GET")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({"Host": "evil.example:7860"}, 403), ({"Host": "127.0.0.1.evil.example"}, 403),
+     ({"Host": "localhost", "Origin": "https://evil.example"}, 403), ({"Host": "localhost", "Origin": "null"}, 403),
+     ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200)],
+)  # fmt: skip
+def test_a_page_of_another_site_reaches_nothing(headers: dict[str, str], status: int) -> None:
+    with served() as (server, told):
+        assert asked(server, body=question(), **headers)[0] == status
+        assert bool(told.ended) is (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [("{", {}, 400), ("[]", {}, 400), ('{"text": 1}', {}, 400), ("[" * 100_000, {}, 400), ("\xff", {}, 400),
+     (question(kind="run"), {}, 400), (question(shell="ls"), {}, 400), (question(count=True), {}, 400),
+     (question(count=3), {}, 400), (question(tokens=0), {}, 400), (question(tokens=10**9), {}, 400),
+     (question(changes=[1]), {}, 400), (question("x" * 70_000), {}, 400), (question(sharing="/etc/passwd"), {}, 400),
+     ("x" * 300_000, {}, 413), (question(), {"Content-Length": "99999999999"}, 413),
+     (question(), {"Content-Length": "-1"}, 411), (question(), {"Content-Type": "text/plain"}, 415)],
+)  # fmt: skip
+def test_a_question_that_is_none_is_refused_in_one_sentence(body: str, headers: dict[str, str], status: int) -> None:
+    with served() as (server, told):
+        found, _, said = asked(server, body=body.encode("latin-1"), **headers)
+        assert found == status
+        assert set(json.loads(said)) == {"is", "text"}
+        assert not told.ended
+
+
+def test_an_answer_comes_line_by_line() -> None:
+    with served() as (server, _):
+        status, headers, body = asked(server, body=question("<b>"))
+        assert status == 200
+        assert headers["Content-Type"].startswith("application/x-ndjson")
+        assert [json.loads(line)["is"] for line in body.splitlines()] == ["started", "note", "done"]
+
+
+def test_one_answer_is_made_at_a_time_and_the_line_has_an_end() -> None:
+    with served(replace(ALONE, waiting=2, of_address=9)) as (server, told):
+        found: list[tuple[int, Mapping[str, str], str]] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(asked(server, body=question("slow")))) for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 20
+        while len(found) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [status for status, _, _ in found] == [503, 503]
+        told.may_end.set()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(status for status, _, _ in found) == [200, 200, 200, 503, 503]
+        assert told.most == 1
+        assert any('"place": 1' in body for _, _, body in found)
+
+
+def test_one_address_has_few_places_and_asks_no_faster_than_it_may() -> None:
+    line = Line(at_once=1, waiting=9, of_address=1)
+
+    def turn() -> AbstractContextManager[None]:
+        return line.turn("a", waits=lambda _: None)
+
+    with turn(), pytest.raises(Full, match="at most 1 questions of one address"), turn():
+        pass
+    with turn():
+        pass
+    now = [0.0]
+    rate = Rate(2, clock=lambda: now[0])
+    assert [rate.wait_s("a"), rate.wait_s("a"), rate.wait_s("b")] == [0, 0, 0]
+    assert rate.wait_s("a") == pytest.approx(30)
+    now[0] = 31.0
+    assert rate.wait_s("a") == 0
+    with served(replace(ALONE, a_minute=1)) as (server, _):
+        assert [asked(server, body=question())[0] for _ in range(2)] == [200, 429]
+
+
+def test_behind_a_proxy_the_address_is_the_last_that_it_names() -> None:
+    with served(replace(ALONE, a_minute=1), Access(hosts=frozenset(), behind_proxy=True)) as (server, _):
+
+        def status(told: str) -> int:
+            return asked(server, body=question(), X_Forwarded_For=told)[0]
+
+        assert [status("9.9.9.9, 1.1.1.1"), status("1.1.1.1, 2.2.2.2"), status("8.8.8.8, 1.1.1.1")] == [200, 200, 429]
+
+
+def test_an_answer_ends_when_nobody_listens_any_more() -> None:
+    with served() as (server, told), socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+        body = question("slow").encode()
+        head = (
+            f"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        connection.close()
+        end = time.monotonic() + 20
+        while not told.ended and time.monotonic() < end:
+            time.sleep(0.01)
+        assert told.ended == ["slow"]
+
+
+def test_a_request_that_dribbles_in_is_dropped_and_others_are_answered() -> None:
+    with served(replace(ALONE, request_s=0.3, connections=3)) as (server, told):
+        slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]
+        began = time.monotonic()
+        while time.monotonic() - began < 5:
+            try:
+                for connection in slow:
+                    connection.sendall(b"G")
+            except OSError:
+                break
+            time.sleep(0.05)
+        assert time.monotonic() - began < 4
+        assert asked(server, "/health", method="GET")[0] == 200
+        assert not told.ended
+        for connection in slow:
+            connection.close()
+
+
+# -- what reaches a trainer -------------------------------------------------------------------------------------------
+
+
+def kept(yaml: str) -> dict[str, object]:
+    return allowed(parse_yaml(yaml), known=KNOWN).values  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "values"),
+    [("reward_funcs: [os.system, think_format_reward]", {"reward_funcs": ["think_format_reward"] * 2}),
+     ("reward_funcs: os.system", {"reward_funcs": ["think_format_reward"]}),
+     ("trust_remote_code: true", {}), ("output_dir: /etc", {}), ("report_to: wandb", {}), ("torch_compile: true", {}),
+     ("dataset_name: /etc/passwd", {}), ("datasets: [{path: /etc, data_files: passwd}]", {}),
+     ("env: {LD_PRELOAD: /tmp/x.so, PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True}",
+      {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}),
+     ("model_init_kwargs: {trust_remote_code: true, dtype: bfloat16}", {"model_init_kwargs": {"dtype": "bfloat16"}}),
+     ("made_up: /etc/passwd", {"made_up": None}), ("lora_rank: 8", {"lora_rank": None}),
+     ("model_name_or_path: qwen/qwen3-8b", {"model_name_or_path": MODEL}),
+     ("lora_target_modules: [q_proj, v_proj]", {"lora_target_modules": ["q_proj", "v_proj"]}),
+     ("per_device_train_batch_size: 8", {"per_device_train_batch_size": 8})],
+)  # fmt: skip
+def test_code_files_and_addresses_of_a_recipe_are_left_out(yaml: str, values: dict[str, object]) -> None:
+    assert kept(yaml) == values
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    ["model_name_or_path: /etc", "model_name_or_path: ../model", "model_name_or_path: me/private", "dtype: ../x",
+     "reward_model_name_or_path: ./model", "attn_implementation: kernels-community/flash-attn2", "deepspeed: ds.json",
+     "deepspeed: {zero_optimization: {offload_param: {nvme_path: /etc}}}", "fsdp_config: /etc/passwd",
+     "accelerate_config: /etc/passwd", "accelerator_config: ../a.json", "optim: a/b", "optim: {a: b}",
+     "generation_kwargs: {custom_generate: me/code}", "env: {PYTORCH_CUDA_ALLOC_CONF: '$(id)'}", "env: 1",
+     "lora_target_modules: [/etc]", "gradient_checkpointing_kwargs: {a: {b: {c: {d: {e: 1}}}}}"],
+)  # fmt: skip
+def test_a_file_or_an_address_in_the_place_of_a_setting_is_refused(yaml: str) -> None:
+    with pytest.raises(ConfigError):
+        kept(yaml)
+
+
+def test_a_pasted_config_loses_what_names_code(tmp_path: Path) -> None:
+    given = {"model_type": "qwen3", "auto_map": {"AutoModel": "evil.py"}, "_name_or_path": "/etc", "hidden_size": 64}
+    folder = write_config(json.dumps(given), tmp_path / "model")
+    assert json.loads((Path(folder) / "config.json").read_text()) == {"model_type": "qwen3", "hidden_size": 64}
+    for wrong in ("[]", "{", "{}", "[" * 100_000):
+        with pytest.raises(ConfigError):
+            write_config(wrong, tmp_path / "other")
+
+
+def test_a_command_is_a_recipe_too(tmp_path: Path) -> None:
+    text = (
+        "CUDA_VISIBLE_DEVICES=0 trl grpo \\\n --model_name_or_path Qwen/Qwen3-8B --use-peft --lora_r=8 --beta 0.04 \\\n"
+    )
+    found = read(f"{text} --config run.yaml --num_processes 2 --accelerate_config fsdp2 --gradient_checkpointing True",
+                 tmp_path)  # fmt: skip
+    assert found.values == {"model_name_or_path": MODEL, "use_peft": True, "lora_r": 8, "beta": 0.04,
+                            "gradient_checkpointing": True}  # fmt: skip
+    assert (found.trainer, found.ranks, found.sharing) == ("grpo", 2, "fsdp2")
+    assert "run.yaml" in found.notes[0]
+    for wrong in ("trl grpo", "trl grpo --a 'b", "", "   "):
+        with pytest.raises(ConfigError):
+            read(wrong, tmp_path)
+
+
+def test_another_tools_file_is_explained_by_its_own_arithmetic(tmp_path: Path) -> None:
+    yaml = "stage: sft\nfinetuning_type: lora\ncutoff_len: 2048\nper_device_train_batch_size: 2\n"
+    found = read(yaml, tmp_path).explained
+    assert found is not None
+    assert found.tool == "LLaMA-Factory"
+    script = "python -m verl.trainer.main_ppo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5\n"
+    found = read(script, tmp_path).explained
+    assert found is not None
+    assert found.tool == "verl"
+
+
+@pytest.mark.parametrize(
+    "text", ["a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [*b, *b]\n" * 9000, "[" * 5000, "a: !!python/x", "- a", "x"]
+)
+def test_a_yaml_that_would_blow_up_is_refused_without_its_place(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        read(text, tmp_path)
+    assert str(tmp_path) not in str(found.value)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_another_address_than_this_machines_needs_the_flag_of_strangers() -> None:
+    _check(parser().parse_args(["web"]))
+    _check(parser().parse_args(["web", "--host", "::1"]))
+    _check(parser().parse_args(["web", "--host", "0.0.0.0", "--public"]))
+    for wrong in (["--host", "0.0.0.0"], ["--host", "me.example"], ["--port", "70000"]):
+        with pytest.raises(ConfigError):
+            _check(parser().parse_args(["web", *wrong]))
+    assert PUBLIC.at_once <= 2
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["web", "--port", str(taken.getsockname()[1])]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "choose another --port" in said.err
