@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,6 +27,10 @@ from autofit.web.line import Full, Line
 from autofit.web.pasted import read
 from autofit.web.question import Question
 from autofit.web.server import Access, PageServer
+from autofit.web.simulator import Simulator
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 MODEL = "Qwen/Qwen3-8B"
 OWN = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -331,3 +337,137 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert "choose another --port" in said.err
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+SMALL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+         "tie_word_embeddings": True, "max_position_embeddings": 2048}  # fmt: skip
+RECIPE = """dtype: bfloat16
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_length: 128
+packing: false
+output_dir: /etc
+"""
+_WAIT_MS = 300_000  # on a loaded machine
+_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+          "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+UNNAMED = """[...document.querySelectorAll('input, select, textarea, button')].filter(
+  (e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).length"""
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Iterator[Simulator]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_secret")
+        patch.setattr("autofit.web.simulator._START_S", 200.0)
+        with Simulator(replace(ALONE, advice_s=120.0)) as made:
+            home = made.home
+            yield made
+    assert not home.exists()
+
+
+def left_by(simulator: Simulator) -> list[Path]:
+    """Folders of answers that stay for 15 s: simulations that are being ended may write for a moment."""
+    end = time.monotonic() + 15
+    while (found := list(simulator.home.glob("answer-*"))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def small(**more: object) -> Question:
+    return Question.from_json({"text": RECIPE, "config": json.dumps(SMALL), "card": "rtx4090", **more})
+
+
+@pytest.mark.slow
+def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_behind(simulator: Simulator) -> None:
+    told = [line for line in simulator.answer(small()) if line is not None]
+    verdict = next(line for line in told if line["is"] == "verdict")
+    assert verdict["verdict"] == "fits"
+    assert "trains on 4 samples: 2 at a time x 2 accumulation steps x 1 card" in str(verdict["batch"])
+    phases: list[dict[str, Any]] = verdict["phases"]  # type: ignore[assignment]
+    assert {"load", "update", "optimizer"} <= {phase["name"] for phase in phases}
+    for phase in phases:
+        beside = phase["bytes"] - verdict["context_bytes"] - sum(phase["categories"].values())
+        assert 0 <= beside < 2**20  # the allocator's rounding
+    assert told[-1]["is"] == "advice"
+    assert str(simulator.home) not in json.dumps(told)
+    assert any("left out: output_dir" in str(line["text"]) for line in told if line["is"] == "note")
+    assert not left_by(simulator)
+    environment = Path(f"/proc/{simulator.pid}/environ").read_text()
+    assert "hf_secret" not in environment
+    assert "HF_HUB_OFFLINE=1" in environment
+    for path in simulator.home.rglob("*"):  # what is kept until the end says nothing of the question
+        assert not path.is_file() or b"max_length" not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_waits_for_ends_and_so_does_one_that_takes_too_long(simulator: Simulator) -> None:
+    lines = simulator.answer(small(changes={"lora_r": 3, "use_peft": True}))
+    next(lines)
+    lines.close()  # type: ignore[attr-defined]
+    assert not left_by(simulator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autofit.web.simulator._START_S", -119.7)
+        patch.setattr(simulator, "_limits", replace(ALONE, advice_s=0.0))
+        told = [line for line in simulator.answer(small(changes={"lora_r": 5, "use_peft": True})) if line is not None]
+    assert "took longer than it may" in str(told[-1]["text"])
+    assert not left_by(simulator)
+
+
+@pytest.mark.slow
+def test_cards_are_compared_with_their_prices(simulator: Simulator) -> None:
+    told = [line for line in simulator.answer(small(kind="cards")) if line is not None and line["is"] == "card"]
+    assert [line["card"] for line in told] == ["b200", "h200", "a100-80gb", "h100", "l40s", "a100-40gb", "rtx4090"]
+    assert all(line["verdict"] == "fits" and line["usd_per_1000_steps"] for line in told)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+@pytest.mark.parametrize(("width", "height", "scheme"), [(850, 450, "light"), (390, 844, "dark")])
+def test_the_page_works_in_a_real_browser(simulator: Simulator, width: int, height: int, scheme: str) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    with served() as (server, _), sync_playwright() as playwright:
+        server.answers = simulator
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_default_timeout(_WAIT_MS)
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Skip to the answer")).to_be_focused()
+        page.get_by_text("More: length").click()
+        page.get_by_label("config.json").fill(json.dumps(SMALL))
+        page.get_by_label("Recipe (YAML) or command").fill(RECIPE)
+        page.get_by_label("Card", exact=True).select_option("rtx4090")
+        page.get_by_label("Recipe (YAML) or command").press("Control+Enter")
+        expect(page.get_by_role("heading", name="fits NVIDIA GeForce RTX 4090")).to_be_visible(timeout=_WAIT_MS)
+        expect(page.get_by_role("img", name="The peak is update")).to_be_visible()
+        first = page.get_by_role("button", name="Apply per_device_train_batch_size 2 -> 4").first
+        expect(first).to_be_visible(timeout=_WAIT_MS)
+        expect(page.get_by_role("status")).to_contain_text("An optimizer step trains on 4 samples")
+        take(page, f"answer-{width}-{scheme}")
+        first.click()
+        expect(page.get_by_role("button", name="Undo per_device_train_batch_size")).to_be_visible(timeout=_WAIT_MS)
+        expect(page.get_by_text("trains on 4 samples: 4 at a time x 1 accumulation step").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(UNNAMED) == 0
+        link = page.url
+        assert "#q=" in link
+        other = browser.new_page()
+        other.goto(link)
+        expect(other.get_by_role("button", name="Undo per_device_train_batch_size")).to_be_visible(timeout=_WAIT_MS)
+        assert not problems
+        browser.close()
+
+
+def take(page: "Page", name: str) -> None:
+    """A screenshot to look at, where AUTOFIT_SCREENSHOTS names a folder."""
+    if "AUTOFIT_SCREENSHOTS" in os.environ:
+        page.screenshot(path=Path(os.environ["AUTOFIT_SCREENSHOTS"]) / f"{name}.png", full_page=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 
 from autofit import __version__
 from autofit.api.markup import escaped
@@ -13,6 +14,7 @@ from autofit.recipe.catalogue import names
 
 File = tuple[str, bytes]  # (its type, its bytes)
 _FIRST = "a100-80gb"
+_ZERO = '<option value="zero2">ZeRO-2</option><option value="zero3">ZeRO-3</option>'  # where it can be simulated
 
 
 @cache
@@ -27,6 +29,8 @@ def _page() -> File:
         options.append(f'<option value="{escaped(spec.name)}"{chosen}>{escaped(words)}</option>')
     models = (f'<option value="{escaped(name)}"></option>' for name in names())
     text = _text("index.html").replace("<!--cards-->", "\n".join(options)).replace("<!--models-->", "\n".join(models))
+    if find_spec("deepspeed") is not None:
+        text = text.replace("<!--zero-->", _ZERO)
     return "text/html; charset=utf-8", text.replace("<!--version-->", escaped(__version__)).encode()
 
 

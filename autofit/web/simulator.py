@@ -20,6 +20,7 @@ from autofit.web.question import Question
 TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
 _LOOK_S = 0.05
 _BEAT_S = 1.0
+_AGAIN_S = (0.5, 2.0, 10.0)
 _END_S = 5.0  # for which a process that was ended is waited for
 _START_S = 10.0  # that an answer takes besides its simulations
 # Variables of this process' environment that its simulations get; tokens and passwords are not among them.
@@ -47,6 +48,16 @@ class Simulator:
         self._server.close()
         self._scratch.close()
 
+    @property
+    def home(self) -> Path:
+        """The folder of all that its answers write."""
+        return self._scratch.path
+
+    @property
+    def pid(self) -> int:
+        """The process of which those of the answers are forks."""
+        return self._server.pid
+
     def is_ready(self) -> bool:
         """Whether the libraries are loaded; waits until they are."""
         return self._server.is_ready()
@@ -62,7 +73,7 @@ class Simulator:
         finally:
             (folder / "cancel").touch()
             calling.ended.wait(_END_S)
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
 
     def _request(self, question: Question, folder: Path) -> dict[str, object]:
         limits, cards = self._limits, question.kind == "cards"
@@ -95,6 +106,15 @@ class Simulator:
         for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CORE):
             resource.prlimit(server.pid, kind, (most, most) if kind == resource.RLIMIT_DATA else (0, 0))
         return server
+
+
+def _delete(folder: Path) -> None:
+    """Delete the folder of an answer; and again, as simulations that are being ended may make it anew for a moment."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for later_s in _AGAIN_S:
+        timer = threading.Timer(later_s, shutil.rmtree, (folder,), {"ignore_errors": True})
+        timer.daemon = True
+        timer.start()
 
 
 class _Call(threading.Thread):

@@ -27,9 +27,9 @@ def verdict_told(check: Check, given: Mapping[str, object]) -> Told:
     result, recipe = check.result, check.recipe
     spec = gpu_spec(check.device.removeprefix("sim:"))
     return {
-        "is": "verdict", "verdict": check.verdict, "line": check.line, "card": spec.name, "card_name": spec.full_name,
-        "count": recipe.launch.cards, "model": _model(recipe, given), "trainer": recipe.trainer,
-        "used_bytes": result.device_used_bytes, "capacity_bytes": check.capacity_bytes,
+        "is": "verdict", "verdict": check.verdict, "why": check.line.removeprefix(f"{check.verdict}: "),
+        "card": spec.name, "card_name": spec.full_name, "count": recipe.launch.cards, "model": _model(recipe, given),
+        "trainer": recipe.trainer, "used_bytes": result.device_used_bytes, "capacity_bytes": check.capacity_bytes,
         "most_bytes": most_used_bytes(result.device_used_bytes or 0, check.device),
         "least_bytes": result.least_capacity_bytes, "step_s": result.median_step_s,
         "step_s_90": result.step_s_interval, "rollout_s": next(iter(result.rollout_s), None),

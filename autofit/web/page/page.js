@@ -3,7 +3,7 @@
 
 const field = (id) => document.getElementById(id);
 const FIELDS = ["text", "config", "card", "tokens", "count", "sharing"];
-const status = field("status"), answer = field("answer"), cards = field("cards"), start = field("start");
+const status = field("status"), said = field("said"), answer = field("answer"), cards = field("cards"), start = field("start");
 let changes = {}, asking = null, verdict = null, rows = [], generated = "";
 
 // -- pieces -----------------------------------------------------------------------------------------------------------
@@ -37,9 +37,10 @@ function seconds(value) {
   return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-function say(words, kind = "") {
+function say(words, kind = "", aloud = words) {
   status.textContent = words;
   status.className = kind;
+  if (aloud !== said.textContent) said.textContent = aloud;
 }
 
 // -- the recipe of a model and a training -----------------------------------------------------------------------------
@@ -108,7 +109,7 @@ function fromLink() {
     for (const id of FIELDS) field(id).value = typeof state[id] === "string" ? state[id] : "";
     if (!field("card").value) field("card").selectedIndex = 0;
     changes = state.changes && typeof state.changes === "object" && !Array.isArray(state.changes) ? state.changes : {};
-    if (field("config").value) field("other-model").open = true;
+    field("more").open = ["config", "tokens", "count", "sharing"].some((id) => field(id).value);
     if (field("text").value) ask("check");
   } catch {
     say("The link is not whole: its recipe cannot be read.", "wrong");
@@ -120,8 +121,11 @@ async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
-  } catch {
-    button.textContent = "Copy it from the address bar";
+  } catch {  // a frame may not
+    const shown = field("link-text");
+    shown.hidden = false;
+    shown.value = text;
+    shown.select();
   }
   setTimeout(() => { button.textContent = before; }, 2000);
 }
@@ -174,16 +178,24 @@ function hear(line) {
   if (line.is === "waiting") say(`Waiting: ${line.place} before this one ...`, "busy");
   else if (line.is === "started") { notes = []; say("Simulating the training ...", "busy"); }
   else if (line.is === "note") { notes.push(line.text); showNotes(); }
-  else if (line.is === "trying") say("Looking for changes ...", "busy");
-  else if (line.is === "verdict") { verdict = line; showVerdict(); say(spoken(line), "busy"); }
+  else if (line.is === "trying") { const box = document.getElementById("tried"); if (box) box.textContent = line.text; }
+  else if (line.is === "verdict") { verdict = line; showVerdict(); say("Looking for changes ...", "busy", spoken(line)); }
   else if (line.is === "advice") { showAdvice(line); }
   else if (line.is === "card") { rows.push(line); showCards(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
   else if (line.is === "explained") showExplained(line);
   else if (line.is === "error") say(line.text, "wrong");
-  else if (line.is === "done" && status.className !== "wrong") say(rows.length && !cards.hidden ? `${rows.length} cards compared.` : verdict ? spoken(verdict) : "Done.");
+  else if (line.is === "done" && status.className !== "wrong") say("", "", done());
+}
+
+function done() {
+  if (rows.length && !cards.hidden) return `${rows.length} cards compared.`;
+  const count = document.querySelectorAll("#advice .changes li").length;
+  return verdict ? `${spoken(verdict)} ${count === 1 ? "1 change" : `${count} changes`} to apply.` : "Done.";
 }
 
 const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.used_bytes)} of ${gb(line.capacity_bytes)}. ${line.batch}`;
+
+const WANTED = {"fits": "What makes it faster", "may not fit": "What leaves more room", "does not fit": "What makes it fit"};
 
 // -- the verdict ------------------------------------------------------------------------------------------------------
 
@@ -197,12 +209,12 @@ function showVerdict() {
   if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
-    element("p", of.line[0].toUpperCase() + of.line.slice(1) + "."),
+    element("p", of.why[0].toUpperCase() + of.why.slice(1) + "."),
     ...of.warnings.map((text) => element("p", text[0].toUpperCase() + text.slice(1) + ".", {class: "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
-    element("div", [], {id: "advice"}),
     element("figure", [], {id: "picture"}),
+    element("div", [], {id: "advice"}),
     element("h3", "Effective batch"), element("p", `${of.batch} Changes marked neutral keep it exactly.`),
     figuresTable(),
     element("details", [element("summary", "The recipe with these changes"), element("pre", element("code", of.yaml)),
@@ -211,7 +223,7 @@ function showVerdict() {
     element("ul", [], {id: "notes", class: "notes"}),
   );
   answer.hidden = false;
-  field("advice").append(element("p", of.verdict === "fits" ? "Looking for what makes it faster ..." : "Looking for what makes it fit ...", {class: "soft"}));
+  field("advice").append(element("h3", WANTED[of.verdict]), element("p", [], {id: "tried", class: "soft small"}));
   showNotes();
   picture();
 }
@@ -247,12 +259,13 @@ function apply(set) {
 
 function showAdvice(advice) {
   const box = field("advice"), mends = advice.mends.map(change), faster = advice.faster.map(change), parts = [];
-  if (mends.length) parts.push(element("h3", verdict.verdict === "may not fit" ? "What leaves more room" : "What makes it fit"), element("ul", mends, {class: "changes"}));
+  if (verdict.verdict !== "fits") parts.push(element("h3", WANTED[verdict.verdict]));
+  if (mends.length) parts.push(element("ul", mends, {class: "changes"}));
   else if (verdict.verdict !== "fits") {
-    parts.push(element("h3", "What makes it fit"), element("p", advice.ended_early ? "Nothing was found in the time of this page." : "No change that was tried makes it fit with room to spare."));
+    parts.push(element("p", advice.ended_early ? "Nothing was found in the time of this page." : "No change that was tried makes it fit with room to spare."));
     if (advice.closest) parts.push(element("p", "The closest:"), element("ul", [change(advice.closest)], {class: "changes"}));
   }
-  if (faster.length) parts.push(element("h3", "What makes it faster"), element("ul", faster, {class: "changes"}));
+  if (faster.length) parts.push(element("h3", WANTED.fits), element("ul", faster, {class: "changes"}));
   if (advice.card) {
     const other = advice.card, words = other.smaller ? "A smaller card would do" : "As it is, it runs on";
     parts.push(element("ul", element("li", [
@@ -284,6 +297,7 @@ function change(one) {
 
 const COLOURS = {"CUDA context": "context", weights: "weights", gradients: "gradients", optimizer: "optimizer", activations: "activations",
   logits: "logits", "KV cache": "kv", temporaries: "temporaries", workspace: "workspace"};
+const FREE = "free in the allocator's cache";
 const colour = (name) => `f-${COLOURS[name] || "other"}`;
 
 function parts(phase) {
@@ -321,14 +335,16 @@ function picture() {
     }
     if (phase.cached_bytes > most / 200) {
       svg.append(drawn("rect", {class: "f-cached", x, y: y(below + phase.cached_bytes), width: wide, height: y(below) - y(below + phase.cached_bytes)}));
-      seen.set("kept by the allocator", Math.max(seen.get("kept by the allocator") || 0, phase.cached_bytes));
+      seen.set(FREE, Math.max(seen.get(FREE) || 0, phase.cached_bytes));
     }
     svg.append(drawn("text", {x: x + wide / 2, y: height - 6, "text-anchor": "middle"}, phase.name));
   });
   svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}),
     drawn("text", {class: "limit-words", x: width, y: y(limit) - 5, "text-anchor": "end"}, `${verdict.card} has ${gb(limit)}`));
-  const legend = [...seen].map(([name, bytes]) => element("li", [
-    element("i", [], {class: name === "kept by the allocator" ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
+  const shown = [...seen].filter(([, bytes]) => bytes > limit / 200), small = seen.size - shown.length;
+  const legend = shown.map(([name, bytes]) => element("li", [
+    element("i", [], {class: name === FREE ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
+  if (small) legend.push(element("li", `${small} below ${gb(limit / 200)}`));
   figure.replaceChildren(svg, element("ul", legend, {class: "legend", "aria-label": "Largest bytes of each category"}),
     element("figcaption", `Memory at the peak of each phase of a step; the largest is ${peak.name}.`));
 }
@@ -361,7 +377,8 @@ function showCards() {
       element("td", `${row.over ? "over " : ""}${seconds(row.step_s)}`, {class: "number"}),
       element("td", usd(row.usd_per_hour), {class: "number", title: row.price}),
       element("td", usd(row.usd_per_1000_steps), {class: "number"}),
-      element("td", words, {class: "small"}),
+      element("td", [words, row.card === field("card").value || row.verdict === "not possible" ? "" : element("button", "Use", {type: "button",
+        "aria-label": `Check on ${row.card}`, class: "use", onclick: () => { field("card").value = row.card; again(); }})], {class: "small"}),
     ], {class: row === cheapest ? "winner" : null});
   });
   const table = element("table", [element("caption", "Each card with the recipe as it is, or with the mildest change that fits. Prices are dated public lists."),
@@ -391,6 +408,9 @@ field("link").addEventListener("click", (event) => {
 field("model").addEventListener("change", write);
 field("method").addEventListener("change", write);
 for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => example(button.dataset.example));
+field("ask").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); field("ask").requestSubmit(); }
+});
 addEventListener("hashchange", fromLink);
 new ResizeObserver(picture).observe(field("result"));
 fromLink();
