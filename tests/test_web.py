@@ -266,7 +266,8 @@ def test_code_files_and_addresses_of_a_recipe_are_left_out(yaml: str, values: di
      "deepspeed: {zero_optimization: {offload_param: {nvme_path: /etc}}}", "fsdp_config: /etc/passwd",
      "accelerate_config: /etc/passwd", "accelerator_config: ../a.json", "optim: a/b", "optim: {a: b}",
      "generation_kwargs: {custom_generate: me/code}", "env: {PYTORCH_CUDA_ALLOC_CONF: '$(id)'}", "env: 1",
-     "lora_target_modules: [/etc]", "gradient_checkpointing_kwargs: {a: {b: {c: {d: {e: 1}}}}}"],
+     "lora_target_modules: [/etc]", "per_device_train_batch_size: 100000", "max_length: .inf",
+     "gradient_checkpointing_kwargs: {a: {b: {c: {d: {e: 1}}}}}"],
 )  # fmt: skip
 def test_a_file_or_an_address_in_the_place_of_a_setting_is_refused(yaml: str) -> None:
     with pytest.raises(ConfigError):
@@ -411,7 +412,7 @@ def test_an_answer_that_nobody_waits_for_ends_and_so_does_one_that_takes_too_lon
     lines.close()  # type: ignore[attr-defined]
     assert not left_by(simulator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autofit.web.simulator._START_S", -119.7)
+        patch.setattr("autofit.web.simulator._START_S", -299.7)
         patch.setattr(simulator, "_limits", replace(ALONE, advice_s=0.0))
         told = [line for line in simulator.answer(small(changes={"lora_r": 5, "use_peft": True})) if line is not None]
     assert "took longer than it may" in str(told[-1]["text"])

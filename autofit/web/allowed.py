@@ -23,6 +23,13 @@ _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MOST_LIST = 64
+# Far above what is trained with: a larger number would only keep the page busy.
+_MOST = {
+    "per_device_train_batch_size": 1024, "gradient_accumulation_steps": 4096, "steps_per_generation": 4096,
+    "generation_batch_size": 65_536, "num_generations": 1024, "max_length": 131_072, "max_seq_length": 131_072,
+    "max_completion_length": 131_072, "num_iterations": 64, "precompute_ref_batch_size": 1024,
+    "num_processes": 1024, "num_machines": 128,
+}  # fmt: skip
 
 _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation", "use_cache")  # what model_init_kwargs may have
 _ACCELERATE = ("single_gpu", "multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")  # configs that TRL ships
@@ -155,6 +162,9 @@ def _attention(value: object) -> object:
 
 def _plain(key: str, value: object) -> object:
     """A number, true, false, null or a word."""
+    most = _MOST.get(key)
+    if most is not None and isinstance(value, int | float) and not value <= most:
+        raise ConfigError(f"{key} must be at most {most:,} here; got {quoted(value)}")
     return value if value is None or isinstance(value, bool | int | float) else _word(key, value)
 
 

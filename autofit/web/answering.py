@@ -13,7 +13,7 @@ from autofit.api.card_advice import USUAL
 from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
-from autofit.errors import AutofitError, ConfigError, one_line
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
@@ -22,7 +22,8 @@ from autofit.forecast.shop import Shop
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import load, names, trainer_for
 from autofit.probing.fork_server import KeptServer
-from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeResult, ProbeStatus
+from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import merge
 from autofit.web.allowed import Allowed, allowed
@@ -113,7 +114,13 @@ def _tokens(trainer: str, values: Mapping[str, object]) -> int:
 def _check(estimating: Estimator, given: Mapping[str, object], advice_s: float, tell: Tell) -> None:
     """The verdict, then what to change."""
     estimating = replace(estimating, least_of_fits=False)  # a second less; the page does not show it
-    result = estimating.estimate()
+    if clash := next(clashes(estimating.recipe), None):
+        raise ConfigError(f"{clash.key}: {clash.what}; {clash.fix}")
+    result = estimating.probe(estimating.recipe.values)
+    if result.cause is Cause.DEADLINE:
+        raise ConfigError("the simulation takes longer than it may here; autofit on your own machine has no such limit")
+    if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
+        raise EnvironmentFault(f"the simulation failed: {result.reason.partition(' (during ')[0]}")
     fits = result.status is ProbeStatus.FIT and not is_tight(result, estimating.capacity_bytes)
     recipe, capacity = estimating.recipe, estimating.capacity_bytes
     check = Check(
