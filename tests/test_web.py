@@ -24,7 +24,7 @@ from autofit.web.config import write_config
 from autofit.web.files import FILES
 from autofit.web.limits import ALONE, PUBLIC, Limits, Rate
 from autofit.web.line import Full, Line
-from autofit.web.pasted import read
+from autofit.web.pasted import read, without_files
 from autofit.web.question import Question
 from autofit.web.server import Access, PageServer
 from autofit.web.simulator import Simulator
@@ -307,6 +307,24 @@ def test_another_tools_file_is_explained_by_its_own_arithmetic(tmp_path: Path) -
     found = read(script, tmp_path).explained
     assert found is not None
     assert found.tool == "verl"
+
+
+def test_no_file_that_another_tools_file_names_is_read(tmp_path: Path) -> None:
+    yaml = """stage: sft
+finetuning_type: lora
+cutoff_len: 64
+model_name_or_path: qwen/qwen3-8b
+deepspeed: secret
+output_dir: ../x
+ddp: {config: secret.json, size: 1}
+data: [/etc/passwd, a, {b: 1}]
+"""
+    kept, left = without_files(parse_yaml(yaml))  # type: ignore[arg-type]
+    assert kept == {"stage": "sft", "finetuning_type": "lora", "cutoff_len": 64, "model_name_or_path": "qwen/qwen3-8b",
+                    "ddp": {"size": 1}, "data": ["a"]}  # fmt: skip
+    assert left == ["deepspeed", "output_dir", "ddp.config", "data"]
+    assert len(read(yaml, tmp_path).notes) == 4
+    assert "passwd" not in (tmp_path / "pasted.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ class ForkServer:
     Where one is kept, it is that one, and a new one is left behind for the next command (kept_place.is_asked_for).
     """
 
-    def __init__(self, folder: Path, *, env: Mapping[str, str] | None = None) -> None:
-        """`env` takes the place of this process' environment."""
+    def __init__(self, folder: Path) -> None:
         self.log_path = folder / "fork_server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._home: Scratch | None = None
@@ -77,7 +76,7 @@ class ForkServer:
                 [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path,  # -P: not of cwd
                  *([] if stays is None else [f"{_STAYS}{stays}"])],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env={name: value for name, value in computing_env(env).items() if name not in _OF_RANKS},
+                env={name: value for name, value in computing_env().items() if name not in _OF_RANKS},
             )  # fmt: skip
         self._stays = stays is not None
 
@@ -93,11 +92,6 @@ class ForkServer:
 
     def _lives(self) -> bool:
         return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        return self._process.pid
 
     def is_ready(self) -> bool:
         """Whether the server has started; waits until it has, or has failed to."""
@@ -120,22 +114,6 @@ class ForkServer:
             self._process.wait(timeout=30)
         if self._home is not None:
             self._home.close()
-
-
-class KeptServer(ForkServer):
-    """A server that another process keeps: calls reach it, and `close` leaves it running."""
-
-    def __init__(self, socket_path: str) -> None:
-        self.socket_path = socket_path
-
-    def call(self, message: Mapping[str, object]) -> Ending:
-        return call(self.socket_path, message)
-
-    def is_ready(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing: it is another's."""
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:

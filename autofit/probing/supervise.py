@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,14 +37,14 @@ class Ending:
         return asdict(self)
 
 
-def computing_env(own: Mapping[str, str] | None = None, /, **more: str) -> dict[str, str]:
-    """The environment of a computing process: this process' `own`, with OpenMP threads that sleep while they wait.
+def computing_env(**more: str) -> dict[str, str]:
+    """The environment of a computing process: this process' own, with OpenMP threads that sleep while they wait.
 
     Spinning threads on shared cores made a step 4 to 14 times slower (experiments/LOG.md). Torch detects the card by
     NVML, not by CUDA, which keeps the fork server's forks safe.
     """
     ours = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return {**ours, **(os.environ if own is None else own), _PARENT: str(os.getpid()), **more}
+    return {**ours, **os.environ, _PARENT: str(os.getpid()), **more}
 
 
 def keep(

@@ -21,7 +21,6 @@ from autofit.forecast.margin import is_tight
 from autofit.forecast.shop import Shop
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import load, names, trainer_for
-from autofit.probing.fork_server import KeptServer
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
@@ -31,6 +30,7 @@ from autofit.web.config import write_config
 from autofit.web.pasted import read
 from autofit.web.question import Question
 from autofit.web.telling import advice_told, card_told, explained_told, verdict_told
+from autofit.web.warm import Shared
 
 TOLD = "told.jsonl"  # file with the lines
 _TOKENS = 512  # of a prompt, where the question does not say
@@ -51,7 +51,7 @@ def run(request_path: str) -> int:
 
         try:
             question = Question(**request["question"])
-            _answer(question, KeptServer(request["socket"]), path.parent, request["seconds"], tell)
+            _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
         except AutofitError as error:
             tell({"is": "error", "text": one_line(str(error), 600)})
         except MemoryError:
@@ -59,7 +59,7 @@ def run(request_path: str) -> int:
     return 0
 
 
-def _answer(question: Question, server: KeptServer, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
+def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
     pasted = read(question.text, folder)
     for note in pasted.notes:
         tell({"is": "note", "text": note})

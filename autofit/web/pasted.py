@@ -8,15 +8,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
+import yaml
+
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.explanation import Explanation
 from autofit.frontends.reading import explain
 from autofit.frontends.shell import starts_verl
 from autofit.frontends.tools import tool_of
+from autofit.recipe.catalogue import architecture
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 _TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
 _STARTERS = (
+    "swift",
+    "llamafactory-cli",
+    "axolotl",
     "trl",
     "accelerate",
     "torchrun",
@@ -33,6 +39,8 @@ _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=\S*")
 _RANKS = ("num_processes", "nproc_per_node", "num_gpus")
 _SHARED = ("accelerate_config", "config_file")
 _NAMED = ("fsdp1", "fsdp2", "zero1", "zero2", "zero3", "multi_gpu")
+_FILE = re.compile(r"[/\\\\~]|\.\.|\.(json|jsonl|ya?ml|sh|py|txt|csv|parquet|bin|pt|safetensors)$", re.IGNORECASE)
+_PRESET = re.compile(r"zero[0-3](_offload)?|fsdp[12]?")
 _HEAD = 400  # characters in which a command begins
 
 
@@ -67,10 +75,37 @@ def _recipe(path: Path, **said: object) -> Pasted:
     try:
         values = read_yaml_mapping(path, what="recipe")
         if tool_of(values) is not None:
-            return Pasted(explained=explain(path))
+            kept, left = without_files(values)
+            path.write_text(yaml.safe_dump(kept), encoding="utf-8")
+            return Pasted(explained=explain(path), notes=tuple(f"left out, as no file is read: {key}" for key in left))
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
     return Pasted(values=values, **said)  # type: ignore[arg-type]
+
+
+def without_files(values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """(`values` without those that may name a file or an address, the keys that these had)."""
+    kept, left = dict[str, object](), list[str]()
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            kept[key], inner = without_files(value)
+            left += [f"{key}.{name}" for name in inner]
+        elif isinstance(value, list):
+            kept[key] = [one for one in value if not isinstance(one, Mapping | list) and not _may_be_a_file(key, one)]
+            left += [key] if len(cast("list[object]", kept[key])) < len(value) else []
+        elif _may_be_a_file(key, value):
+            left.append(key)
+        else:
+            kept[key] = value
+    return kept, left
+
+
+def _may_be_a_file(key: str, value: object) -> bool:
+    """Whether a value could be the name of a file: by its look, or by its key. A model of the catalogue is none."""
+    if not isinstance(value, str) or architecture(value) is not None:
+        return False
+    of_key = key in ("deepspeed", "fsdp_config", "config", "accelerate_config") and not _PRESET.fullmatch(value)
+    return of_key or _FILE.search(value) is not None
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -100,8 +135,6 @@ def _command(text: str, folder: Path) -> Pasted:
     ranks = next((given.pop(name) for name in _RANKS if isinstance(given.get(name), int)), None)
     shared = next((str(given.pop(name)) for name in _SHARED if given.get(name) in _NAMED), "")
     if tool_of(given) is not None:
-        import yaml
-
         path = folder / "pasted.yaml"
         path.write_text(yaml.safe_dump(given), encoding="utf-8")
         return _recipe(path)

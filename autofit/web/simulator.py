@@ -1,8 +1,6 @@
 """Answers by processes of a warm fork server, each in a folder of its own that is deleted, and ended after its time."""
 
 import json
-import os
-import resource
 import shutil
 import tempfile
 import threading
@@ -11,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
-from autofit.probing.fork_server import ForkServer, ServerGone
+from autofit.probing.fork_server import ServerGone
 from autofit.probing.supervise import Ending
 from autofit.scratch import Scratch
 from autofit.web.limits import Limits
 from autofit.web.question import Question
+from autofit.web.warm import WarmServer
 
 TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
 _LOOK_S = 0.05
@@ -23,8 +22,6 @@ _BEAT_S = 1.0
 _AGAIN_S = (0.5, 2.0, 10.0)
 _END_S = 5.0  # for which a process that was ended is waited for
 _START_S = 10.0  # that an answer takes besides its simulations
-# Variables of this process' environment that its simulations get; tokens and passwords are not among them.
-_PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 Line = Mapping[str, object]
 
 
@@ -93,19 +90,12 @@ class Simulator:
             return self._server.call(message)
         except ServerGone:
             with self._starting:
-                self._server.close()
-                self._server = self._started()
+                if not self._server.lives():
+                    self._server = self._started()
             raise
 
-    def _started(self) -> ForkServer:
-        home = self._scratch.path
-        for name in ("cache", "hub", "tmp"):
-            (home / name).mkdir(exist_ok=True)
-        server = ForkServer(home, env=_environment(home))
-        most = self._limits.memory_bytes
-        for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CORE):
-            resource.prlimit(server.pid, kind, (most, most) if kind == resource.RLIMIT_DATA else (0, 0))
-        return server
+    def _started(self) -> WarmServer:
+        return WarmServer(self._scratch.path, memory_bytes=self._limits.memory_bytes)
 
 
 def _delete(folder: Path) -> None:
@@ -160,13 +150,3 @@ def _problem(ending: Ending) -> str:
     if ending.exit_code and not ending.abandoned:
         return "the simulation ended without an answer"
     return ""
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """The variables of a simulation: no hub, no home of the user's, no secrets."""
-    own = {name: os.environ[name] for name in _PASSED if name in os.environ}
-    return {
-        **own, "HOME": str(home), "TMPDIR": str(home / "tmp"), "AUTOFIT_CACHE": str(home / "cache"),
-        "HF_HOME": str(home / "hub"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
