@@ -4,11 +4,14 @@
 
 `nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports, `nox -s fresh` the
 README's two lines, each in a clean clone.
+
+`nox -s docs` builds the site of docs/, `nox -s outputs` runs the commands of its pages again.
 """
 
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import nox
@@ -84,6 +87,21 @@ def fresh(session: nox.Session) -> None:
         with session.chdir(clone):
             session.run("bash", "-euo", "pipefail", "-c", line, external=True)
         shutil.rmtree(clone)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site of docs/ into site/; a dead link or a page without a place in the nav ends it."""
+    extras = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    session.install(*extras["docs"])  # mkdocstrings reads the sources: autofit itself need not be installed
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def outputs(session: nox.Session) -> None:
+    """Run the commands of the pages' console blocks and compare their outputs (minutes); `-- PAGE` for one page."""
+    session.install(*INSTALL)
+    session.run("python", "docs/outputs.py", "--check", *session.posargs)
 
 
 @nox.session

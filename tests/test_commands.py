@@ -1,4 +1,4 @@
-"""The commands: `--help` and the README's table have each, and signals end them as Ctrl-C does."""
+"""The commands: `--help` and the table of docs/commands.md have each, and signals end them as Ctrl-C does."""
 
 import argparse
 import re
@@ -15,7 +15,7 @@ from autofit.commands.arguments import parser
 from autofit.commands.common import say, terminate_like_interrupt
 from autofit.tuning.study import open_storage
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
 
 def commands_of_help() -> dict[str, str]:
@@ -24,9 +24,9 @@ def commands_of_help() -> dict[str, str]:
     return {str(choice.dest): str(choice.help) for choice in nested._choices_actions}
 
 
-def commands_of_readme() -> set[str]:
-    """The commands in the first cells of the README's table."""
-    cells = re.findall(r"^\| (`autofit (?:\\\||[^|])*)\|", README.read_text(encoding="utf-8"), re.MULTILINE)
+def commands_of_the_page() -> set[str]:
+    """The commands in the first cells of the page's table."""
+    cells = re.findall(r"^\| (`autofit (?:\\\||[^|])*)\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     named = (name.removeprefix("autofit ").split()[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell))
     return {name for name in named if not name.startswith("-")}
 
@@ -37,8 +37,8 @@ def test_every_command_of_the_help_has_its_function_and_a_sentence() -> None:
     assert all(text[0].islower() and len(text) > 20 for text in found.values()), found
 
 
-def test_the_readme_lists_the_commands_of_the_help() -> None:
-    assert commands_of_readme() == set(commands_of_help())
+def test_the_page_lists_the_commands_of_the_help() -> None:
+    assert commands_of_the_page() == set(commands_of_help())
 
 
 def test_a_line_of_progress_is_one_write_so_that_those_of_threads_do_not_run_together(

@@ -1,25 +1,36 @@
-"""The pages beside the code: their commands exist, and so do the files that they link to."""
+"""The pages beside the code: their commands exist, their outputs are true, and so are their links and figures."""
 
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from autofit.commands.arguments import parser
+from docs import outputs, picture
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/how-it-predicts.md", "skills/autofit/SKILL.md",
-         "autofit/fakegpu/README.md", "trainers/README.md")  # fmt: skip
+SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "skills/autofit/SKILL.md",
+         "autofit/fakegpu/README.md", "trainers/README.md", *SITE)  # fmt: skip
+WITH_OUTPUTS = [page.relative_to(ROOT).as_posix() for page in outputs.pages()]
 
 
 def commands(page: str) -> list[str]:
     """The commands in backticks or code blocks that a reader could type: `autofit NAME ...`, without placeholders."""
-    text = (ROOT / page).read_text()
-    blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+    text = (ROOT / page).read_text("utf-8")
+    blocks = "\n".join(re.findall(r"```(?:bash|console)?\n(.*?)```", text, re.DOTALL))
     inline = re.findall(r"`(autofit [a-z][^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    found = [*inline, *re.findall(r"^(autofit [a-z][^\n#]*)", blocks, re.MULTILINE)]
+    found = [*inline, *re.findall(r"^(?:\$ )?(autofit [a-z][^\n#]*)", blocks, re.MULTILINE)]
     return [line.strip() for line in found if not re.search(r"[A-Z]{3,}|\[|\.\.\.|·", line)]
+
+
+def shown(page: str) -> list[outputs.Command]:
+    """The commands of a page's console blocks with what stands behind them."""
+    blocks = outputs.BLOCK.findall((ROOT / page).read_text("utf-8"))
+    return [command for block in blocks for command in outputs.commands(block)]
 
 
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
@@ -29,7 +40,7 @@ def test_a_command_of_a_page_is_one_that_autofit_takes(page: str, line: str) -> 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_link_of_a_page_leads_to_a_file(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text())
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text("utf-8"))
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
@@ -37,3 +48,83 @@ def test_the_skill_says_what_it_is_for_and_is_short() -> None:
     text = (ROOT / "skills/autofit/SKILL.md").read_text()
     assert re.match(r"---\nname: autofit\ndescription: .{80,}\n---\n", text)
     assert text.count("\n") < 200
+
+
+def test_the_site_lists_every_page_and_no_other() -> None:
+    def pages(entry: object) -> list[str]:
+        nested = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else None
+        return [str(entry)] if nested is None else [page for part in nested for page in pages(part)]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    assert sorted(f"docs/{page}" for page in listed) == SITE
+
+
+@pytest.mark.parametrize("page", WITH_OUTPUTS)
+def test_a_command_with_an_output_can_be_run_again(page: str) -> None:
+    """Its files stand in the page or in docs/examples, or a command before it writes them."""
+    text = (ROOT / page).read_text("utf-8")
+    assert len(outputs.MADE.findall(text)) == 1
+    there = {title for title, _ in outputs.FILE.findall(text)} | {p.name for p in outputs.EXAMPLES.iterdir()}
+    for command in shown(page):
+        program, *words = command.words
+        assert program in ("autofit", "cat") or [program, *words] == ["echo", "$?"]
+        needed = {word for word in words if word.endswith((".yaml", ".sh", ".py"))}
+        written = {words[place + 1] for place, word in enumerate(words) if word in ("--out", "--plot", "--html")}
+        assert needed - written <= there, command.line
+        there |= written
+        assert command.shown or "--write-only" in words, f"{command.line} has no output: python docs/outputs.py {page}"
+        assert len(outputs.part_of(command.line, command.shown).splitlines()) == len(command.shown.splitlines())
+
+
+@pytest.mark.parametrize("page", WITH_OUTPUTS)
+def test_a_file_in_a_page_is_that_of_the_examples(page: str) -> None:
+    for title, content in outputs.FILE.findall((ROOT / page).read_text("utf-8")):
+        assert (outputs.EXAMPLES / title).read_text("utf-8") == content
+
+
+def test_an_output_is_what_a_terminal_of_80_columns_shows(tmp_path: Path) -> None:
+    (tmp_path / "verl.yaml").write_text(
+        dict(outputs.FILE.findall((ROOT / "docs/commands.md").read_text()))["verl.yaml"]
+    )
+    said, code = outputs.run(["autofit", "explain", "verl.yaml"], tmp_path)
+    (explained,) = (c for c in shown("docs/commands.md") if c.words == ["autofit", "explain", "verl.yaml"])
+    assert (said, code) == (explained.shown, 1)
+    said, code = outputs.run(["autofit", "estimate", "--gpu", "a1000"], tmp_path)
+    assert code == 2
+    assert said.startswith("autofit: ")
+
+
+def test_a_block_is_read_as_commands_and_their_outputs() -> None:
+    block = "$ autofit check a.yaml \\\n    --gpu h100  # the last 1 lines\nfits\n$ echo $?\n0\n"
+    first, second = outputs.commands(block)
+    assert first.words == ["autofit", "check", "a.yaml", "--gpu", "h100"]
+    assert outputs.part_of(first.line, "one\ntwo\n") == "two\n"
+    assert (first.shown, second.line, second.shown) == ("fits\n", "echo $?", "0\n")
+    with pytest.raises(ValueError, match="must begin with"):
+        list(outputs.commands("autofit check\n"))
+
+
+def test_noise_of_a_machine_is_no_difference() -> None:
+    said = "48 candidates in {s}; study-{h}-trial-4, used (UTC) {d}\nsamples; {s}\n"
+    one = outputs.compared(said.format(s="31.9 s", h="f6ccdd", d="2026-11-25"))
+    assert one == outputs.compared(said.format(s="1m2 s", h="00ffaa", d="2027-01-01"))
+    assert one != outputs.compared(said.format(s="31.9 GB", h="f6ccdd", d="2026-11-25"))
+
+
+@pytest.mark.parametrize(("name", "texts"), picture.TEXTS.items())
+def test_the_picture_has_the_figures_of_the_search(name: str, texts: dict[str, str | tuple[str, ...]]) -> None:
+    found = picture.trials((ROOT / "docs/commands.md").read_text("utf-8"))
+    assert {picture.BATCH % trial.micro_batch for trial in found} == {0}
+    assert (ROOT / f"docs/img/split{name}.svg").read_text("utf-8") == picture.picture(found, texts)
+
+
+@pytest.mark.slow
+def test_the_outputs_of_check_are_those_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of the commands page; `nox -s docs` runs all of them."""
+    text = (ROOT / "docs/commands.md").read_text("utf-8")
+    blocks = [b.group() for b in outputs.BLOCK.finditer(text) if re.search(r"\$ autofit (check|doctor) ", b.group())]
+    files = re.findall(r"^```yaml title=.*?^```$", text, re.DOTALL | re.MULTILINE)
+    page = "\n".join([*files, *blocks])
+    assert len(blocks) == 2
+    monkeypatch.setenv("AUTOFIT_CACHE", os.environ.get("AUTOFIT_CACHE", str(tmp_path)))
+    assert outputs.compared(outputs.with_outputs(page)) == outputs.compared(page)
