@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import autofit
 from autofit.commands.arguments import parser
-from docs import outputs, picture
+from docs import outputs, picture, tables
 
 ROOT = Path(__file__).parents[1]
 SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -109,6 +110,17 @@ def test_noise_of_a_machine_is_no_difference() -> None:
     one = outputs.compared(said.format(s="31.9 s", h="f6ccdd", d="2026-11-25"))
     assert one == outputs.compared(said.format(s="1m2 s", h="00ffaa", d="2027-01-01"))
     assert one != outputs.compared(said.format(s="31.9 GB", h="f6ccdd", d="2026-11-25"))
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_a_table_of_a_page_is_that_of_its_file(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert tables.with_tables(text) == text, "python docs/tables.py"
+
+
+def test_the_page_of_python_has_every_public_name() -> None:
+    shown = re.findall(r"^::: \S+\.(\w+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    assert set(autofit.__all__) <= set(shown)
 
 
 @pytest.mark.parametrize(("name", "texts"), picture.TEXTS.items())
