@@ -18,7 +18,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Search and prove": ("search", "verify", "report", "studies"),
     "Train": ("promote", "run", "monitor", "jobs"),
     "Track": ("ui", "sync"),
-    "Set up": ("init", "completion", "server"),
+    "Set up": ("init", "completion", "server", "web"),
 }
 EXAMPLES: Mapping[str, tuple[str, str]] = {
     "check": ("check run.yaml --gpu rtx4090", "check run.yaml --gpu 8xh100 --set dtype=bfloat16"),
@@ -42,6 +42,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "init": ("init grpo", "init --model Qwen/Qwen3-8B --dataset data.jsonl"),
     "completion": ("completion bash", "completion zsh"),
     "server": ("server", "server stop"),
+    "web": ("web", "web --port 8000 --open"),
 }
 _MOST_COLUMNS = 100
 _NAME = 14  # columns of a command's name, with its margin
