@@ -366,20 +366,20 @@ function showCards() {
   const fitting = rows.filter((row) => row.verdict === "fits"), best = (of) => fitting.filter((row) => row[of] !== null)
     .reduce((a, b) => a === null || b[of] < a[of] ? b : a, null);
   const cheapest = best("usd_per_1000_steps"), fastest = best("step_s");
-  const head = ["card", "", "memory", "a step", "$ an hour", "$ for 1,000 steps", "with"];
-  const body = [...rows].sort((a, b) => a.capacity_bytes - b.capacity_bytes).map((row) => {
+  const head = ["card", "memory", "a step", "$ an hour", "$ for 1,000 steps"];
+  const body = [...rows].sort((a, b) => a.capacity_bytes - b.capacity_bytes).flatMap((row) => {
     const marks = [row === cheapest ? "cheapest" : "", row === fastest ? "fastest" : ""].filter(Boolean);
-    const words = row.words ? `${row.words}${row.tier ? ` (${row.tier})` : ""}` : row.reason || "the recipe as it is";
-    return element("tr", [
-      element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card}`, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
-      element("td", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}),
-      element("td", `${gb(row.used_bytes)} of ${gb(row.capacity_bytes)}`, {class: "number"}),
+    const words = row.words ? `${row.words}${row.tier ? ` (${row.tier})` : ""}` : row.reason, kind = row === cheapest ? "winner" : null;
+    const use = row.card === field("card").value ? "" : element("button", "Use", {type: "button", "aria-label": `Check on ${row.card}`,
+      class: "use", onclick: () => { field("card").value = row.card; again(); }});
+    const figures = element("tr", [
+      element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card} `, use, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
+      element("td", [element("span", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}), element("br"), `${gb(row.used_bytes)} of ${gb(row.capacity_bytes)}`]),
       element("td", `${row.over ? "over " : ""}${seconds(row.step_s)}`, {class: "number"}),
       element("td", usd(row.usd_per_hour), {class: "number", title: row.price}),
       element("td", usd(row.usd_per_1000_steps), {class: "number"}),
-      element("td", [words, row.card === field("card").value || row.verdict === "not possible" ? "" : element("button", "Use", {type: "button",
-        "aria-label": `Check on ${row.card}`, class: "use", onclick: () => { field("card").value = row.card; again(); }})], {class: "small"}),
-    ], {class: row === cheapest ? "winner" : null});
+    ], {class: kind});
+    return words ? [figures, element("tr", element("td", words, {colspan: "5", class: "small soft"}), {class: `with ${kind || ""}`})] : [figures];
   });
   const table = element("table", [element("caption", "Each card with the recipe as it is, or with the mildest change that fits. Prices are dated public lists."),
     element("thead", element("tr", head.map((name) => element("th", name, {scope: "col"})))), element("tbody", body)]);
