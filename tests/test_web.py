@@ -1,12 +1,13 @@
 """The page of `autofit web`: what its server refuses, what reaches a trainer, and the page in a real browser."""
 
+import html
 import http.client
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from autofit.errors import ConfigError
 from autofit.recipe.yaml_file import parse_yaml
 from autofit.web.allowed import allowed
 from autofit.web.config import write_config
+from autofit.web.examples import examples
 from autofit.web.files import FILES
 from autofit.web.limits import ALONE, PUBLIC, Limits, Rate
 from autofit.web.line import Full, Line
@@ -44,7 +46,7 @@ class Told:
         self.may_end, self.at_work, self.most = threading.Event(), 0, 0
         self.ended: list[str] = []
 
-    def answer(self, question: Question) -> Iterator[Mapping[str, object] | None]:
+    def answer(self, question: Question) -> Generator[Mapping[str, object] | None, None, None]:
         self.at_work += 1
         self.most = max(self.most, self.at_work)
         try:
@@ -208,7 +210,9 @@ def test_an_answer_ends_when_nobody_listens_any_more() -> None:
             f"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         connection.sendall(f"{head}\r\n\r\n".encode() + body)
-        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        with connection.makefile("rb") as lines:
+            while b"note" not in lines.readline():
+                pass
         connection.close()
         end = time.monotonic() + 20
         while not told.ended and time.monotonic() < end:
@@ -232,6 +236,17 @@ def test_a_request_that_dribbles_in_is_dropped_and_others_are_answered() -> None
         assert not told.ended
         for connection in slow:
             connection.close()
+
+
+def test_the_examples_of_the_page_are_questions_and_are_prepared_in_their_turn() -> None:
+    with served() as (server, told):
+        page = asked(server, "/", method="GET")[2]
+        server.prepare(one.question for one in examples())
+        assert told.ended == [one.question.text for one in examples()]
+        assert told.most == 1
+        for one in examples():
+            assert html.escape(one.question.text) in page
+            assert kept(one.question.text) == parse_yaml(one.question.text)
 
 
 # -- what reaches a trainer -------------------------------------------------------------------------------------------
@@ -427,7 +442,7 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
 def test_an_answer_that_nobody_waits_for_ends_and_so_does_one_that_takes_too_long(simulator: Simulator) -> None:
     lines = simulator.answer(small(changes={"lora_r": 3, "use_peft": True}))
     next(lines)
-    lines.close()  # type: ignore[attr-defined]
+    lines.close()
     assert not left_by(simulator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autofit.web.simulator._START_S", -299.7)

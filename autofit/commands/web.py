@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def web(options: argparse.Namespace) -> int:
+    from autofit.web.examples import examples
     from autofit.web.limits import ALONE, PUBLIC
     from autofit.web.server import PageServer
     from autofit.web.simulator import Simulator
@@ -38,6 +39,8 @@ def web(options: argparse.Namespace) -> int:
                 webbrowser.open(address)
             simulator.is_ready()
             say("ready; Ctrl-C stops it")
+            if options.public:
+                server.prepare(one.question for one in examples())
             threading.Event().wait()
     except KeyboardInterrupt:
         return DONE

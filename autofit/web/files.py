@@ -11,6 +11,7 @@ from autofit.api.page_style import STYLE
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware.prices import prices
 from autofit.recipe.catalogue import names
+from autofit.web.examples import examples
 
 File = tuple[str, bytes]  # (its type, its bytes)
 _FIRST = "a100-80gb"
@@ -29,6 +30,12 @@ def _page() -> File:
         options.append(f'<option value="{escaped(spec.name)}"{chosen}>{escaped(words)}</option>')
     models = (f'<option value="{escaped(name)}"></option>' for name in names())
     text = _text("index.html").replace("<!--cards-->", "\n".join(options)).replace("<!--models-->", "\n".join(models))
+    buttons = (
+        f'<li><button type="button" data-text="{escaped(one.question.text)}" data-card="{escaped(one.question.card)}" '
+        f'data-tokens="{one.question.tokens or ""}">{escaped(one.words)}</button></li>'
+        for one in examples()
+    )
+    text = text.replace("<!--examples-->", "\n".join(buttons))
     if find_spec("deepspeed") is not None:
         text = text.replace("<!--zero-->", _ZERO)
     return "text/html; charset=utf-8", text.replace("<!--version-->", escaped(__version__)).encode()

@@ -6,8 +6,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +24,7 @@ _POLICY = (
     "form-action 'none'; frame-ancestors "
 )
 _WRITE_S = 10.0
-Lines = Iterator[Mapping[str, object] | None]
+Lines = Generator[Mapping[str, object] | None, None, None]
 
 
 class Answers(Protocol):
@@ -67,6 +67,13 @@ class PageServer(ThreadingHTTPServer):
         self.rate = Rate(limits.a_minute)
         self._connections = threading.BoundedSemaphore(limits.connections)
         super().__init__(address, Handler)
+
+    def prepare(self, questions: Iterable[Question]) -> None:
+        """Answer the questions once, each in its turn, so that whoever asks them next waits for nothing."""
+        for question in questions:
+            with suppress(Full), self.line.turn("", waits=lambda _: None):
+                for _ in self.answers.answer(question):
+                    pass
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take the connection if there are not too many; a thread of its own answers it."""
@@ -182,8 +189,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.line.turn(self._address(), waits=waits):
                 self._say({"is": "started"})
-                for line in self.server.answers.answer(question):
-                    self._say(line)
+                with closing(self.server.answers.answer(question)) as lines:
+                    for line in lines:
+                        self._say(line)
                 self._say({"is": "done"})
         except Full as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error), 10.0)

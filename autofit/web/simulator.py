@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
@@ -19,6 +19,7 @@ from autofit.web.warm import WarmServer
 TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
 _LOOK_S = 0.05
 _BEAT_S = 1.0
+_MOST_KEPT = 4000  # of some 10 KB each
 _AGAIN_S = (0.5, 2.0, 10.0)
 _END_S = 5.0  # for which a process that was ended is waited for
 _START_S = 10.0  # that an answer takes besides its simulations
@@ -59,8 +60,9 @@ class Simulator:
         """Whether the libraries are loaded; waits until they are."""
         return self._server.is_ready()
 
-    def answer(self, question: Question) -> Iterator[Line | None]:
+    def answer(self, question: Question) -> Generator[Line | None, None, None]:
         """The lines of the answer as they are found, and None every second without one. Closing it ends the answer."""
+        self._trim()
         folder = Path(tempfile.mkdtemp(prefix="answer-", dir=self._scratch.path))
         (folder / TOLD).touch()
         calling = _Call(self, self._request(question, folder))
@@ -71,6 +73,13 @@ class Simulator:
             (folder / "cancel").touch()
             calling.ended.wait(_END_S)
             _delete(folder)
+
+    def _trim(self) -> None:
+        """Delete the oldest of the kept peaks where there are too many: a server of strangers runs for months."""
+        kept = list((self._scratch.path / "cache" / "probes").glob("*.json"))
+        if len(kept) > _MOST_KEPT:
+            for path in sorted(kept, key=lambda path: path.stat().st_mtime)[: len(kept) // 2]:
+                path.unlink(missing_ok=True)
 
     def _request(self, question: Question, folder: Path) -> dict[str, object]:
         limits, cards = self._limits, question.kind == "cards"
@@ -124,7 +133,7 @@ class _Call(threading.Thread):
             self.ended.set()
 
 
-def _lines(told: Path, calling: _Call) -> Iterator[Line | None]:
+def _lines(told: Path, calling: _Call) -> Generator[Line | None, None, None]:
     """The lines of the file as they are written, until the call has ended; then what went wrong with it."""
     ended, spoke, part = False, time.monotonic(), ""
     with told.open(encoding="utf-8") as file:

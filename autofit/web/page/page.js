@@ -71,18 +71,12 @@ function write() {
   changes = {};
 }
 
-const EXAMPLES = {
-  grpo: {model: "Qwen/Qwen3-8B", method: "grpo-lora", card: "a100-40gb", tokens: "512"},
-  sft: {model: "meta-llama/Llama-3.1-8B", method: "sft-full", card: "h100", tokens: ""},
-  dpo: {model: "Qwen/Qwen3-4B", method: "dpo-lora", card: "rtx4090", tokens: ""},
-};
-
-function example(name) {
-  const chosen = EXAMPLES[name];
-  for (const id of ["model", "method", "card", "tokens"]) field(id).value = chosen[id];
-  for (const id of ["count", "sharing", "config"]) field(id).value = "";
+function example(chosen) {
+  for (const id of ["model", "count", "sharing", "config"]) field(id).value = "";
+  field("text").value = generated = chosen.text;
+  field("card").value = chosen.card;
+  field("tokens").value = chosen.tokens;
   changes = {};
-  field("text").value = generated = recipe(chosen.model, chosen.method);
   ask("check");
 }
 
@@ -374,16 +368,18 @@ function showCards() {
       class: "use", onclick: () => { field("card").value = row.card; again(); }});
     const figures = element("tr", [
       element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card} `, use, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
-      element("td", [element("span", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}), element("br"), `${gb(row.used_bytes)} of ${gb(row.capacity_bytes)}`]),
+      element("td", [element("span", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}), element("br"), row.used_bytes === null ? "" : `${(row.used_bytes / 1e9).toFixed(1)} of ${gb(row.capacity_bytes)}`]),
       element("td", `${row.over ? "over " : ""}${seconds(row.step_s)}`, {class: "number"}),
       element("td", usd(row.usd_per_hour), {class: "number", title: row.price}),
       element("td", usd(row.usd_per_1000_steps), {class: "number"}),
     ], {class: kind});
     return words ? [figures, element("tr", element("td", words, {colspan: "5", class: "small soft"}), {class: `with ${kind || ""}`})] : [figures];
   });
-  const table = element("table", [element("caption", "Each card with the recipe as it is, or with the mildest change that fits. Prices are dated public lists."),
+  const table = element("table", [element("caption", "Each card with the recipe as it is, or with the mildest change that fits. Prices are public lists, dated below."),
     element("thead", element("tr", head.map((name) => element("th", name, {scope: "col"})))), element("tbody", body)]);
-  cards.replaceChildren(element("h2", "Cards"), element("div", table, {class: "wide", tabindex: "0", role: "region", "aria-label": "Cards"}));
+  const priced = rows.filter((row) => row.price).map((row) => element("li", `${row.card}: ${usd(row.usd_per_hour)} an hour, ${row.price}`));
+  const sources = element("details", [element("summary", "Where the prices are from"), element("ul", priced, {class: "notes"})]);
+  cards.replaceChildren(element("h2", "Cards"), element("div", table, {class: "wide", tabindex: "0", role: "region", "aria-label": "Cards"}), priced.length ? sources : "");
   cards.hidden = false;
 }
 
@@ -407,7 +403,7 @@ field("link").addEventListener("click", (event) => {
 });
 field("model").addEventListener("change", write);
 field("method").addEventListener("change", write);
-for (const button of document.querySelectorAll("[data-example]")) button.addEventListener("click", () => example(button.dataset.example));
+for (const button of document.querySelectorAll("[data-text]")) button.addEventListener("click", () => example(button.dataset));
 field("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); field("ask").requestSubmit(); }
 });
