@@ -74,7 +74,8 @@ def test_a_wheel_holds_the_package_autofit_and_nothing_beside_it(installed: Path
     packages = next(installed.parents[1].glob("lib/python*/site-packages"))
     names = {path.name for path in packages.iterdir() if path.suffix not in (".pth", ".dist-info")} - {"__pycache__"}
     assert names == {"autofit"}
-    ours = {f"{p.relative_to(ROOT)}" for p in (ROOT / "autofit").rglob("*") if p.suffix in (".py", ".yaml", ".npz")}
+    kinds = (".py", ".yaml", ".npz", ".html", ".css", ".js", ".svg")
+    ours = {f"{p.relative_to(ROOT)}" for p in (ROOT / "autofit").rglob("*") if p.suffix in kinds}
     for name in ("trainers", "search_spaces"):
         found = (p.relative_to(ROOT) for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".yaml"))
         ours |= {f"autofit/{path}" for path in found if "examples" not in path.parts}
