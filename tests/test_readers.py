@@ -407,3 +407,26 @@ def test_a_command_takes_another_tools_file_where_it_takes_a_recipe(
     assert found.recipe.effective_batch_size == batch
     assert found.recipe.longest_sample_tokens == tokens
     assert found.recipe.notes[0].startswith(f"a file of {tool}")
+
+
+@pytest.mark.slow
+def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = {"num_generations": 4, "max_completion_length": 64, "beta": 0.01}
+    values = {**AXO, "base_model": str(write_model(tmp_path / "model")), "sequence_len": 32, "rl": "grpo", "trl": inner,
+              "adapter": "lora", "lora_r": 4, "optimizer": "adamw_torch"}  # fmt: skip
+    text = "# mine\n" + yaml.safe_dump(values)
+    (tmp_path / "mine.yaml").write_text(text)
+    at = ["--dir", str(tmp_path / "studies")]
+    assert main(["search", str(tmp_path / "mine.yaml"), "--gpu", "rtx4090", "--trials", "3", *at]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "In your file: " in said
+    assert main(["promote", "best", *at, "--out", str(tmp_path / "tuned.yaml")]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"axolotl train {tmp_path / 'tuned.yaml'}" in told
+    tuned = (tmp_path / "tuned.yaml").read_text()
+    assert tuned.startswith("# mine\n")
+    given = yaml.safe_load(tuned)
+    assert given["micro_batch_size"] * given["gradient_accumulation_steps"] == 8
+    assert {key: given["trl"][key] for key in inner} == inner

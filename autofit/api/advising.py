@@ -28,6 +28,7 @@ class Outside:
     device_used_bytes: int
     step_s: float | None
     speedup: float | None  # over the winner; None where nothing fits without the change
+    own: str = ""  # the change in the keys of the file that the recipe was, if that was another tool's
 
     @classmethod
     def of(cls, change: Change, step_s: float | None) -> "Outside":
@@ -35,7 +36,7 @@ class Outside:
         return cls(
             changes=change.changes, options=change.how, tier=change.tier, step_s=change.step_s,
             device_used_bytes=change.device_used_bytes,
-            speedup=step_s / change.step_s if step_s and change.step_s else None,
+            speedup=step_s / change.step_s if step_s and change.step_s else None, own=change.own,
         )  # fmt: skip
 
     def line(self, original: Mapping[str, object]) -> str:
@@ -43,7 +44,8 @@ class Outside:
         figures = [] if self.step_s is None else [f"{format_seconds(self.step_s)} a step"]
         figures += [format_bytes(self.device_used_bytes)]
         figures += [] if self.speedup is None else [f"{self.speedup:.2f}x"]
-        return f"{describe_changes(self.changes, original)} ({self.tier}): {', '.join(figures)}   {self.options}"
+        how = f"in your file: {self.own}" if self.own else self.options
+        return f"{describe_changes(self.changes, original)} ({self.tier}): {', '.join(figures)}   {how}"
 
 
 def outside(

@@ -13,6 +13,7 @@ from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
+from autofit.files import write_atomically
 from autofit.probing.launch import is_alive
 from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
@@ -188,6 +189,7 @@ def promote(
     (`out` and `.accelerate.yaml`), as TRL takes them together. `executor` says where the run trains, as in
     `autofit.search`: on Slurm it is a job of its own, of `nodes` machines, and one more for the vLLM server of a recipe
     that has one and names no address of it. `launch=False` writes these files only.
+    A recipe that was a file of another tool is written as that tool's own file, with its comments, and not run here.
     `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status
     "interrupted".
 
@@ -214,6 +216,12 @@ def promote(
             executor=where,
             say=say,
         )
+        if promotion.own is not None:
+            path = Path(out) if out is not None else promotion.folder / promotion.own.name
+            write_atomically(path, promotion.own.text)
+            say(f"wrote {path} for {promotion.own.tool}: {promotion.own.words}")
+            say(f"run it with: {promotion.own.command} {path}")
+            return _result(promotion, "written", (path,))
         written = promotion.written if out is None else promotion.tuned.write(Path(out))
         for file in written:
             say(f"wrote {file}")

@@ -337,7 +337,10 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "gradient_checkpointing": lambda value: {"gradient_checkpointing": value},
         "load_in_4bit": lambda value: {"load_in_4bit": True, "adapter": "qlora"} if value else None,
         "load_in_8bit": lambda value: {"load_in_8bit": True, "adapter": "lora"} if value else None,
+        "use_peft": lambda value: {"adapter": "lora"} if value else None,
         "lora_r": lambda value: {"lora_r": value},
+        "lora_alpha": lambda value: {"lora_alpha": value},
+        "lora_dropout": lambda value: {"lora_dropout": value},
         "lora_target_modules": lambda value: {"lora_target_linear": True} if value == ["all-linear"] else {
             "lora_target_modules": value
         },

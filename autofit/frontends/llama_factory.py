@@ -294,6 +294,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "load_in_4bit": lambda value: {"quantization_bit": 4 if value else None},
         "load_in_8bit": lambda value: {"quantization_bit": 8 if value else None},
         "lora_r": lambda value: {"lora_rank": value},
+        "lora_alpha": lambda value: {"lora_alpha": value},
+        "lora_dropout": lambda value: {"lora_dropout": value},
         "lora_target_modules": _said_target,
         "optim": lambda value: {"optim": value},
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,

@@ -438,6 +438,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "load_in_8bit": lambda value: {"quant_method": "bnb", "quant_bits": 8} if value else None,
         "use_liger_kernel": lambda value: {"use_liger_kernel": value},
         "lora_r": lambda value: {"lora_rank": value},
+        "lora_alpha": lambda value: {"lora_alpha": value},
+        "lora_dropout": lambda value: {"lora_dropout": value},
         "lora_target_modules": lambda value: {"target_modules": value},
         "optim": lambda value: {"optim": value},
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,

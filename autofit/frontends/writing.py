@@ -7,7 +7,8 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
     LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
 }  # fmt: skip
+_RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl train", MS_SWIFT.name: "swift sft"}
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
@@ -72,6 +74,7 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     if not origin:
         return ""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
+    changes = dict(_flat(changes))
     said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
     others = {key: value for key, value in changes.items() if key not in said and value is not None}
     parts = [f"{key}: {_flow(value)}" for key, value in in_own_keys(foreign, said).items()]
@@ -82,12 +85,43 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     return ", ".join(parts)
 
 
+def _flat(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """`changes` with what is in the mappings env and launch by itself, as env.NAME."""
+    for key, value in changes.items():
+        if f"{key}." in (_ENV, _LAUNCH) and isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
 def own_text(origin: Mapping[str, object], changes: Mapping[str, object]) -> str:
     """The text of the file that a recipe was, with those of the `changes` that its tool has a key for."""
     path, text, ranks = Path(str(origin["path"])), str(origin["text"]), cast("int | None", origin["ranks"])
     foreign = _read_origin(str(path), text, ranks)
-    said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
+    said = {key: value for key, value in _flat(changes) if can_say(foreign, key, value)}
     return written(path, said, text=text, ranks=ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFile:
+    """A tuned file of another tool: its text, the changes in its keys, and the command that runs it."""
+
+    tool: str
+    name: str  # of the user's file
+    text: str
+    words: str
+    command: str  # up to the file's name
+
+    @classmethod
+    def of(cls, origin: Mapping[str, object], changes: Mapping[str, object]) -> "OwnFile":
+        """The file that a recipe was, with `changes`. Raises ConfigError where the tool would read it otherwise."""
+        tool, name = str(origin["tool"]), Path(str(origin["path"])).name
+        set_first = [f"{k.removeprefix(_ENV)}={v}" for k, v in _flat(changes) if k.startswith(_ENV) and v is not None]
+        command = "bash" if Path(name).suffix in SCRIPTS else _RUNS[tool]
+        return cls(
+            tool=tool, name=name, text=own_text(origin, changes), words=own_words(origin, changes) or "as it was",
+            command=" ".join((*set_first, command)),
+        )  # fmt: skip
 
 
 def has_key(origin: Mapping[str, object], key: str, values: Iterable[object]) -> bool:

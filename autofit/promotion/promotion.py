@@ -10,8 +10,8 @@ from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest
-from autofit.files import read_json, write_atomically, write_json
-from autofit.frontends.writing import own_text, own_words
+from autofit.files import read_json, write_json
+from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
 from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
@@ -68,6 +68,7 @@ class Promotion:
     confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
     promise: Promise | None = None
     ladder: Ladder | None = None  # what the run may change after an OOM
+    own: OwnFile | None = None  # the tuned file of the tool that the user trains with, if that is another
 
     @property
     def output_dir(self) -> Path:
@@ -140,16 +141,19 @@ def plan_promotion(
         ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
         trains_on_data=record.trains_on_data, command=record.command, server=server,
-        promise=promise_of(chosen, record, proof.sentence),
+        promise=promise_of(chosen, record, proof.sentence), own=_in_own_keys(record.foreign, chosen, say),
     )  # fmt: skip
 
 
-def _own_file(origin: Mapping[str, object], chosen: Trial, home: Path) -> str:
-    """Write the user's file of another tool with the trial's changes; what was written and what runs it."""
-    path = home / Path(str(origin["path"])).name
-    write_atomically(path, own_text(origin, chosen.yaml_changes))
-    changed = own_words(origin, chosen.yaml_changes) or "as it was"
-    return f"{path}, for {origin['tool']}: {changed}"
+def _in_own_keys(origin: Mapping[str, object], chosen: Trial, say: Callable[[str], None]) -> OwnFile | None:
+    """The user's file of another tool with the trial's changes; None where there is none, or it cannot say them."""
+    if not origin:
+        return None
+    try:
+        return OwnFile.of(origin, chosen.yaml_changes)
+    except ConfigError as error:
+        say(f"no file for {origin['tool']} is written: {error}")
+        return None
 
 
 def promise_of(chosen: Trial, record: StudyRecord, proof: str) -> Promise | None:
