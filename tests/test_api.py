@@ -152,7 +152,7 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
         (lambda: autofit.search({}, trials=0), "^trials must be 1 or more"),
         (lambda: autofit.search({}, measured_steps=0), "^measured_steps must be 1 or more"),
         (lambda: autofit.search({}, goal=cast(Any, "sped")), "^goal must be one of .* nearest valid one is 'speed'"),
-        (lambda: autofit.search({}, device="cpu"), "needs a target: give target_vram"),
+        (lambda: autofit.search({}, device="cpu", target_vram="900TB"), "^target_vram must be at most the machine's"),
         (lambda: autofit.search({"packing": True}, trainer="dpo", gpu="t4"), "trainer='dpo' does not take packing"),
         (lambda: autofit.search({}, gpu="t4", space={"lora_r": {"tier": "recipe"}}), "the search space, knob lora_r"),
         (lambda: autofit.search({}, gpu="t4", space=[]), "^space must be a file, a mapping of knobs, or at least one"),

@@ -157,7 +157,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["search", "run.yaml", "--device", "cpu"], "needs a target"),
+        (["search", "run.yaml", "--device", "cpu", "--target-vram", "900TB"], "at most the machine's memory of"),
         (["search", "run.yaml", "--demo", "--target-vram", "3GB"], "not both"),
         (["search", "gone.yaml", "--target-vram", "3GB"], "gone.yaml does not exist"),
         (["search", ".", "--target-vram", "3GB"], "is a folder"),

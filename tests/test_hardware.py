@@ -5,7 +5,7 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware import hardware
-from autofit.hardware.hardware import about_choice, card_of_size, choose_device_and_target
+from autofit.hardware.hardware import about_choice, card_of_size, choose_device_and_target, host_memory_bytes
 from autofit.hardware.needs import CardNeeds, card_needs
 from autofit.hardware.nvml import Gpu
 from autofit.units import parse_bytes
@@ -94,6 +94,11 @@ def test_a_card_that_is_there_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose_device_and_target("cpu", None, GB) == ("cpu", GB)
 
 
+def test_a_search_on_the_cpu_may_use_all_memory_unless_a_target_says_less(no_card: None) -> None:
+    assert choose_device_and_target("cpu", None, None) == ("cpu", host_memory_bytes())
+    assert choose_device_and_target("cpu", None, GB) == ("cpu", GB)
+
+
 @pytest.mark.parametrize(
     ("asked", "gpu", "size", "message"),
     [
@@ -103,7 +108,6 @@ def test_a_card_that_is_there_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         ("auto", "a1000", None, "unknown GPU 'a1000'"),
         ("cpu", "t4", None, "--device must be auto or sim; got cpu"),
         ("cuda", None, GB, "needs a CUDA card"),
-        ("cpu", None, None, "needs a target"),
     ],
 )
 def test_what_names_no_card_says_what_would(

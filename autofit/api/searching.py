@@ -99,8 +99,8 @@ def search(
     be right. None is the built-in baseline. Reward functions go by dotted path.
 
     What is tried:
-    - `target_vram`, `headroom`: bytes, or text such as "40GB" (40e9) or "40GiB". The target is the whole card unless
-      given; the headroom, kept free below it, 2 % (0 on cpu).
+    - `target_vram`, `headroom`: bytes, or text such as "40GB" (40e9) or "40GiB". The target is the whole card, or all
+      memory on cpu, unless given; the headroom, kept free below it, 2 % (0 on cpu).
     - `device`: "cuda", "cpu", "sim" or "auto" (cuda where there is a card, else a simulated one); `gpu` names the
       simulated card ("a100-40gb"), else the target's size does.
     - `allow`: the lowest tier of change to try, where nothing of a higher one fits; all compete if `goal` is

@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     _recipe(search)
     search.add_argument("--demo", action="store_true", help="use the built-in demo: SmolLM2-135M on sums, on the CPU")
     search.add_argument("--target-vram", metavar="SIZE",
-                        help="memory to fit into: 40GB (40e9 bytes) or 40GiB; without a GPU its size chooses the "
-                        "simulated card")  # fmt: skip
+                        help="memory to fit into: 40GB (40e9 bytes) or 40GiB (default: all of the card, or of the "
+                        "machine with --device cpu); without a GPU its size chooses the simulated card")  # fmt: skip
     search.add_argument(
         "--headroom", metavar="SIZE", help="memory kept free below the target (default: 2%% of it, 0 on cpu)"
     )

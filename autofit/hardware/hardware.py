@@ -199,7 +199,7 @@ def _twin(device: Device, card: str | None) -> tuple[GpuSpec | None, str]:
 
 
 def choose_target(asked_bytes: int | None, device: Device, cards: tuple[Gpu, ...] | None = None) -> int:
-    """The target in bytes: `asked_bytes`, or the whole card. Raises ConfigError if it exceeds the capacity.
+    """The target in bytes: `asked_bytes`, or all of the card or machine. Raises ConfigError if it exceeds the capacity.
 
     `cards` are those of another machine; None: the visible ones.
     """
@@ -209,8 +209,6 @@ def choose_target(asked_bytes: int | None, device: Device, cards: tuple[Gpu, ...
         capacity = min(g.capacity_bytes for g in cards or gpus()) if device == "cuda" else host_memory_bytes()
     what = "machine" if device == "cpu" else "card"
     if asked_bytes is None:
-        if device == "cpu":
-            raise ConfigError("on the CPU a search needs a target: give --target-vram, for example --target-vram 3GB")
         return capacity
     if asked_bytes > capacity:
         raise ConfigError(
