@@ -17,6 +17,7 @@ import pytest
 import tiny
 
 from autofit.probing import kept_place, kept_server
+from autofit.probing.fork_server import ForkServer
 
 # A server without torch, whose commands do what their first word says.
 _SERVES = """
@@ -271,6 +272,16 @@ def test_a_socket_that_nobody_answers_is_no_server(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert kept_place.connected(tmp_path / "file") is None
     assert kept_server.ask(tmp_path / "file", "status") == {}
+
+
+@pytest.mark.slow
+def test_a_process_whose_kept_server_was_killed_starts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_server, "hold", lambda: kept_server.Held(str(tmp_path / "gone"), None))
+    server = ForkServer(tmp_path)
+    ended = server.call({"entry": "builtins:len", "argument": "four", "cwd": str(tmp_path), "env": {},
+                         "log": str(tmp_path / "log"), "deadline_s": 60})  # fmt: skip
+    server.close()
+    assert ended.exit_code == 4
 
 
 @pytest.mark.slow

@@ -129,13 +129,16 @@ def call_ranks(socket_path: str, message: Mapping[str, object]) -> RanksEnded:
 def _answer(socket_path: str, message: Mapping[str, object], alive: object) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
-        connection.sendall(json.dumps(message).encode() + b"\n")
         reply = b""
-        while not reply.endswith(b"\n"):
-            part = connection.recv(65536)
-            if not part:
-                raise EnvironmentFault("the process that kept the probe was killed")
-            reply += part
+        try:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            while not reply.endswith(b"\n"):
+                part = connection.recv(65536)
+                if not part:
+                    raise EnvironmentFault("the process that kept the probe was killed")
+                reply += part
+        except ConnectionError as error:  # it was killed before it had read the call
+            raise ServerGone("the fork server was killed") from error
     return cast(dict[str, Any], json.loads(reply))
 
 
