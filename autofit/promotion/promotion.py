@@ -132,8 +132,6 @@ def plan_promotion(
     private_folder(folder / "promoted")
     path = home / "tuned.yaml"
     written = tuned.write(path, accelerate=home / "accelerate.yaml")
-    if record.foreign:
-        say(_own_file(record.foreign, chosen, home))
     values = merge(given, {**chosen.yaml_changes, **extra, **own_device})
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
