@@ -84,7 +84,27 @@ class FakeGpu:
         self._peaks = (0, 0, 0)
         self._backward_starts: list[int] = []
         self._was_in_backward = False
-        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # torch swaps no referred tensor
+
+    @contextlib.contextmanager
+    def standing_for(self, times: int) -> Iterator[None]:
+        """What runs inside happens `times` times in a row, and is traced once.
+
+        It must leave the memory as it finds it. The host waits for the card at its begin and at its end.
+        """
+        clock = self.clock
+        clock.synchronize()
+        first = clock.cut() if isinstance(clock, LayerClock) else 0
+        began_s, before = clock.now_s, clock.traced_s
+        yield
+        clock.synchronize()
+        if times < 2:
+            return
+        last = clock.cut() if isinstance(clock, LayerClock) else 0
+        like = {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in clock.traced_s.items()}
+        clock.advance((clock.now_s - began_s) * (times - 1), like=like)
+        if isinstance(clock, LayerClock):
+            clock.play(clock.stretches[first:last], times=times - 1)
 
     # ------------------------------------------------------------------ results
     @property
@@ -216,8 +236,8 @@ class FakeGpu:
             self.memory.mark(value, "weights")
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
-            self._parameters += [weakref.ref(p) for p in group["params"]]
             for parameter in group["params"]:  # accelerate casts those of FSDP1 once sharded
                 self.memory.mark(parameter, "weights")
         self._mark_gradients()
@@ -229,8 +249,7 @@ class FakeGpu:
                     self.memory.mark(value, "optimizer")
 
     def _mark_gradients(self) -> None:
-        alive = [p for ref in self._parameters if (p := ref()) is not None]
-        for parameter in alive:
-            if parameter.grad is not None:
-                self.memory.mark(parameter.grad, "gradients")
-        self._parameters = [weakref.ref(p) for p in {id(p): p for p in alive}.values()]
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    self.memory.mark(parameter.grad, "gradients")

@@ -8,6 +8,7 @@ from typing import cast
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.host_copies import is_pinned, set_pinned
@@ -80,6 +81,9 @@ def _converted(
         _become(parameter, value, shadows)
         if new_grad is not None:
             result.grad = None
+    elif type(value) is type(parameter) and is_traceable_wrapper_subclass(parameter):  # FSDP2's share of a parameter
+        parameter.grad = None
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(value, requires_grad=parameter.requires_grad))
     else:
         result = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
         if isinstance(value, FakeTensor) and not isinstance(parameter, FakeTensor):

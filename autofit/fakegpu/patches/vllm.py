@@ -56,9 +56,12 @@ class _Settings(Protocol):
 
 
 class FakeEngine:
-    """`vllm.LLM` for one simulated card; `law` says what it holds and what it takes."""
+    """`vllm.LLM` for one simulated card; `law` says what it holds and what it takes.
 
-    def __init__(self, gpu: FakeGpu, model: torch.nn.Module, law: VllmEngine) -> None:
+    An engine in a process of its own holds `process_bytes` besides: its CUDA context and its communicators.
+    """
+
+    def __init__(self, gpu: FakeGpu, model: torch.nn.Module, law: VllmEngine, *, process_bytes: int = 0) -> None:
         self._gpu = gpu
         self.law = law
         self._standing = stands_for(_text_config(model))
@@ -70,13 +73,13 @@ class FakeEngine:
         gpu.note(_SERVER_NOTE if law.remote else _NOTE)
         if law.sleeps:
             gpu.note(_SLEEP_NOTE)
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights)))
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights)))
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=law.longest),
             model_executor=SimpleNamespace(driver_worker=worker),
         )
         self._tell()
-        self._hold("resting", law.held_bytes(weights=False, cache=False))
+        self._hold("resting", law.held_bytes(weights=False, cache=False) + process_bytes)
         self._map(("weights", "kv_cache"))
         with self._computing():
             pass  # the profiling run
@@ -133,7 +136,7 @@ class FakeEngine:
         self.law = replace(self.law, sync_s=0.0)
         return True
 
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         bandwidth = self._gpu.clock.kernels.bandwidth_bytes_per_s
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
@@ -195,7 +198,7 @@ class FakeClient:
         return True
 
     def update_named_params(self, metadata: object, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._engine._load_weights(weights)
+        self._engine.load_weights(weights)
 
     def generate(
         self, prompts: Sequence[list[int]], n: int = 1, max_tokens: int = 16, logprobs: int | None = None,
