@@ -44,7 +44,13 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
     """A sentence where weights of float32 take a good part of a card that a recipe does not fit; [] without one."""
     count, nbytes = recipe.model_parameters, recipe.weights_bytes
     fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
-    if fits or not count or not nbytes or nbytes < max(_FLOAT32 * count, _MATTERS_FRAC * capacity_bytes):
+    if (
+        fits
+        or "dtype" not in recipe.resolved
+        or not count
+        or not nbytes
+        or nbytes < max(_FLOAT32 * count, _MATTERS_FRAC * capacity_bytes)
+    ):
         return []
     return [
         f"the weights are float32, as TRL loads a model whose `dtype` is not given: {format_bytes(nbytes)} for "

@@ -23,7 +23,7 @@ from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
-from autofit.plugin.protocol import ROLLOUT, SCORING
+from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, LOG_PROBS, OPTIMIZER, ROLLOUT, SCORING, UPDATE
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
@@ -171,17 +171,22 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
     }
 
 
+_IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER)
+
+
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
     """A table of phases by category, and one sentence: whether it fits, missing bytes, and the largest category."""
     names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
     table = Folding(title=f"{result.device_name}, {result.fidelity}")
     table.add_column("phase")
-    for name in ["peak allocated", *names]:
+    timed = LOG_PROBS in result.phase_s  # a generation of several passes, of which each has settings of its own
+    for name in [*(["seconds"] if timed else []), "peak allocated", *names]:
         table.add_column(name, justify="right", no_wrap=True)
-    for phase in result.phases:
+    for phase in sorted(result.phases, key=lambda p: _IN_ORDER.index(p.name)) if timed else result.phases:
         bytes_of = result.categories.get(phase.name, {})
         cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]
-        table.add_row(phase.name, format_bytes(phase.peak_allocated_bytes), *cells)
+        took = [format_seconds(result.phase_s[phase.name]) if phase.name in result.phase_s else "-"] if timed else []
+        table.add_row(phase.name, *took, format_bytes(phase.peak_allocated_bytes), *cells)
     return table, _sentence(result, capacity_bytes)
 
 

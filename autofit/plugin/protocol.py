@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LOAD, UPDATE, OPTIMIZER, SAVE = "load", "update", "optimizer", "save"
 WAKE_UP, ROLLOUT, SCORING = "wake-up", "rollout", "scoring"
 SYNC = "sync"  # of several ranks: weights are gathered and given to vLLM, which has woken up for them
+# Once a generation in trainers that score all samples first, and that move their states to the host while vLLM works.
+LOG_PROBS, REFERENCE, LOADING = "old log-probs", "reference", "loading"
+BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, LOADING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

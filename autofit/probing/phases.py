@@ -3,11 +3,9 @@
 from collections import defaultdict
 from pathlib import Path
 
-from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP, Report
+from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report
 from autofit.probing.memory import Memory
 from autofit.probing.result import PhasePeak
-
-BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING)  # phases that count as the rollout's seconds
 
 
 class Recorder:

@@ -182,6 +182,7 @@ class ProbeResult:
     rollout_s: tuple[float, ...] = ()
     update_s: tuple[float, ...] = ()
     sync_s: tuple[float, ...] = ()  # simulated, several ranks: of rollout_s, giving vLLM the gathered weights
+    phase_s: Mapping[str, float] = field(default_factory=dict)  # simulated: of each phase in the last measured step
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
     least_capacity_bytes: int | None = None  # simulated: capacity of the smallest card on which the probe completes

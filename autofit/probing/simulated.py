@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise, product
 from operator import itemgetter
 from typing import Any
@@ -31,7 +31,7 @@ from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
 from autofit.plugin.left_out import COMPUTED
-from autofit.plugin.protocol import OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
+from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, ROLLOUT, UPDATE
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
@@ -46,6 +46,7 @@ class Simulation:
     rollout_s: tuple[float, ...]
     update_s: tuple[float, ...]
     sync_s: tuple[float, ...] = ()
+    phase_s: Mapping[str, float] = field(default_factory=dict)
     card_states: tuple[CardState, ...] = ()
 
 
@@ -203,19 +204,20 @@ class SimMemory:
             for mark, (allocated, reserved) in zip(run.marks, self._replay.phases, strict=True)
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
-        for step, phase in product(steps, (WAKE_UP, SYNC, ROLLOUT, SCORING)):
+        for step, phase in product(steps, BEFORE_UPDATE):
             step[phase] *= share_of_rollout
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
         self._log_error = log_error(self._spec, self._shares(steps))
         self._bounds = {UPDATE: self._shares(_only(steps, (UPDATE, OPTIMIZER)))}
         if not self._gpu.clock.skipped_s:  # of the seconds of an engine's own law no part is known
-            self._bounds[ROLLOUT] = self._shares(_only(steps, (WAKE_UP, SYNC, ROLLOUT, SCORING)))
+            self._bounds[ROLLOUT] = self._shares(_only(steps, BEFORE_UPDATE))
         return Simulation(
             peaks=tuple(found),
             step_s=tuple(sum(s.values()) + before for s in steps),
-            rollout_s=tuple(s["wake-up"] + s["sync"] + s["rollout"] + s["scoring"] + before for s in steps),
+            rollout_s=tuple(sum(s[phase] for phase in BEFORE_UPDATE) + before for s in steps),
             update_s=tuple(s["update"] + s["optimizer"] for s in steps),
             sync_s=tuple(s["sync"] for s in steps) if any(s["sync"] for s in steps) else (),
+            phase_s={name: seconds for name, seconds in steps[-1].items() if seconds} if steps else {},
         )
 
     def _shares(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """The clock of a probe's measured steps."""
 
 from autofit.hardware.nvml import CardState
-from autofit.plugin.protocol import OPTIMIZER, SCORING, UPDATE, Control, Run
+from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, SCORING, UPDATE, Control, Run
 from autofit.probing.memory import Memory
-from autofit.probing.phases import BEFORE_UPDATE, Followed, Recorder
+from autofit.probing.phases import Followed, Recorder
 
 
 class StepClock(Followed):

@@ -140,6 +140,7 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> tuple[P
         rollout_s=tuple(steps.rollout_s),
         update_s=tuple(steps.update_s),
         sync_s=tuple(steps.sync_s),
+        phase_s=dict(getattr(steps, "phase_s", {})),
         card_states=tuple(steps.card_states),
         completions_per_step=run.samples_per_step,
         tokens_per_step=run.tokens_per_step,
