@@ -5,16 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, verl, words
+from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, verl, verl_recipe, words
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of
-from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml, read_yaml_mapping
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
     LLAMA_FACTORY.name: llama_factory.recipe, AXOLOTL.name: axolotl.recipe, MS_SWIFT.name: ms_swift.recipe,
+    VERL.name: verl_recipe.recipe,
 }  # fmt: skip
 
 
@@ -32,9 +33,9 @@ def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Fo
 
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
-    text = read_text(path) if text is None else text
+    text = shell.script_text(path) if text is None else text
     if shell.starts_verl(text):
-        raise ConfigError(f"the script {path} starts verl, which autofit explains and does not train")
+        return _named(VERL, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent, ranks=ranks))
 
 
@@ -66,7 +67,7 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
             "recipe of TRL is explained by `autofit doctor`"
         )
     if tool is VERL:
-        return verl.explain(_on(values, ranks))
+        return verl.explain(verl.on_gpus(values, ranks))
     return _with_recipe(flat.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
 
 
@@ -81,23 +82,6 @@ def refusal(values: Mapping[str, object]) -> str | None:
     return f"{what}: `autofit explain FILE`; {said}"
 
 
-def _on(values: Mapping[str, object], ranks: int | None) -> Mapping[str, object]:
-    """verl's `values` on so many GPUs, where they are said beside the file."""
-    paths = {path: value for path, value in verl.VerlConfig.of(values).said.items() if not path.startswith("trainer.n")}
-    return values if ranks is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks}
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of another tool. Raises ConfigError."""
-    try:
-        text = path.read_bytes()[: MOST_BYTES + 1].decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
-    return text
-
-
 def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Explanation:
     """`found` with what is trained and simulated, or with the reason why it is not."""
     try:
@@ -110,7 +94,7 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
 
 
 def _script(path: Path, ranks: int | None) -> Explanation:
-    text = read_text(path)
+    text = shell.script_text(path)
     if not shell.starts_verl(text):
         folder = path.resolve().parent
         try:
@@ -124,7 +108,7 @@ def _script(path: Path, ranks: int | None) -> Explanation:
             flat.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
         )
     found, unread = shell.overrides(text)
-    found = dict(_on(found, ranks))
+    found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs
         return replace(verl.explain({**found, **dict.fromkeys(batch, verl.UNSURE)}), unread=tuple(batch))

@@ -8,9 +8,10 @@ import ast
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.recipe.yaml_file import parse_yaml
+from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml
 
 _ENTRY = re.compile(r"verl\.trainer\.main_ppo\b")
 _ARITHMETIC = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
@@ -29,20 +30,50 @@ _UNSURE = "$?"  # a value that hangs on a condition
 _ROUNDS = 8  # of variables in the values of variables
 
 
+def script_text(path: Path) -> str:
+    """The text of a file. Raises ConfigError for what is no text, or too long to be of a training."""
+    try:
+        text = path.read_bytes()[: MOST_BYTES + 1].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
+    return text
+
+
 def starts_verl(text: str) -> bool:
     return _ENTRY.search(text) is not None
 
 
 def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
     """({dotted key: value} of the overrides that are certain, the keys of those that are not)."""
+    found, unread, _ = _read(text)
+    return found, unread
+
+
+def likely_overrides(text: str) -> dict[str, object]:
+    """The values of overrides that are not certain, as they would be if conditions that set a variable held.
+
+    The first value stands where several conditions set one, None where it comes from a command. An override that itself
+    hangs on a condition is left out.
+    """
+    return _read(text)[2]
+
+
+def _read(text: str) -> tuple[dict[str, object], tuple[str, ...], dict[str, object]]:
+    """(what is certain, the keys of what is not, the likely values of those)."""
     known: dict[str, str] = {}
+    likely: dict[str, str] = {}  # of variables, where what is set inside of conditions counts too
     found: dict[str, object] = {}
+    perhaps: dict[str, object] = {}
     unread: dict[str, None] = {}
     lines = list(_lines(text))
     for line, conditional in lines:
         for name, value in _ASSIGNED.findall(line):
             filled = _filled(value.strip("\"'"), known)
             sure = not conditional and line.lstrip().removeprefix("export ").startswith(name)
+            if sure or not likely.get(name) or "$" in likely[name]:
+                likely[name] = _filled(value.strip("\"'"), likely)
             known[name] = filled if sure or known.get(name) == filled else _UNSURE
     for line, conditional in lines:
         for key, value in (*_OVERRIDE.findall(line), *_CONFIG_NAME.findall(line)):
@@ -52,7 +83,11 @@ def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
                 unread[key] = None
             else:
                 found[key] = given
-    return {key: value for key, value in found.items() if key not in unread}, tuple(unread)
+            guess = _filled(value.strip("\"'"), likely)
+            if not conditional:
+                perhaps.setdefault(key, None if "$" in guess or "`" in guess else _parsed(guess))
+    certain = {key: value for key, value in found.items() if key not in unread}
+    return certain, tuple(unread), {key: perhaps[key] for key in unread if key in perhaps}
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:

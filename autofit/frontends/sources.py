@@ -9,7 +9,9 @@ import yaml
 
 from autofit.frontends import words
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.reading import SCRIPTS, read_script, read_text, read_values
+from autofit.frontends.reading import SCRIPTS, read_script, read_values
+from autofit.frontends.shell import script_text
+from autofit.frontends.writing import writes
 from autofit.recipe.source import Source, Stated, read_source
 
 
@@ -20,7 +22,7 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
     """
     if isinstance(given, str | os.PathLike) and Path(given).suffix in SCRIPTS:
         path = Path(given)
-        text = read_text(path)
+        text = script_text(path)
         script = read_script(path, text=text, ranks=ranks)
         return _source(script, name or path.stem, f"the recipe {path}", _origin(script, path, text, ranks))
     source = read_source(given, name=name)
@@ -30,15 +32,22 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
     foreign = read_values(source.values, path, ranks=ranks)
     if foreign is None:
         return source
-    text = yaml.safe_dump(dict(source.values)) if isinstance(given, Mapping) else read_text(path)
+    text = yaml.safe_dump(dict(source.values)) if isinstance(given, Mapping) else script_text(path)
     return _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
 
 
 def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
+    if not writes(foreign.tool):
+        return {}
     return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
 
 
 def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
+    if not writes(foreign.tool):
+        return Source(
+            values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
+            notes=foreign.notes,
+        )  # fmt: skip
     launch = dict(foreign.launch)
     if foreign.ranks is not None:
         launch["num_processes"] = foreign.ranks

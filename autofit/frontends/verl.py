@@ -108,6 +108,12 @@ class Batch:
         return self.effective // self.shards
 
 
+def on_gpus(values: Mapping[str, object], gpus: int | None) -> Mapping[str, object]:
+    """The `values` of a config on so many GPUs of one machine, where they are told beside it."""
+    paths = {path: value for path, value in VerlConfig.of(values).said.items() if not path.startswith("trainer.n")}
+    return values if gpus is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": gpus}
+
+
 def batch_of(config: VerlConfig) -> Batch | None:
     """The batch; None where a number of it is not whole, or the strategy is not FSDP."""
     names = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "trainer.nnodes",

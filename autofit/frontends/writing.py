@@ -17,7 +17,8 @@ import yaml
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import axolotl, llama_factory, ms_swift
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.reading import SCRIPTS, read, read_text
+from autofit.frontends.reading import SCRIPTS, read
+from autofit.frontends.shell import script_text
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
 
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
@@ -32,6 +33,11 @@ _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\
 def in_own_keys(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{the tool's key: value} of `changes`. Raises ConfigError for a change that the tool has no key for."""
     return _SAYS[foreign.tool](foreign, changes)
+
+
+def writes(tool: str) -> bool:
+    """Whether changes are written back into a file of `tool`."""
+    return tool in _SAYS
 
 
 def can_say(foreign: Foreign, key: str, value: object) -> bool:
@@ -50,7 +56,7 @@ def written(
 
     Raises ConfigError for what the tool has no key for, and where what is written would not be read as it was meant.
     """
-    text = read_text(path) if text is None else text
+    text = script_text(path) if text is None else text
     foreign = read(path, text=text, ranks=ranks)
     if foreign is None:
         raise ConfigError(f"{path} is no file of another tool")

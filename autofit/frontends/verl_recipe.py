@@ -1,0 +1,291 @@
+"""A config of verl as a recipe of the trainer `verl`: its values with verl's defaults, its GPUs, and what is left out.
+
+Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_generated_ppo_trainer.yaml. No torch here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from autofit.errors import ConfigError
+from autofit.frontends import shell
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus
+
+VERSION = "verl 0.9 (1dda039b)"
+_A, _R, _F, _M = (
+    f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model")
+)  # actor, rollout, reference, model
+_FSDP = f"{_A}.fsdp_config"
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A key of verl that the recipe takes over: its path, and verl's default or the path whose value is its default."""
+
+    path: str
+    usual: object = None
+    like: str | None = None
+
+
+# {key of the recipe: verl's}
+_KEYS: Mapping[str, _Key] = {
+    "model_path": _Key(f"{_M}.path"),
+    "ppo_micro_batch_size_per_gpu": _Key(f"{_A}.ppo_micro_batch_size_per_gpu"),
+    "rollout_n": _Key(f"{_R}.n", 1),
+    "ppo_epochs": _Key(f"{_A}.ppo_epochs", 1),
+    "max_prompt_length": _Key("data.max_prompt_length", 512),
+    "max_response_length": _Key("data.max_response_length", 512),
+    "use_dynamic_bsz": _Key(f"{_A}.use_dynamic_bsz", False),
+    "ppo_max_token_len_per_gpu": _Key(f"{_A}.ppo_max_token_len_per_gpu", 16384),
+    "log_prob_micro_batch_size_per_gpu": _Key(f"{_R}.log_prob_micro_batch_size_per_gpu"),
+    "log_prob_max_token_len_per_gpu": _Key(
+        f"{_R}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
+    ),
+    "ref_log_prob_micro_batch_size_per_gpu": _Key(f"{_F}.log_prob_micro_batch_size_per_gpu"),
+    "ref_log_prob_max_token_len_per_gpu": _Key(
+        f"{_F}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
+    ),
+    "use_kl_loss": _Key(f"{_A}.use_kl_loss", False),
+    "use_fused_kernels": _Key(f"{_M}.use_fused_kernels", False),
+    "enable_gradient_checkpointing": _Key(f"{_M}.enable_gradient_checkpointing", True),
+    "lora_rank": _Key(f"{_M}.lora_rank", 0, f"{_M}.lora.rank"),
+    "lora_alpha": _Key(f"{_M}.lora_alpha", 16),
+    "target_modules": _Key(f"{_M}.target_modules", "all-linear"),
+    "attn_implementation": _Key(f"{_M}.override_config.attn_implementation", "flash_attention_2"),
+    "trust_remote_code": _Key(f"{_M}.trust_remote_code", False),
+    "use_torch_compile": _Key(f"{_FSDP}.use_torch_compile", True),
+    "entropy_from_logits_with_chunking": _Key(
+        f"{_FSDP}.entropy_from_logits_with_chunking", False, f"{_A}.entropy_from_logits_with_chunking"
+    ),
+    "entropy_from_logits_chunk_size": _Key(
+        f"{_FSDP}.entropy_from_logits_chunk_size", 2048, f"{_A}.entropy_from_logits_chunk_size"
+    ),
+    "entropy_checkpointing": _Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
+    "model_dtype": _Key(f"{_FSDP}.model_dtype", "fp32"),
+    "ref_model_dtype": _Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
+    "param_offload": _Key(f"{_FSDP}.param_offload", False),
+    "optimizer_offload": _Key(f"{_FSDP}.optimizer_offload", False),
+    "forward_prefetch": _Key(f"{_FSDP}.forward_prefetch", False),
+    "use_no_sync_for_gradient_accumulation": _Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", True),
+    "lr": _Key(f"{_A}.optim.lr", 1e-6),
+    "gpu_memory_utilization": _Key(f"{_R}.gpu_memory_utilization", 0.5),
+    "tensor_model_parallel_size": _Key(f"{_R}.tensor_model_parallel_size", 2),
+    "free_cache_engine": _Key(f"{_R}.free_cache_engine", True),
+    "enforce_eager": _Key(f"{_R}.enforce_eager", False),
+    "max_num_seqs": _Key(f"{_R}.max_num_seqs", 256),
+    "max_num_batched_tokens": _Key(f"{_R}.max_num_batched_tokens", 8192),
+    "max_model_len": _Key(f"{_R}.max_model_len"),
+    "update_weights_bucket_megabytes": _Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
+}
+_MICRO = "ppo_micro_batch_size_per_gpu"
+_SCORED = "log_prob_micro_batch_size_per_gpu"
+_DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
+_ON, _OFF = ("true", "1"), ("false", "0", "none", "null", "")
+
+
+def of_script(text: str, *, ranks: int | None = None) -> Foreign:
+    """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
+    found, unread = shell.overrides(text)
+    likely = {key: UNSURE if value is None else value for key, value in shell.likely_overrides(text).items()}
+    return recipe({**likely, **found}, ranks=ranks, unread=unread)
+
+
+def recipe(
+    values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None, unread: tuple[str, ...] = ()
+) -> Foreign:
+    """The recipe of a config's `values` (nested, or by dotted paths), of which the keys `unread` are not certain.
+
+    Nothing in it is read from the config's `folder`. `ranks` are the GPUs where they are told beside the file.
+
+    Raises ConfigError for what is not simulated, and for a config that verl would refuse or that does not say its
+    batch.
+    """
+    config = VerlConfig.of(on_gpus(values, ranks))
+    if refused := next(_refusals(config), None):
+        raise ConfigError(refused)
+    batch = batch_of(config)
+    if batch is None or config.unsure:
+        open_keys = ", ".join(config.unsure) or "data.train_batch_size, ppo_mini_batch_size and rollout.n"
+        raise ConfigError(
+            f"the batch of this verl config is not certain: {open_keys} must be whole numbers in the file"
+        )
+    found = {key: _value(config, named) for key, named in _KEYS.items() if _said(config, named) is not None}
+    found |= _sizes(config, batch, found)
+    if not found.get("model_path"):
+        raise ConfigError(f"the verl config must name its model; give {_M}.path")
+    found["reference"] = _references(config)
+    found["calculate_entropy"] = config.is_on(f"{_A}.calculate_entropy") or _number(config, f"{_A}.entropy_coeff") != 0
+    for key in ("model_dtype", "ref_model_dtype"):
+        found[key] = _dtype(key, str(found.get(key) or ("fp32" if key == "model_dtype" else "bf16")))
+    sharding = "fsdp2" if config.strategy == "fsdp2" else "fsdp1"
+    nodes = config.whole("trainer.nnodes") or 1
+    reshards = _truth(f"{_FSDP}.reshard_after_forward", config.said.get(f"{_FSDP}.reshard_after_forward", True))
+    launch: dict[str, object] = {
+        "ranks": batch.gpus, "sharding": sharding, "reshard_after_forward": reshards, "machines": nodes,
+        "config": {"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}},  # each rank saves its share
+    }  # fmt: skip
+    return Foreign(
+        tool="verl", trainer="verl", values={**found, "launch": launch}, ranks=batch.gpus,
+        prompt_tokens=cast(int, found["max_prompt_length"]),
+        keys={key: named.path for key, named in _KEYS.items()}, notes=tuple(_notes(config, unread)),
+    )  # fmt: skip
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _said(config: VerlConfig, named: _Key) -> object:
+    """The value of the config, else verl's default; None where neither has one."""
+    own = config.said.get(named.path)
+    if own is None and named.like is not None:
+        own = config.said.get(named.like)
+    return named.usual if own is None or own == UNSURE else own
+
+
+def _value(config: VerlConfig, named: _Key) -> object:
+    """The value in the type of verl's default."""
+    given = _said(config, named)
+    if isinstance(named.usual, bool):
+        return _truth(named.path, given)
+    if isinstance(named.usual, float) and isinstance(given, int | float | str):
+        try:
+            return float(given)
+        except ValueError:
+            raise ConfigError(f"{named.path} must be a number; got {given!r}") from None
+    if isinstance(named.usual, int) and (isinstance(given, bool) or not isinstance(given, int)):
+        raise ConfigError(f"{named.path} must be a whole number; got {given!r}")
+    return given
+
+
+def _truth(path: str, given: object) -> bool:
+    text = str(given).lower()
+    if text not in (*_ON, *_OFF):
+        raise ConfigError(f"{path} must be True or False; got {given!r}")
+    return text in _ON
+
+
+def _number(config: VerlConfig, path: str) -> float:
+    given = config.said.get(path, 0)
+    try:
+        return float(str(given))
+    except ValueError:
+        raise ConfigError(f"{path} must be a number; got {given!r}") from None
+
+
+def _dtype(key: str, given: str) -> str:
+    if given not in _DTYPES:
+        raise ConfigError(f"{_KEYS[key].path} must be fp32 or bf16; got {given!r}")
+    return _DTYPES[given]
+
+
+def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dict[str, object]:
+    """The micro-batches, and how many are in an optimizer step and in a generation of each rank.
+
+    With a token budget the micro-batches follow from it, and 1 sample stands in the keys of the batch.
+    """
+    dynamic = bool(found["use_dynamic_bsz"])
+    micro = 1 if dynamic else batch.micro
+    if micro is None:
+        raise ConfigError(f"{_A}.{_MICRO} must be set, or {_A}.use_dynamic_bsz; verl refuses it at the start")
+    if batch.effective % batch.shards or batch.each % micro:
+        raise ConfigError(
+            f"{_A}.{_MICRO} {micro} must divide the samples of a rank and optimizer step, ppo_mini_batch_size x "
+            f"rollout.n / GPUs = {batch.effective} / {batch.shards}; verl ends at the first update"
+        )
+    if batch.generation % (batch.shards * micro) or batch.generation % batch.effective:
+        raise ConfigError(
+            f"data.train_batch_size {batch.prompts} must be a multiple of ppo_mini_batch_size {batch.mini_prompts}, "
+            f"and its {batch.generation} samples of {batch.shards} ranks with micro-batches of {micro}"
+        )
+    sizes: dict[str, object] = {
+        _MICRO: micro, "gradient_accumulation_steps": batch.each // micro,
+        "steps_per_generation": batch.generation // batch.shards // micro,
+    }  # fmt: skip
+    scored = [(_SCORED, f"{_R}.{_SCORED}")]
+    if _references(config):
+        scored.append((f"ref_{_SCORED}", f"{_F}.{_SCORED}"))
+    for key, path in () if dynamic else scored:
+        if config.whole(path) is None:
+            raise ConfigError(
+                f"{path} must be a whole number, or {_A}.use_dynamic_bsz: True; verl refuses it at the start"
+            )
+        sizes[key] = config.whole(path)
+    return sizes
+
+
+def _references(config: VerlConfig) -> bool:
+    """verl/trainer/ppo/utils.py, need_reference_policy."""
+    return config.is_on(f"{_A}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
+
+
+# -- what is not simulated --------------------------------------------------------------------------------------------
+
+
+def _refusals(config: VerlConfig) -> Iterator[str]:
+    """Why a config is not read as a recipe, the first reason first."""
+    strategy, said = config.strategy, config.said
+    if strategy not in ("fsdp", "fsdp2"):
+        yield f"verl with {strategy} is not simulated, only its FSDP engines: set actor.strategy to fsdp or fsdp2"
+    engine = str(said.get(f"{_R}.name", "vllm"))
+    names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+    if engine != "vllm":
+        yield f"the rollout of verl by {names.get(engine, engine)} is not simulated, only vLLM's: set rollout.name=vllm"
+    mode = str(said.get("trainer.v1.trainer_mode", "sync"))
+    if config.is_on(f"{_R}.disaggregation.enabled") or (config.whole(f"{_R}.nnodes") or 0) > 0 or mode != "sync":
+        yield "a rollout on GPUs of its own (rollout.nnodes, disaggregation, trainer_mode) is not simulated for verl"
+    if config.is_on(f"{_R}.multi_turn.enable") or f"{_R}.agent.agent_loop_config_path" in said:
+        yield "agent loops with tools are not simulated for verl; set multi_turn.enable=False"
+    if str(said.get("data.image_key", "")) not in ("", "images", UNSURE) or f"{_M}.freeze_vision_tower" in said:
+        yield "verl with images is not simulated; take a text model"
+    critic = config.value("critic.enable")
+    if config.is_on("critic.enable") or (critic is None and config.value("algorithm.adv_estimator") == "gae"):
+        yield (
+            "verl with a critic (adv_estimator gae, its default) is not simulated; set algorithm.adv_estimator=grpo or "
+            "another estimator without one"
+        )
+    for path, why in _NOT_SIMULATED.items():
+        if config.is_on(path):
+            yield f"{path} is not simulated for verl ({why}); turn it off"
+    parallel = max(config.whole(f"{part}.ulysses_sequence_parallel_size") or 1 for part in (_A, _FSDP))
+    if parallel > 1:
+        yield "ulysses_sequence_parallel_size above 1 is not simulated for verl; set it to 1"
+    size, gpus = said.get(f"{_FSDP}.fsdp_size", -1), batch_of(config)
+    if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
+        yield f"{_FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
+
+
+_NOT_SIMULATED = {
+    f"{_M}.enable_activation_offload": "its copies run between the layers",
+    f"{_M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
+    f"{_M}.mtp.enable": "it trains further layers",
+    f"{_FSDP}.offload_policy": "FSDP2's own offloading of the actor",
+    f"{_FSDP}.qat.enable": "quantised training",
+    "distillation.enabled": "a teacher on the same or other GPUs",
+    f"{_A}.use_prefix_grouper": "shared prompts",
+    f"{_A}.calculate_sum_pi_squared": "another pass over the logits",
+}
+
+
+def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
+    yield (
+        f"verl's config with the defaults of {VERSION}; all samples are taken at max_prompt_length + "
+        "max_response_length tokens, the worst case"
+    )
+    batch = batch_of(config)
+    if batch is not None and batch.generation > batch.effective:
+        steps = batch.generation // batch.effective * batch.epochs
+        yield f"a step here is an optimizer step; a step of verl, from one rollout to the next, has {steps} of them"
+    if not config.is_on(f"{_M}.use_remove_padding"):
+        yield "use_remove_padding False is simulated as True: samples of full length have no padding"
+    if config.is_on(f"{_M}.use_liger"):
+        yield "Liger's kernels were not simulated; the layers ran without them, which needs at least as many bytes"
+    for path in ("reward_model.enable", "reward.reward_model.enable"):
+        if config.is_on(path):
+            yield f"{path}: the reward model is not simulated, and takes memory besides"
+    known = {named.path for named in _KEYS.values()} | set(DEFAULTS)
+    if unsure := [f"{path} {config.said[path]}" for path in sorted(unread) if path in known and path in config.said]:
+        yield f"conditions in the script decide these, which are taken as if the first held: {', '.join(unsure)}"
+    if left := [path for path in sorted(unread) if path in known and path not in config.said]:
+        yield f"the script sets these only under conditions, so verl's defaults are taken: {', '.join(left)}"

@@ -1,0 +1,291 @@
+"""verl's configs as recipes, and its phases on a simulated card."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from rank_peaks import real_peaks
+
+from autofit.api.reading import source_of
+from autofit.errors import ConfigError
+from autofit.fakegpu import fake_gpu
+from autofit.frontends import verl_recipe
+from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.rank import simulated_rank
+from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.source import Source
+from autofit.trainers.verl import TRAINER
+from autofit.trainers.verl_settings import Settings
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FSDP = f"{ACTOR}.fsdp_config"
+QWEN: dict[str, object] = {
+    "algorithm.adv_estimator": "grpo", "data.train_batch_size": 1024, "data.max_response_length": 1024,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct", f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 16, f"{ACTOR}.use_kl_loss": True, f"{ROLLOUT}.name": "vllm",
+    f"{ROLLOUT}.n": 5, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
+}  # fmt: skip
+
+
+def script(values: Mapping[str, object], head: str = "") -> str:
+    return (
+        f"{head}\npython3 -m verl.trainer.main_ppo " + " \\\n  ".join(f"{k}={v}" for k, v in values.items()) + " $@\n"
+    )
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_path: Path) -> None:
+    path = tmp_path / "run_qwen.sh"
+    path.write_text(script(QWEN))
+    source = source_of(path)
+    assert source.trainer == "verl"
+    assert source.name == "run_qwen"
+    values = source.values
+    assert values["ppo_micro_batch_size_per_gpu"] == 16
+    assert values["gradient_accumulation_steps"] == 10  # 256 x 5 / 8 / 16
+    assert values["steps_per_generation"] == 40
+    assert values["log_prob_micro_batch_size_per_gpu"] == 32
+    assert values["ref_log_prob_micro_batch_size_per_gpu"] == 8
+    assert values["reference"] is True
+    assert values["calculate_entropy"] is False
+    assert values["gpu_memory_utilization"] == 0.5  # verl's default, of the whole card
+    assert values["launch"]["ranks"] == 8  # type: ignore[index]
+    assert values["launch"]["sharding"] == "fsdp1"  # type: ignore[index]
+    TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
+
+
+def test_a_nested_yaml_says_the_same_as_the_script() -> None:
+    nested: dict[str, Any] = {}
+    for path, value in QWEN.items():
+        *outer, last = path.split(".")
+        place = nested
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    assert verl_recipe.recipe(nested).values == verl_recipe.of_script(script(QWEN)).values
+
+
+def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_too() -> None:
+    values = {**QWEN, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 24576}
+    made = dict(verl_recipe.of_script(script(values)).values)
+    made.pop("launch")
+    settings = TRAINER.parse(made)
+    assert isinstance(settings, Settings)
+    assert settings.log_prob_max_token_len_per_gpu == 24576
+    sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu)
+    assert sum(sizes) == 160
+    assert max(sizes) * settings.tokens <= 24576
+
+
+def test_every_setting_of_the_recipe_is_a_field_of_the_trainer_and_has_verls_default() -> None:
+    known = {field: getattr(Settings(model_path="m"), field) for field in Settings.__dataclass_fields__}
+    for key, named in verl_recipe._KEYS.items():
+        assert key in known
+        if named.usual is not None:
+            assert known[key] == named.usual, key
+
+
+def test_what_hangs_on_a_condition_is_taken_with_a_note() -> None:
+    head = 'util=${UTIL:-}\nif [ "$DEVICE" = gpu ]; then\n  util=${util:-0.6}\nelse\n  util=0.3\nfi'
+    made = verl_recipe.of_script(script({**QWEN, f"{ROLLOUT}.gpu_memory_utilization": "${util}"}, head))
+    assert made.values["gpu_memory_utilization"] == 0.6
+    assert any("gpu_memory_utilization 0.6" in note for note in made.notes)
+
+
+REFUSED = [
+    ({"model_engine": "megatron"}, "verl with megatron is not simulated"),
+    ({f"{ROLLOUT}.name": "sglang"}, "by SGLang is not simulated"),
+    ({f"{ROLLOUT}.name": "trtllm"}, "by TensorRT-LLM is not simulated"),
+    ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
+    ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
+    ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
+    ({"algorithm.adv_estimator": "gae"}, "verl with a critic"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size above 1"),
+    ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
+    ({"distillation.enabled": True}, "distillation.enabled is not simulated"),
+    ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
+    ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "must be set, or"),
+    ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None}, "log_prob_micro_batch_size_per_gpu must be"),
+    ({"data.train_batch_size": "many"}, "not certain"),
+    ({"data.train_batch_size": 300}, "must be a multiple of ppo_mini_batch_size 256"),
+    ({f"{FSDP}.model_dtype": "fp8"}, "must be fp32 or bf16"),
+    ({f"{FSDP}.param_offload": "perhaps"}, "must be True or False"),
+    ({f"{ROLLOUT}.gpu_memory_utilization": "half"}, "must be a number"),
+    ({f"{ROLLOUT}.max_num_seqs": 1.5}, "must be a whole number"),
+    ({"actor_rollout_ref.model.path": None}, "must name its model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
+def test_what_is_not_simulated_or_not_taken_by_verl_is_refused_by_name(
+    changed: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        verl_recipe.recipe({**QWEN, **changed})
+
+
+def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**QWEN, "actor_rollout_ref": {}}))
+    with pytest.raises(ConfigError, match="put the overrides that it finds behind verl's own command"):
+        TRAINER.inspect({"model_path": "m"}, Inspection(device="cuda", worst_case=WorstCase(path=path)))
+    with pytest.raises(ConfigError, match="behind verl's own command"):
+        TRAINER.small_trainings({}, tmp_path, most_samples=1, most_steps=1)
+
+
+# -- the phases -------------------------------------------------------------------------------------------------------
+
+
+class Peaks(Report):
+    """The peak allocated bytes of each phase in the second step, and what is held as each phase ends."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu, self._phase, self._step = gpu, "update", 0
+        self.peaks: defaultdict[str, int] = defaultdict(int)
+        self.held: dict[str, int] = {}
+
+    def enter(self, phase: str) -> str:
+        left, self._phase = self._phase, phase
+        allocator = self._gpu.memory.allocator
+        if self._step:
+            self.peaks[left] = max(self.peaks[left], allocator.peak_allocated_bytes)
+            self.held[left] = allocator.allocated_bytes
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        return left
+
+    def step_begins(self, step: int) -> None:
+        self._step = step
+        self.enter("update")
+
+    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+        self.enter("optimizer")
+
+    def optimizer_ends(self) -> None:
+        self.enter("update")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("model"), hidden=64, layers=3)
+
+
+def values_of(model: Path, **changes: object) -> dict[str, object]:
+    return {
+        "model_path": str(model), "ppo_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3,
+        "steps_per_generation": 3, "rollout_n": 2, "max_prompt_length": 16, "max_response_length": 48,
+        "log_prob_micro_batch_size_per_gpu": 2, "ref_log_prob_micro_batch_size_per_gpu": 2,
+        "update_weights_bucket_megabytes": 1, "tensor_model_parallel_size": 1, "gpu_memory_utilization": 0.1,
+        "reference": True, "use_kl_loss": True, **changes,
+    }  # fmt: skip
+
+
+def simulated(model: Path, folder: Path, sharding: Sharding = "fsdp1", **changes: object) -> Peaks:
+    values = values_of(model, **changes)
+    worst_case = WorstCase(path=worst_case_path(folder))
+    TRAINER.inspect(values, Inspection(device="sim:h100", worst_case=worst_case, ranks=2))
+    task = Task(device="sim:h100", output=folder, worst_case=worst_case, steps=2)
+    launch = Launch(ranks=2, sharding=sharding)
+    with simulated_rank(launch, 0, device="sim:h100"), fake_gpu("h100", enforce_capacity=False) as gpu:
+        report = Peaks(gpu)
+        run = TRAINER.build(values, task)
+        run.train(report)
+        report.enter("end")
+    return report
+
+
+def test_phases_come_in_verls_order_and_their_bytes_grow_with_their_own_micro_batch(
+    model: Path, tmp_path: Path
+) -> None:
+    small = simulated(model, tmp_path)
+    assert list(small.peaks) == [
+        "update", "sync", "rollout", "old log-probs", "reference", "loading", "optimizer",
+    ]  # fmt: skip
+    large = simulated(model, tmp_path, ppo_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1,
+                      steps_per_generation=1)  # fmt: skip
+    assert large.peaks["update"] > small.peaks["update"]
+    assert large.peaks["old log-probs"] == small.peaks["old log-probs"]
+    scores = simulated(model, tmp_path, log_prob_micro_batch_size_per_gpu=6)
+    assert scores.peaks["old log-probs"] > small.peaks["old log-probs"]
+    assert scores.peaks["update"] == small.peaks["update"]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
+    sharding: Sharding, model: Path, tmp_path: Path
+) -> None:
+    plain = simulated(model, tmp_path, sharding)
+    moved = simulated(model, tmp_path, sharding, param_offload=True, optimizer_offload=True)
+    share = _parameters(model) // 2  # of each of two ranks
+    freed = plain.held["rollout"] - moved.held["rollout"]
+    assert freed == pytest.approx(12 * share, rel=0.05)  # float32 weights and both moments
+    assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
+
+
+@pytest.mark.parametrize(("sharding", "each"), [("fsdp2", 4), ("fsdp1", 2)])
+def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_card(
+    sharding: Sharding, each: int, model: Path, tmp_path: Path
+) -> None:
+    deferred = simulated(model, tmp_path, sharding)
+    reduced = simulated(model, tmp_path, sharding, use_no_sync_for_gradient_accumulation=False)
+    more = deferred.peaks["update"] - reduced.peaks["update"]
+    sharded = 4 * _parameters(model) // 2  # what is held of them where they are reduced
+    assert more == pytest.approx(each * _parameters(model) - sharded, rel=0.25, abs=1 << 17)
+
+
+def _parameters(model: Path) -> int:
+    from transformers import AutoModelForCausalLM
+
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_rank": 4},
+        {"use_fused_kernels": True},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 160, "log_prob_max_token_len_per_gpu": 160},
+        {"calculate_entropy": True, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
+        {"free_cache_engine": False, "enforce_eager": True, "reference": False, "use_kl_loss": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_settings_of_verl_run_too(changes: dict[str, object], model: Path, tmp_path: Path) -> None:
+    report = simulated(model, tmp_path, "fsdp1", **changes)
+    assert ("reference" in report.peaks) == (changes.get("reference", True))
+    assert report.peaks["update"] > 0
+
+
+@pytest.mark.slow
+def test_a_simulated_rank_holds_the_bytes_of_a_real_one_under_fsdp2(
+    model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """The same run on two gloo ranks of the CPU and on a simulated CPU: its logits, loss, FSDP2 and optimizer."""
+    values = values_of(
+        model, attn_implementation="sdpa", use_torch_compile=False, ppo_micro_batch_size_per_gpu=12,
+        log_prob_micro_batch_size_per_gpu=4, ref_log_prob_micro_batch_size_per_gpu=4, max_response_length=112,
+    )  # fmt: skip
+    launch = Launch(ranks=2, sharding="fsdp2")
+    source = Source(values={**values, LAUNCH: launch.to_values()}, name="verl", what="the recipe")
+    recipe = prepare(source, trainer="verl", device="cpu", folder=tmp_path, server=fork_server)
+    recipe = replace(recipe, folder=tmp_path)
+    real = real_peaks(recipe, launch, tmp_path / "ranks", fork_server)
+    for found in real:
+        task = Task(device="cpu", output=tmp_path, worst_case=WorstCase(path=worst_case_path(tmp_path)), steps=2)
+        with simulated_rank(launch, found.rank), fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
+            report = Peaks(gpu)
+            run = TRAINER.build(values, task)
+            run.train(report)
+            report.enter("end")
+        print(f"rank {found.rank}: real {found.allocator_bytes}, simulated {gpu.peak_requested_bytes}")
+        assert gpu.peak_requested_bytes == pytest.approx(found.allocator_bytes, rel=0.01)
+        assert max(report.peaks, key=lambda phase: report.peaks[phase]) == "update"

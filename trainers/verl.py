@@ -1,0 +1,394 @@
+"""verl's training worker on a simulated card: rollout, old log-probabilities, reference and update under torch's FSDP.
+
+verl itself needs Ray and vLLM's processes. Its phases, in its order and with its sizes, run here on one simulated rank:
+the real transformers model in torch's real FSDP1 or FSDP2 (`verl_engine`), verl's losses (`verl_losses`), and vLLM's
+share of the card (`autofit.fakegpu.engines.vllm`). Read in verl at commit 1dda039b (0.9). Imports torch.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from autofit.errors import ConfigError
+from autofit.fakegpu.communicators import nccl_bytes
+from autofit.fakegpu.depth.stack import full_config, text_config
+from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.patches.cuda_api import active_gpu
+from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
+from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.loop import Loop, LoopTrainer, Setup
+from autofit.plugin.models import model_config
+from autofit.plugin.protocol import (
+    LOADING,
+    LOG_PROBS,
+    REFERENCE,
+    ROLLOUT,
+    SYNC,
+    UPDATE,
+    Facts,
+    Inspection,
+    Report,
+    Task,
+)
+from autofit.recipe.keys import BatchKeys
+from autofit.recipe.launch import LAUNCH
+
+from .verl_engine import DTYPES, Engine
+from .verl_losses import policy_loss
+from .verl_models import inner, random_model
+from .verl_settings import Settings
+
+_MODEL = "model"  # folder of the model's config, beside the longest sample
+_ONLY_SIMULATED = (
+    "verl trains with Ray and vLLM's processes, which autofit does not start: give --gpu NAME, such as --gpu 8xh100, "
+    "and put the overrides that it finds behind verl's own command"
+)
+
+
+class VerlLoop(Loop):
+    """The phases of verl's worker for one generation and each of its optimizer steps."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, settings: Settings, setup: Setup, *, model: str, version: int, reshards: bool) -> None:
+        self._settings, self._device = settings, setup.device
+        self._ranks = torch.distributed.get_world_size()
+        common: dict[str, Any] = {
+            "version": version, "reshards": reshards, "dtype": DTYPES[settings.param_dtype], "device": setup.device,
+            "prefetches": settings.forward_prefetch, "fused": settings.use_fused_kernels,
+            "compiles": settings.use_torch_compile, "recomputes_entropy": settings.entropy_checkpointing,
+            "chunk": settings.entropy_from_logits_chunk_size if settings.entropy_from_logits_with_chunking else None,
+        }  # fmt: skip
+        self._reference: Engine | None = None
+        if settings.reference and not settings.lora_rank:  # with LoRA it is the actor without its adapters
+            made = random_model(settings, model, dtype=settings.ref_model_dtype, lora=False)
+            self._reference = Engine(made, forward_only=True, **common)
+        actor = random_model(settings, model, dtype=settings.model_dtype, lora=bool(settings.lora_rank))
+        law = self._law(actor)
+        self.actor = Engine(actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, **common)
+        self.model = self.actor.module
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.actor.optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.01)
+        if settings.param_offload:
+            self.actor.offload_model()
+        self._engine = None if law is None else _started(law, actor)
+        self._sleep()
+
+    # ------------------------------------------------------------------ vLLM
+    def _law(self, model: torch.nn.Module) -> VllmEngine | None:
+        """The engine that verl starts, of which each rank has a share; None where nothing simulates it."""
+        gpu, settings = active_gpu(), self._settings
+        if gpu is None or self._device.type == "cpu":
+            return None
+        config = full_config(text_config(inner(model).config))
+        tensor = settings.tensor_model_parallel_size
+        return VllmEngine(
+            spec=gpu.spec, costs=gpu.clock.costs, decoder=Decoder.of(config),
+            weights_bytes=weights_bytes(inner(model)) // tensor, utilization=settings.gpu_memory_utilization,
+            longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
+            most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
+            eager=settings.enforce_eager, sleeps=settings.free_cache_engine,
+        )  # fmt: skip
+
+    def _sleep(self) -> None:
+        if self._engine is not None and self._settings.free_cache_engine:
+            self._engine.sleep(level=2)
+
+    def _synchronise(self) -> None:
+        """Give the weights to the engine (engine_workers.py, update_weights): it wakes up for them, then for its cache.
+
+        FSDP1 and LoRA want the shards on the card; FSDP2 stages one tensor at a time.
+        """
+        settings, actor, engine = self._settings, self.actor, self._engine
+        if engine is None:
+            return
+        _empty_cache(self._device)
+        if settings.free_cache_engine:
+            engine.wake_up(tags=["weights"])
+        staged = settings.param_offload and (actor.version == 1 or bool(settings.lora_rank))
+        if staged:
+            actor.load_model()
+        self._send_weights(engine)
+        if settings.param_offload:
+            actor.offload_model()
+        _empty_cache(self._device)
+        if settings.free_cache_engine:
+            engine.wake_up(tags=["kv_cache"])
+
+    @torch.no_grad()
+    def _send_weights(self, engine: FakeEngine) -> None:
+        """One whole tensor after another, through a buffer that both processes have."""
+        size = self._settings.update_weights_bucket_megabytes << 20
+        bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
+        engine.load_weights(self.actor.whole_weights())
+        del bucket
+
+    def _generate(self) -> None:
+        """One engine's part of the prompts; every response has its full length."""
+        if self._engine is None:
+            return
+        settings = self._settings
+        prompts = [{"prompt_token_ids": [0] * settings.max_prompt_length}]
+        self._engine.group = settings.rollout_n
+        asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
+        self._engine.generate(prompts * (settings.generated * settings.tensor_model_parallel_size), asked)
+        self._sleep()
+
+    # ------------------------------------------------------------------ batches
+    def _inputs(self, rows: int) -> dict[str, torch.Tensor]:
+        """`rows` samples of full length, packed: (1, tokens)."""
+        each = self._settings.tokens
+        ids = torch.zeros((1, rows * each), dtype=torch.long, device=self._device)
+        positions = torch.arange(each, device=self._device).repeat(rows)[None]
+        return {"input_ids": ids, "position_ids": positions}
+
+    def _answers(self, rows: int) -> dict[str, torch.Tensor]:
+        """What the loss reads beside the model's outputs, (rows, tokens of a response)."""
+        shape = (rows, self._settings.max_response_length)
+        names = ("old", "advantages", "mask", *(("reference",) if self._settings.use_kl_loss else ()))
+        return {name: torch.zeros(shape, device=self._device) for name in names}
+
+    def _of_responses(self, packed: torch.Tensor, rows: int) -> torch.Tensor:
+        """The part of the responses, (rows, length), of a number for each packed token."""
+        settings = self._settings
+        start = settings.max_prompt_length - 1
+        return packed.view(rows, settings.tokens)[:, start : start + settings.max_response_length]
+
+    def _scored(self, engine: Engine, sizes: list[int], *, entropy: bool) -> None:
+        """Log-probabilities of all samples of a generation, without gradients."""
+        engine.module.eval()
+        for rows, times in _runs(sizes):
+            with torch.no_grad(), _stands_for(times):
+                found = engine.log_probs(self._inputs(rows), entropy=entropy, training=False)
+                {name: values.cpu() for name, values in found.items()}
+                del found
+
+    # ------------------------------------------------------------------ the loop
+    def micro_batches(self, step: int, report: Report) -> list[tuple[int, int, bool]]:
+        """(rows, how many such micro-batches it stands for, whether it is the last) of an optimizer step."""
+        settings, actor = self._settings, self.actor
+        report.enter(SYNC)  # one phase after another: between two of them vLLM may still hold its share
+        self._synchronise()
+        report.enter(ROLLOUT)
+        self._generate()
+        report.enter(LOG_PROBS)
+        rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
+        if settings.param_offload:
+            actor.load_model()
+        self._scored(actor, settings.split(settings.generated, rows=rows, budget=budget), entropy=True)
+        if settings.param_offload:
+            actor.offload_model()
+        if settings.reference:
+            report.enter(REFERENCE)
+            self._refer()
+        report.enter(LOADING)  # for all optimizer steps of a generation
+        if settings.param_offload:
+            actor.load_model()
+        if settings.optimizer_offload:
+            actor.move_optimizer(self._device)
+        report.enter(UPDATE)
+        actor.module.train()
+        sizes = settings.split(
+            settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu
+        )
+        *first, last = sizes
+        runs = [(rows, times, False) for rows, times in _runs(first[1:])]
+        return [*[(rows, 1, False) for rows in first[:1]], *runs, (last, 1, True)]
+
+    def _refer(self) -> None:
+        settings = self._settings
+        rows, budget = settings.ref_log_prob_micro_batch_size_per_gpu, settings.ref_log_prob_max_token_len_per_gpu
+        engine = self._reference
+        adapters: AbstractContextManager[Any] = nullcontext()
+        if engine is None:
+            engine = self.actor
+            adapters = engine.without_adapters()
+            if settings.param_offload:
+                engine.load_model()
+        with adapters:
+            self._scored(engine, settings.split(settings.generated, rows=rows, budget=budget), entropy=False)
+        if engine is self.actor and settings.param_offload:
+            engine.offload_model()
+
+    def loss(self, micro_batch: Any) -> torch.Tensor:
+        rows = int(micro_batch)
+        settings = self._settings
+        found = self.actor.log_probs(self._inputs(rows), entropy=settings.calculate_entropy, training=True)
+        entropy = found.get("entropy")
+        return policy_loss(
+            self._of_responses(found["log_probs"], rows), self._answers(rows), kl=settings.use_kl_loss,
+            entropy=None if entropy is None else self._of_responses(entropy, rows),
+            tokens=settings.samples * settings.max_response_length,
+        )  # fmt: skip
+
+    def update(self, step: int, report: Report) -> None:
+        """One optimizer step."""
+        settings, actor, optimizer = self._settings, self.actor, self.optimizer
+        optimizer_device = torch.device("cpu")
+        for rows, times, last in self.micro_batches(step, report):
+            with _stands_for(times):
+                actor.backward(partial(self.loss, rows), last=last)
+        report.gradient_is_whole(actor.module, optimizer)
+        actor.clip(settings.clip_grad)
+        optimizer.step()
+        report.optimizer_ends()
+        optimizer.zero_grad()
+        with report.phase(LOADING):
+            if settings.param_offload:
+                actor.offload_model()
+            if settings.optimizer_offload:
+                actor.move_optimizer(optimizer_device)
+
+
+class VerlRun:
+    """The loop as a run of a probe on a simulated card, or of a rank on the CPU."""
+
+    scoring_share = 0.0
+    steps_between_saves = 1
+
+    def __init__(self, loop: VerlLoop, settings: Settings, *, steps: int) -> None:
+        self.loop, self.last_step = loop, steps
+        self.samples_per_step = settings.samples
+        self.tokens_per_step = settings.samples * settings.tokens
+        self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.loop.model
+
+    def train(self, report: Report, *, resume_from: Path | None = None) -> None:
+        report.train_begins()
+        for step in range(self.last_step):
+            report.step_begins(step)
+            self.loop.update(step, report)
+            if report.step_ends(step + 1).stop:
+                return
+
+    def checkpoint_is_whole(self, checkpoint: Path) -> bool:
+        return False  # verl alone saves and continues
+
+    def save_model(self, folder: Path) -> None:
+        raise ConfigError(_ONLY_SIMULATED)
+
+
+class VerlTrainer(LoopTrainer):
+    """`python -m verl.trainer.main_ppo` with FSDP and vLLM, simulated."""
+
+    name: ClassVar[str] = "verl"
+    settings: ClassVar[type] = Settings
+    space: ClassVar[Path] = Path(str(resources.files("autofit.search_spaces").joinpath("verl.yaml")))
+    keys: ClassVar[BatchKeys] = BatchKeys(
+        micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
+        reuse="ppo_epochs", completion="max_response_length",
+    )  # fmt: skip
+
+    def loop(self, settings: Any, setup: Setup) -> Loop:
+        raise ConfigError(_ONLY_SIMULATED)
+
+    def model_name(self, settings: Settings) -> str:
+        return settings.model_path
+
+    def longest_sample(self, settings: Settings) -> dict[str, Any]:
+        return {"tokens": settings.max_prompt_length}
+
+    def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        if not inspection.simulated and inspection.device != "cpu":
+            raise ConfigError(_ONLY_SIMULATED)
+        given = {key: value for key, value in values.items() if key != LAUNCH}
+        if inspection.prompt_tokens is not None:
+            given["max_prompt_length"] = inspection.prompt_tokens
+        settings = self.parse(given)
+        facts = super().inspect(given, replace(inspection, ranks=1))
+        go_offline_without_a_hub()
+        parameters = self._keep_model(settings, inspection)
+        itemsize = DTYPES[settings.model_dtype].itemsize
+        return replace(
+            facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
+            model_parameters=parameters, weights_bytes=parameters * itemsize,
+            resolved=asdict(settings), version="verl 0.9 (1dda039b)",
+        )  # fmt: skip
+
+    def _keep_model(self, settings: Settings, inspection: Inspection) -> int:
+        """The parameters of the model, whose config is kept beside the longest sample."""
+        try:
+            config = model_config(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"the model {settings.model_path!r} must be a folder with a config.json, or a name that the hub or "
+                "autofit's catalogue has; give one with --set model_path=NAME"
+            ) from error
+        if hasattr(config, "vision_config"):
+            raise ConfigError(
+                f"{settings.model_path} has a vision tower, which is not simulated for verl; take a text model"
+            )
+        config.save_pretrained(inspection.worst_case.folder / _MODEL)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def build(self, values: Mapping[str, object], task: Task) -> Any:
+        if task.worst_case is None:
+            raise ConfigError(_ONLY_SIMULATED)
+        settings = self.parse({key: value for key, value in values.items() if key != LAUNCH})
+        device = torch.device("cpu" if task.device == "cpu" else "cuda")
+        if not torch.distributed.is_initialized():  # a rank on the CPU
+            torch.distributed.init_process_group("gloo")
+        version = 2 if os.environ.get("FSDP_VERSION") == "2" else 1
+        reshards = _reshards(version)
+        setup = Setup(device=device, sample={})
+        loop = VerlLoop(settings, setup, model=str(task.worst_case.folder / _MODEL), version=version, reshards=reshards)
+        return VerlRun(loop, settings, steps=task.steps or 1)
+
+    def small_trainings(self, *args: Any, **options: Any) -> Any:
+        raise ConfigError(_ONLY_SIMULATED)
+
+
+def _reshards(version: int) -> bool:
+    """Whether what FSDP gathered is freed after the forward, by the rank's environment."""
+    if version == 2:
+        return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("true", "1")
+    return os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") in ("FULL_SHARD", "1")
+
+
+def _started(law: VllmEngine, model: torch.nn.Module) -> FakeEngine:
+    gpu = active_gpu()
+    assert gpu is not None
+    beside = law.spec.context_bytes + nccl_bytes(law.spec, law.ranks)  # vLLM's workers are processes of their own
+    return FakeEngine(gpu, inner(model), law, process_bytes=beside)
+
+
+def _runs(sizes: list[int]) -> list[tuple[int, int]]:
+    """(size, how often in a row) of equal neighbours."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        if found and found[-1][0] == size:
+            found[-1] = (size, found[-1][1] + 1)
+        else:
+            found.append((size, 1))
+    return found
+
+
+@contextmanager
+def _stands_for(times: int) -> Iterator[None]:
+    """What runs inside happens `times` times: on a simulated card it is traced once."""
+    gpu = active_gpu()
+    with nullcontext() if gpu is None else gpu.standing_for(times):
+        yield
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+TRAINER = VerlTrainer()

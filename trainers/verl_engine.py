@@ -1,0 +1,219 @@
+"""A model under FSDP as verl's engine has it: built, wrapped, moved between card and host, and stepped.
+
+Read in verl at commit 1dda039b: verl/workers/engine/fsdp/transformer_impl.py and verl/utils/fsdp_utils.py. torch's own
+FSDP1 or FSDP2 shards the real transformers model. Imports torch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from .verl_losses import FusedLogProbs, entropy_in_chunks, entropy_of, row_log_probs
+
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+class Engine:
+    """One model of a worker: the actor, or with `forward_only` the reference, whose shards wait in host memory."""
+
+    def __init__(
+        self, model: torch.nn.Module, *, version: int, reshards: bool, dtype: torch.dtype, device: torch.device,
+        forward_only: bool = False, defers_sync: bool = True, prefetches: bool = False, fused: bool = False,
+        compiles: bool = True, chunk: int | None = None, recomputes_entropy: bool = False,
+    ) -> None:  # fmt: skip
+        self.version, self._device, self._dtype = version, device, dtype
+        self._forward_only, self._defers_sync, self._fused = forward_only, defers_sync, fused
+        self._recomputes_entropy = recomputes_entropy
+        entropy: Callable[[torch.Tensor], torch.Tensor] = (
+            entropy_of if chunk is None else partial(entropy_in_chunks, chunk=chunk)
+        )
+        self._entropy = torch.compile(entropy, dynamic=True) if compiles else entropy
+        ranks = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
+        wrap = self._flat if version == 1 else self._fully
+        self.module = wrap(model, mesh, reshards=reshards, prefetches=prefetches)
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    # ------------------------------------------------------------------ sharding
+    def _flat(self, model: torch.nn.Module, mesh: Any, *, reshards: bool, prefetches: bool) -> torch.nn.Module:
+        """FSDP1, one flat parameter a layer; the reference's is offloaded by torch's own policy."""
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+        policies: list[Any] = [partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)]
+        if any(not parameter.requires_grad for parameter in model.parameters()) and not self._forward_only:
+            policies.insert(0, partial(lambda_auto_wrap_policy, lambda_fn=_is_trained_leaf))
+        precision = fsdp.MixedPrecision(param_dtype=self._dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=partial(_or_policy, policies=policies), device_mesh=mesh,
+            device_id=torch.cuda.current_device() if self._device.type == "cuda" else None,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=precision, forward_prefetch=prefetches, use_orig_params=False,
+            cpu_offload=fsdp.CPUOffload(offload_params=True) if self._forward_only else None,
+        )  # fmt: skip
+
+    def _fully(self, model: torch.nn.Module, mesh: Any, *, reshards: bool, prefetches: bool) -> torch.nn.Module:
+        """FSDP2: the layers, the embedding and the head where they do not share weights, and the rest."""
+        tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        apart = () if tied else ("embed_tokens", "lm_head")
+        wrapped = [
+            module for name, module in model.named_modules()
+            if type(module).__name__ in names or name.rpartition(".")[2] in apart
+        ]  # fmt: skip
+        policy = fsdp.MixedPrecisionPolicy(
+            param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+        )
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshards}
+        if self._forward_only and self._device.type == "cuda":
+            options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=True)
+        for module in (*wrapped, model):
+            fsdp.fully_shard(module, **options)
+        if prefetches:
+            for module, after in pairwise(wrapped):
+                cast(Any, module).set_modules_to_forward_prefetch([after])
+        return model
+
+    @contextmanager
+    def _syncing(self, *, last: bool) -> Iterator[None]:
+        """Gradients are reduced in the last micro-batch of a step only, unless the config says otherwise."""
+        if last or not self._defers_sync:
+            yield
+        elif self.version == 1:
+            with cast(Any, self.module).no_sync():
+                yield
+        else:
+            module = cast(Any, self.module)
+            module.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                module.set_requires_gradient_sync(True)
+
+    # ------------------------------------------------------------------ card and host
+    def load_model(self) -> None:
+        self._move_model(self._device)
+
+    def offload_model(self) -> None:
+        self._move_model(torch.device("cpu"))
+        _empty_cache(self._device)
+
+    @torch.no_grad()
+    def _move_model(self, to: torch.device) -> None:
+        if self.version == 2:
+            self.module.to(to, non_blocking=True)
+            return
+        root = cast(Any, self.module)
+        _lazy_init(root, root)
+        for handle in root._all_handles:
+            handle.flat_param_to(to, non_blocking=True)
+            handle.flat_param._local_shard = handle.flat_param.data
+
+    @torch.no_grad()
+    def move_optimizer(self, to: torch.device) -> None:
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.to(to, non_blocking=True)
+
+    def without_adapters(self) -> AbstractContextManager[Any]:
+        """Context in which the model computes as it was before LoRA."""
+        module = cast(Any, getattr(self.module, "_fsdp_wrapped_module", self.module))
+        found: AbstractContextManager[Any] = module.disable_adapter()
+        return found
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of what is given to the rollout engine, a tensor at a time."""
+        if self.version == 1:
+            yield from self._whole_of_flat()
+            return
+        for name, parameter in self.module.state_dict().items():
+            on_card = parameter.to(self._device, non_blocking=True)
+            yield name, on_card.full_tensor() if isinstance(on_card, DTensor) else on_card
+
+    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
+        root = cast(Any, self.module)
+        kind, settings = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
+        with FullyShardedDataParallel.state_dict_type(root, kind, settings):
+            state = root.state_dict()
+        for name, parameter in state.items():
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    # ------------------------------------------------------------------ computing
+    def log_probs(self, inputs: dict[str, torch.Tensor], *, entropy: bool, training: bool) -> dict[str, torch.Tensor]:
+        """Log-probabilities, and with `entropy` the entropy, of each packed token: forward_step's part of the model."""
+        labels = torch.roll(inputs["input_ids"], shifts=-1, dims=1)[0]
+        with self._autocast():
+            if self._fused:
+                found, entropies = self.module(**inputs, use_cache=False, shift_labels=labels)
+                return {"log_probs": found, **({"entropy": entropies} if entropy else {})}
+            output = self.module(**inputs, use_cache=False)
+            logits = output.logits.squeeze(0)
+            temperature = torch.ones(logits.shape[0], device=logits.device)
+            logits = logits / temperature.clamp(min=1e-8).unsqueeze(-1).to(logits.dtype)
+            told: dict[str, torch.Tensor] = {}
+            if entropy and self._recomputes_entropy:
+                told["entropy"] = torch.utils.checkpoint.checkpoint(self._entropy, logits, use_reentrant=False)
+            elif entropy:
+                told["entropy"] = self._entropy(logits)
+            told["log_probs"] = row_log_probs(logits, labels, inplace=training and not entropy)
+            return told
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=self._device.type, dtype=self._dtype)
+
+    def backward(self, loss_of: Callable[[], torch.Tensor], *, last: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        with self._syncing(last=last):
+            loss = loss_of()
+            float(loss.detach())
+            loss.backward()
+
+    def clip(self, most: float) -> None:
+        """Clip the norm of the gradients, as verl does before the optimizer."""
+        if self.version == 1:
+            norm = cast(Any, self.module).clip_grad_norm_(most)
+        else:
+            from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
+
+            parameters = [p for p in self.module.parameters() if p.grad is not None]
+            norm = _get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = norm.to(self._device, non_blocking=True)
+            _clip_grads_with_norm_(parameters, most, norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        float(norm)
+
+
+def _is_trained_leaf(module: torch.nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return not list(module.named_children()) and isinstance(weight, torch.Tensor) and weight.requires_grad
+
+
+def fuse_head(model: torch.nn.Module) -> None:
+    """Let `model` return log-probabilities and entropy in place of logits; before it is wrapped."""
+    model.forward = partial(_fused_forward, model)
+
+
+def _fused_forward(model: Any, *, shift_labels: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """verl's forward with fused kernels (models/transformers/dense_common.py, forward_with_torch_backend)."""
+    hidden = model.model(**inputs)[0]
+    inputs_of = hidden.flatten(0, 1), model.lm_head.weight, shift_labels
+    found: tuple[torch.Tensor, torch.Tensor] = FusedLogProbs.apply(*inputs_of)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
