@@ -219,7 +219,7 @@ def test_phases_come_in_verls_order_and_their_bytes_grow_with_their_own_micro_ba
     assert scores.peaks["update"] == small.peaks["update"]
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.slow), "fsdp2"])
 def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     sharding: Sharding, model: Path, tmp_path: Path
 ) -> None:
@@ -231,7 +231,7 @@ def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
 
 
-@pytest.mark.parametrize(("sharding", "each"), [("fsdp2", 4), ("fsdp1", 2)])
+@pytest.mark.parametrize(("sharding", "each"), [pytest.param("fsdp2", 4, marks=pytest.mark.slow), ("fsdp1", 2)])
 def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_card(
     sharding: Sharding, each: int, model: Path, tmp_path: Path
 ) -> None:
@@ -251,11 +251,21 @@ def _parameters(model: Path) -> int:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora_rank": 4},
-        {"use_fused_kernels": True},
-        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 160, "log_prob_max_token_len_per_gpu": 160},
-        {"calculate_entropy": True, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
-        {"free_cache_engine": False, "enforce_eager": True, "reference": False, "use_kl_loss": False},
+        {
+            "lora_rank": 4,
+            "use_dynamic_bsz": True,
+            "ppo_max_token_len_per_gpu": 160,
+            "log_prob_max_token_len_per_gpu": 160,
+        },
+        pytest.param({"use_fused_kernels": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"calculate_entropy": True, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"free_cache_engine": False, "enforce_eager": True, "reference": False, "use_kl_loss": False},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda changes: next(iter(changes)),
 )

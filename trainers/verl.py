@@ -105,14 +105,14 @@ class VerlLoop(Loop):
             self._engine.sleep(level=2)
 
     def _synchronise(self) -> None:
-        """Give the weights to the engine (engine_workers.py, update_weights): it wakes up for them, then for its cache.
+        """Give the weights to the engine, which wakes up for them (engine_workers.py, update_weights).
 
         FSDP1 and LoRA want the shards on the card; FSDP2 stages one tensor at a time.
         """
         settings, actor, engine = self._settings, self.actor, self._engine
         if engine is None:
             return
-        _empty_cache(self._device)
+        _begin_with_empty_cache()
         if settings.free_cache_engine:
             engine.wake_up(tags=["weights"])
         staged = settings.param_offload and (actor.version == 1 or bool(settings.lora_rank))
@@ -121,9 +121,6 @@ class VerlLoop(Loop):
         self._send_weights(engine)
         if settings.param_offload:
             actor.offload_model()
-        _empty_cache(self._device)
-        if settings.free_cache_engine:
-            engine.wake_up(tags=["kv_cache"])
 
     @torch.no_grad()
     def _send_weights(self, engine: FakeEngine) -> None:
@@ -138,6 +135,9 @@ class VerlLoop(Loop):
         if self._engine is None:
             return
         settings = self._settings
+        _begin_with_empty_cache()
+        if settings.free_cache_engine:
+            self._engine.wake_up(tags=["kv_cache"])
         prompts = [{"prompt_token_ids": [0] * settings.max_prompt_length}]
         self._engine.group = settings.rollout_n
         asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
@@ -182,6 +182,7 @@ class VerlLoop(Loop):
         report.enter(ROLLOUT)
         self._generate()
         report.enter(LOG_PROBS)
+        _begin_with_empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
         rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         if settings.param_offload:
             actor.load_model()
@@ -292,6 +293,14 @@ class VerlTrainer(LoopTrainer):
         reuse="ppo_epochs", completion="max_response_length",
     )  # fmt: skip
 
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The keys of its space: a proof of any of them is refused in one sentence, as nothing trains here."""
+        return (
+            *super().compared, "steps_per_generation", "enable_gradient_checkpointing", "param_offload",
+            "optimizer_offload", "gpu_memory_utilization",
+        )  # fmt: skip
+
     def loop(self, settings: Any, setup: Setup) -> Loop:
         raise ConfigError(_ONLY_SIMULATED)
 
@@ -386,9 +395,10 @@ def _stands_for(times: int) -> Iterator[None]:
         yield
 
 
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _begin_with_empty_cache() -> None:
+    """Give cached memory back to the card, where vLLM's process takes it (aggressive_empty_cache)."""
+    if (gpu := active_gpu()) is not None:
+        gpu.begin_with_empty_cache()
 
 
 TRAINER = VerlTrainer()

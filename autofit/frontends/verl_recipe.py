@@ -79,6 +79,8 @@ _KEYS: Mapping[str, _Key] = {
     "max_model_len": _Key(f"{_R}.max_model_len"),
     "update_weights_bucket_megabytes": _Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
 }
+# What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
+_ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _MICRO = "ppo_micro_batch_size_per_gpu"
 _SCORED = "log_prob_micro_batch_size_per_gpu"
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
@@ -127,7 +129,7 @@ def recipe(
         "config": {"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}},  # each rank saves its share
     }  # fmt: skip
     return Foreign(
-        tool="verl", trainer="verl", values={**found, "launch": launch}, ranks=batch.gpus,
+        tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(_ENVIRONMENT)}, ranks=batch.gpus,
         prompt_tokens=cast(int, found["max_prompt_length"]),
         keys={key: named.path for key, named in _KEYS.items()}, notes=tuple(_notes(config, unread)),
     )  # fmt: skip
