@@ -398,7 +398,7 @@ def _stands_for(times: int) -> Iterator[None]:
 def _begin_with_empty_cache() -> None:
     """Give cached memory back to the card, where vLLM's process takes it (aggressive_empty_cache)."""
     if (gpu := active_gpu()) is not None:
-        gpu.begin_with_empty_cache()
+        gpu.memory.empty_cache()
 
 
 TRAINER = VerlTrainer()
