@@ -8,9 +8,25 @@ from autofit.plugin.registry import load
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
-from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS, dpo_tiers, grpo_tiers, rloo_tiers, sample_tiers
+from autofit.trainers.keys import (
+    ROLLOUTS,
+    SAMPLES,
+    TILE_TOKENS,
+    dpo_tiers,
+    grpo_tiers,
+    hf_tiers,
+    rloo_tiers,
+    sample_tiers,
+)
 
-TIERS_OF = {"grpo": grpo_tiers, "rloo": rloo_tiers, "dpo": dpo_tiers, "sft": sample_tiers, "reward": sample_tiers}
+TIERS_OF = {
+    "grpo": grpo_tiers,
+    "rloo": rloo_tiers,
+    "dpo": dpo_tiers,
+    "sft": sample_tiers,
+    "reward": sample_tiers,
+    "hf": hf_tiers,
+}
 
 
 def trl_facts(trainer: str, resolved: dict[str, object], **facts: bool) -> dict[str, Any]:

@@ -2,18 +2,24 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 import torch
+import yaml
 from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
+from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
 from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
+from autofit.trainers.hf import TRAINER
+from autofit.trainers.hf_data import Blocks, Pairs, Samples, packed
 from autofit.trainers.trl_config import TrlConfig, parse
 
 LENGTH = 128
@@ -52,7 +58,7 @@ def rows(config: TrlConfig, count: int = 8) -> Dataset:
     return Dataset.from_list([row] * count)
 
 
-def trained(model: Path, folder: Path, **changes: object) -> object:
+def trained(model: Path, folder: Path, **changes: object) -> Any:
     config = parsed(model, folder, **changes)
     with random_weights(hf_training):  # as in a probe
         trainer = hf_training.made(config, rows(config))
@@ -74,7 +80,15 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = (
+    "full, float32 master with autocast",
+    "LoRA, adapters in float32",
+    "DPO, float32 logits",
+    "packed, block diagonal",
+)
+
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_whole_training_peaks_at_the_real_allocators_bytes(name: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
@@ -97,10 +111,84 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
         ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
+        ({"trainable_layers": 2, "use_peft": True}, "trainable_layers: 2 trains layers of the model"),
+        (
+            {"trainable_layers": 2, "adapter_dtype": "bfloat16"},
+            "layers in bfloat16 train beside frozen ones",
+        ),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
 )
 def test_a_wrong_recipe_is_one_line(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        parsed(tmp_path, tmp_path, **changes)
+        TRAINER.parse({"output_dir": str(tmp_path), "use_cpu": True, **changes}, overrides={})
     assert "\n" not in str(raised.value)
+
+
+ROW = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+LONGER = {"input_ids": [5] * 5, "labels": [5] * 5}
+
+
+def test_a_batch_is_padded_on_the_right_to_a_multiple_and_padding_is_neither_read_nor_trained_on() -> None:
+    batch = Samples(padding=9, multiple=4)([ROW, LONGER])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 9, 9, 9, 9, 9], [5, 5, 5, 5, 5, 9, 9, 9]]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5]
+    assert batch["labels"][0].tolist() == [-100, 6, 7, *[-100] * 5]
+    assert Samples(padding=9, width=16)([ROW])["input_ids"].shape == (1, 16)
+
+
+def test_a_pair_is_two_rows_of_one_width_the_chosen_answers_first() -> None:
+    pair = {"chosen_ids": [1], "chosen_labels": [1], "rejected_ids": [2, 2], "rejected_labels": [2, 2]}
+    assert Pairs(padding=0)([pair, pair])["input_ids"].tolist() == [[1, 0], [1, 0], [2, 2], [2, 2]]
+
+
+def test_packed_samples_do_not_see_each_other() -> None:
+    row = {"input_ids": [5] * 5, "labels": [5] * 5, "seq_lengths": [2, 3]}
+    common = {"padding": 9, "width": 6, "dtype": torch.float32}
+    batch = Blocks(**common, flash=False)([row])
+    seen = (batch["attention_mask"][0, 0] == 0).int().tolist()
+    assert seen == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0],
+                    [0] * 6]  # fmt: skip
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
+    flat = Blocks(**common, flash=True)([row, row])
+    assert flat["input_ids"].shape == (1, 12)
+    assert "attention_mask" not in flat
+    assert flat["position_ids"][0, 6:].tolist() == [0, 1, 0, 1, 2, 0]
+
+
+def test_a_packed_sample_has_the_logits_that_it_has_alone(small_model: Path, tmp_path: Path) -> None:
+    model = hf_training.model_of(parsed(small_model, tmp_path))
+    ids = list(range(5, 25))
+    row = {"input_ids": ids, "labels": ids, "seq_lengths": [8, 12]}
+    batch = Blocks(padding=0, width=24, flash=False, dtype=torch.float32)([row])
+    del batch["labels"]
+    with torch.no_grad():
+        together = model(**batch).logits[0, 8:20]
+        alone = model(input_ids=torch.tensor([ids[8:]])).logits[0]
+    assert torch.allclose(together, alone, atol=1e-5)
+
+
+def test_packing_fills_rows_with_whole_samples() -> None:
+    sizes = [3, 7, 5, 2, 4, 6]
+    rows = Dataset.from_list([{"input_ids": [size] * size, "labels": [size] * size} for size in sizes])
+    found = packed(rows, 9)
+    assert [row["seq_lengths"] for row in found] == [[7, 2], [6, 3], [5, 4]]
+    assert found[0]["labels"] == [-100, *[7] * 6, -100, 2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
+                                     {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
+def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
+    more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}
+    path = tiny.write_offline_recipe("hf", tmp_path, tiny_model, **more)
+    run = TRAINER.build(yaml.safe_load(path.read_text()), Task(device="cpu", output=tmp_path / "out"))
+    run.train(Report())
+    losses = [line["loss"] for line in run.trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: Path) -> None:
+    more: dict[str, object] = {"trainable_layers": 1, "gradient_checkpointing": True, "dtype": "bfloat16", "bf16": True}
+    trainer = trained(small_model, tmp_path, **more, adapter_dtype="float32")
+    kinds = {(name.split(".")[2], p.dtype) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert kinds == {("1", torch.float32)}

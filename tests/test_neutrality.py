@@ -168,6 +168,7 @@ def test_rewards_are_scaled_as_trl_reads_it(given: object, read: str, tmp_path: 
     ("name", "knobs"),
     [("bnpo", (SPLIT,)), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("grpo", ()), ("dapo", (SPLIT, CHUNK)), ("sft, nll", (SPLIT,)),
+        ("hf, dpo", (SPLIT,)), ("hf, mixture of experts, balanced", (SPLIT,)),
         ("grpo, 2 rewards normalised, then summed", (CHUNK,)), ("dapo, top entropy 0.5", (SPLIT,))])],
 )  # fmt: skip
 def test_measured_anew_a_cell_is_what_the_table_says(name: str, knobs: tuple[str, ...], tmp_path: Path) -> None:

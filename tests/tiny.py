@@ -46,6 +46,7 @@ ROWS = {  # a row of each trainer's data, of i words more than the shortest
     "reward": lambda i: {"chosen": _words(i), "rejected": "t4 t5"},
     "hf": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
 }
+ROWS |= {f"hf {objective}": ROWS[objective] for objective in ("dpo", "reward")}
 
 
 def _words(i: int) -> str:
@@ -53,10 +54,11 @@ def _words(i: int) -> str:
 
 
 def write_offline_recipe(trainer: str, folder: Path, model: Path, **changes: object) -> Path:
-    """A recipe of SFT, DPO or Reward over files in `folder`, with `changes` laid over it (None removes a key)."""
+    """A recipe of a trainer on samples over files in `folder`, with `changes` laid over it (None removes a key)."""
     data = folder / "data" / "train.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text("".join(json.dumps(ROWS[trainer](i)) + "\n" for i in range(24)))
+    row = ROWS.get(f"{trainer} {changes.get('objective')}") or ROWS[trainer]
+    data.write_text("".join(json.dumps(row(i)) + "\n" for i in range(24)))
     values: dict[str, object] = {
         "model_name_or_path": str(model), "dataset_name": str(folder / "data"), "output_dir": str(folder / "out"),
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 32, "max_steps": 4,

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Facts, Inspection
-from autofit.recipe.keys import Tier
 
 from . import hf_training
 from .common import (
@@ -36,21 +35,10 @@ from .common import (
 from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
 from .hf_training import architecture_of, made, tokenizer_of
-from .keys import COMPARED, weights_tiers
+from .keys import COMPARED, hf_tiers
 from .padding import Collator, padded
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
-
-
-def hf_tiers(
-    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
-) -> dict[str, Tier]:
-    """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens."""
-    words = resolved.get("objective") == "sft"
-    apart = words and resolved.get("average_tokens_across_devices") is False
-    changed = {"per_device_train_batch_size": balances_experts, "launch.ranks": apart}
-    found: dict[str, Tier] = {key: "approximate" for key, more in changed.items() if more}
-    return {**found, **weights_tiers(resolved)}
 
 
 class HfTrainer(SamplesTrainer):
@@ -61,6 +49,22 @@ class HfTrainer(SamplesTrainer):
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers")
+
+    def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
+        config = super().parse(values, overrides=overrides)
+        training, count = config.training, config.training.trainable_layers
+        if count is not None and config.model.use_peft:
+            raise ConfigError(
+                f"trainable_layers: {count} trains layers of the model, and use_peft: true adapters beside them; "
+                "omit one of them"
+            )
+        mixed = training.adapter_dtype not in (None, config.model.dtype)
+        if count is not None and mixed and not (training.bf16 or training.fp16):
+            raise ConfigError(
+                f"layers in {training.adapter_dtype} train beside frozen ones in {config.model.dtype} under autocast "
+                "only; set bf16: true, or adapter_dtype to the same type"
+            )
+        return config
 
     def architecture(self, config: TrlConfig) -> Any:
         return architecture_of(config)

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import get_peft_model
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
@@ -107,9 +107,10 @@ class RewardTrainer(Trainer):  # type: ignore[misc]
 def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None, tokenizer: Any = None) -> Trainer:
     """The trainer of a recipe over `rows` of tokens (hf_data.tokenised)."""
     training = config.training
+    set_seed(training.seed)  # of the adapters; the Trainer sets it again
     training.remove_unused_columns = False  # the collator reads them
     tokenizer = tokenizer or tokenizer_of(config)
-    model = adapted(model_of(config), config)
+    model = adapted(model_of(config), config, padding=int(tokenizer.pad_token_id))
     common: dict[str, Any] = {
         "model": model, "args": training, "train_dataset": rows, "eval_dataset": evaluation,
         "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,
@@ -161,12 +162,12 @@ def _reference_of(config: TrlConfig) -> Any:
     return model_of(config, dtype=half).requires_grad_(False).eval()
 
 
-def adapted(model: Any, config: TrlConfig) -> Any:
+def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     """`model` as it is trained: with LoRA, or with all but its last layers frozen."""
     training = config.training
     lora = get_peft_config(config.model)
-    if config.training.objective == "reward":
-        model.config.pad_token_id = model.config.get_text_config().pad_token_id or _padding_of(config)
+    if training.objective == "reward":
+        model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
             lora.task_type = "SEQ_CLS"
     if lora is not None:
@@ -188,14 +189,12 @@ def adapted(model: Any, config: TrlConfig) -> Any:
     return model
 
 
-def _padding_of(config: TrlConfig) -> int:
-    return int(tokenizer_of(config).pad_token_id)
-
-
 def _freeze_all_but(model: Any, count: int) -> None:
     """Freeze `model` but for its last `count` layers: LLaMA-Factory's finetuning_type freeze."""
     model.requires_grad_(False)
-    for layer in model.base_model.layers[-count:]:
+    number = model.config.get_text_config().num_hidden_layers
+    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
+    for layer in list(next(lists))[-count:]:
         layer.requires_grad_(True)
 
 

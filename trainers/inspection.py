@@ -133,6 +133,8 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
 def _balances_experts(model: Any, config: TrlConfig) -> bool:
     """Whether the trainer adds the expert-routing loss, which is a mean over each micro-batch (TRL 1.16)."""
     asked = getattr(config.training, "router_aux_loss_coef", 0.0)
+    if getattr(config.training, "objective", None) == "sft":  # transformers adds it where the model's config says so
+        asked = None if getattr(model, "output_router_logits", False) else 0.0
     coefficient = getattr(model, "router_aux_loss_coef", 0.0) if asked is None else asked
     return hasattr(model, "output_router_logits") and coefficient != 0.0
 

@@ -78,6 +78,15 @@ def sample_tiers(
     return {**_tiers(balances_experts, False, apart), **weights_tiers(resolved)}
 
 
+def hf_tiers(
+    resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
+) -> dict[str, Tier]:
+    """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens."""
+    words = resolved.get("objective") == "sft"
+    apart = words and resolved.get("average_tokens_across_devices") is False
+    return {**_tiers(balances_experts, False, apart), **weights_tiers(resolved)}
+
+
 def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
     """The tiers of what changes the precision of the weights: `recipe` where these are the trained ones.
 

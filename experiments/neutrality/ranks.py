@@ -15,7 +15,21 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from run import BATCH, DPO_LOSSES, LOSSES, RLOO, Row, circumstances, grpo, only_of, table, versions_of, write_models
+from run import (
+    BATCH,
+    DPO_LOSSES,
+    LOSSES,
+    PLAIN,
+    RLOO,
+    Row,
+    circumstances,
+    grpo,
+    only_of,
+    plain,
+    table,
+    versions_of,
+    write_models,
+)
 
 HERE = Path(__file__).parent
 CASES = {f"{sharding}, {ranks} ranks": (ranks, sharding) for ranks in (2, 4) for sharding in ("ddp", "fsdp2")}
@@ -63,6 +77,9 @@ def rows() -> Iterator[Row]:
     yield {"trainer": "reward", "name": "reward", "settings": dict(BATCH)}
     yield {"trainer": "reward", "name": "reward, mixture of experts", "settings": dict(BATCH), "model": "moe"}
     yield {"trainer": "reward", "name": "reward, centred", "settings": {**BATCH, "center_rewards_coefficient": 0.01}}
+    apart = {**PLAIN, "average_tokens_across_devices": False}
+    yield {"trainer": "hf", "name": "hf, tokens counted by each rank", "settings": apart}
+    yield from plain()
 
 
 def spread(settings: Mapping[str, object], ranks: int, sharding: str) -> dict[str, object]:

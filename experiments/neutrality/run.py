@@ -26,6 +26,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 GRPO = {**BATCH, "steps_per_generation": 8, "num_generations": 4, "max_completion_length": 64, "loss_type": "grpo"}
 RLOO = {key: value for key, value in GRPO.items() if key != "loss_type"}
+PLAIN = {**BATCH, "objective": "sft", "gradient_checkpointing": True}
 LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
               "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")  # fmt: skip
@@ -92,6 +93,20 @@ def rows() -> Iterator[Row]:
     yield {"trainer": "reward", "name": "reward", "settings": dict(BATCH)}
     yield {"trainer": "reward", "name": "reward, mixture of experts", "settings": dict(BATCH), "model": "moe"}
     yield {"trainer": "reward", "name": "reward, centred", "settings": {**BATCH, "center_rewards_coefficient": 0.01}}
+    yield from plain()
+
+
+def plain() -> Iterator[Row]:
+    """The recipes of a plain transformers.Trainer."""
+    for name, own, model in (
+        ("hf", {}, "llama"), ("hf, LoRA", {"use_peft": True, "lora_r": 4}, "llama"),
+        ("hf, padded to max_length", {"pad_to_max_length": True}, "llama"),
+        ("hf, last layer only", {"trainable_layers": 1}, "llama"), ("hf, learned positions", {}, "gpt2"),
+        ("hf, mixture of experts", {}, "moe"), ("hf, mixture of experts, balanced", {}, "moe, balanced"),
+        ("hf, dpo", {"objective": "dpo"}, "llama"), ("hf, reward", {"objective": "reward"}, "llama"),
+        ("hf, dpo, LoRA", {"objective": "dpo", "use_peft": True, "lora_r": 4}, "llama"),
+    ):  # fmt: skip
+        yield {"trainer": "hf", "name": name, "settings": {**PLAIN, **own}, "model": model}
 
 
 def grpo(name: str, *, model: str = "llama", **settings: object) -> Row:
@@ -114,7 +129,7 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
         found["steps_per_generation"] = [{"steps_per_generation": 2}]
     if trainer == "dpo":
         found["precompute_ref_log_probs"] = [{"precompute_ref_log_probs": True}]
-    if trainer in ("sft", "dpo", "reward"):
+    if trainer in ("sft", "dpo", "reward", "hf"):
         scored_before = {"precompute_ref_log_probs": True} if trainer == "dpo" else {}
         found[f"{OPTIONS}.every_n_layers"] = [{**scored_before, OPTIONS: {"every_n_layers": 2}}]
     if trainer == "sft" and not settings.get("use_peft"):  # TRL 1.16 fails under LoRA
@@ -154,6 +169,7 @@ def write_models(folder: Path) -> Path:
 
     LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=256).save_pretrained(folder / "llama")
     Qwen3MoeConfig(num_hidden_layers=2).save_pretrained(folder / "moe")
+    Qwen3MoeConfig(num_hidden_layers=2, output_router_logits=True).save_pretrained(folder / "moe, balanced")
     GPT2Config().save_pretrained(folder / "gpt2")
     return folder
 

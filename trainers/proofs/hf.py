@@ -1,0 +1,23 @@
+"""The small training of a gradient proof of a plain `transformers.Trainer`."""
+
+from typing import Any
+
+from ..hf_data import tokenised
+from ..hf_training import made
+from ..trl_config import TrlConfig
+from .pairs import common_factor, rows, samples_per_step, shrunken, steps_of_a_round
+from .small_model import tokenizer
+
+__all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
+
+# Packing is off: it changes the rows, not the normalisation of the loss. No row is as long as the limit.
+SAME: dict[str, object] = {"max_length": 64, "packing": False, "block_diagonal": False, "adapter_dtype": None}
+_COLUMNS = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected")}
+
+
+def build(config: TrlConfig, steps: int) -> Any:
+    """The trainer over `steps` optimizer steps of fixed rows."""
+    training, words = config.training, tokenizer()
+    found = rows(config, steps, *_COLUMNS[training.objective])
+    tokens = tokenised(found, words, objective=training.objective, max_length=training.max_length)
+    return made(config, tokens, tokenizer=words)
