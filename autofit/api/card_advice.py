@@ -19,11 +19,12 @@ from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
 from autofit.forecast.shop import Shop
+from autofit.frontends.writing import own_words
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
 from autofit.probing.result import ProbeResult
-from autofit.recipe.launch import MOST_RANKS
+from autofit.recipe.launch import MOST_RANKS, Launch
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes, samples_word
@@ -200,7 +201,12 @@ class CardAdvice(Shown):
         ]
 
     def _how(self, offer: Offer) -> str:
-        return f", with {self._changes(offer)} ({offer.tier})" if self._changed(offer) else ""
+        changed = self._changed(offer)
+        if not changed:
+            return ""
+        launched = {f"launch.{key}" if key in Launch.__slots__ else key: value for key, value in changed.items()}
+        own = own_words(self.recipe.foreign, launched)
+        return f", with {self._changes(offer)} ({offer.tier})" + (f", in your file: {own}" if own else "")
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch
