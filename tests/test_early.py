@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import key_tables
 import pytest
 import tiny
 
@@ -36,6 +37,8 @@ RIGHT: list[dict[str, Any]] = [
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of the tables that inspections keep, without those that came with autofit."""
+    monkeypatch.setattr(key_table, "TABLES", tmp_path / "none.json")
     monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "keys"
 
@@ -68,6 +71,30 @@ def test_the_early_check_says_what_the_inspection_says(kept: Path, trainer: str)
     for values in RIGHT:
         assert early_refusal(trainer, values) is None
         assert refusal(trainer, values) is None, values
+
+
+def test_the_tables_that_come_with_autofit_are_those_of_its_versions() -> None:
+    content = json.loads(key_table.TABLES.read_text())
+    if content["versions"] != key_table.versions():
+        pytest.skip(f"they are of {content['versions']}; experiments/key_tables.py writes those of what is installed")
+    assert content == json.loads(key_tables.text())
+    for trainer in TRAINERS:
+        assert key_table.kept_table(trainer) is not None
+
+
+def test_the_tables_that_come_with_autofit_count_for_no_other_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path))
+    whole = key_table.kept_table("dpo")
+    if whole is None:
+        pytest.skip("they are of other versions")
+    monkeypatch.setattr(key_table, "versions", lambda: {"trl": "0.9", "transformers": "4.0"})
+    assert key_table.kept_table("dpo") is None
+    monkeypatch.undo()
+    monkeypatch.setenv("AUTOFIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(key_table, "hash_of", lambda file: "edited")
+    assert key_table.kept_table("dpo") is None
 
 
 def test_every_default_of_trl_passes_the_early_check(kept: Path) -> None:

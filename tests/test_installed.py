@@ -77,7 +77,7 @@ def test_a_wheel_holds_the_package_autofit_and_nothing_beside_it(installed: Path
     kinds = (".py", ".yaml", ".npz", ".html", ".css", ".js", ".svg")
     ours = {f"{p.relative_to(ROOT)}" for p in (ROOT / "autofit").rglob("*") if p.suffix in kinds}
     for name in ("trainers", "search_spaces"):
-        found = (p.relative_to(ROOT) for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".yaml"))
+        found = (p.relative_to(ROOT) for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".yaml", ".json"))
         ours |= {f"autofit/{path}" for path in found if "examples" not in path.parts}
     installed_files = (p for p in (packages / "autofit").rglob("*") if p.is_file() and p.suffix != ".pyc")
     assert {f"{p.relative_to(packages)}" for p in installed_files} == ours

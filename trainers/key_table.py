@@ -1,7 +1,8 @@
 """The keys that a trainer of TRL takes, and what is wrong with those of a recipe: made from TRL's parser, then kept.
 
 A kept table has all that the check needs, so a misspelt key is told without an import of TRL. It counts only while the
-files that it was made from are as they were. No torch here.
+files that it was made from are as they were. For the versions that CI proved a table is installed with autofit
+(key_tables.json), for others one is kept in the cache by the first inspection. No torch here.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from .foreign_keys import foreign_file, instead
 from .names import installed, renamed
 from .scripts import is_trls, script_name
 
+_UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
+TABLES = Path(__file__).parent / "key_tables.json"
 _NAMED = 4  # unknown keys that one error names
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 _AT_LEAST_ONE = (
@@ -153,28 +157,61 @@ def table_of(trainer: str, parser: Any, synonyms: Mapping[str, Sequence[str]]) -
 
 
 def kept_table(trainer: str) -> KeyTable | None:
-    """The table that was kept for the installed TRL; None without one, or where TRL's files have changed since."""
-    try:
-        content: Any = read_json(_path(trainer))
-        if content is None or any(_mark(path) != mark for path, mark in content["files"].items()):
-            return None
-        keys = {name: Key(**key) for name, key in content["keys"].items()}
-        return KeyTable(trainer=trainer, keys=keys, synonyms=content["synonyms"], converters={})
-    except (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, KeyError, AttributeError):
+    """The table of the installed TRL: the one that came with autofit, or was kept; None without one that is of it."""
+    for kept in (_installed_table, _cached_table):
+        with contextlib.suppress(*_UNREADABLE):
+            if (table := kept(trainer)) is not None:
+                return table
+    return None
+
+
+def _installed_table(trainer: str) -> KeyTable | None:
+    content: Any = json.loads(TABLES.read_bytes())
+    own = content["trainers"].get(trainer)
+    if own is None or content["versions"] != versions():
         return None
+    if any(content["files"][file] != hash_of(file) for file in own["files"]):
+        return None
+    keys = {name: Key(**content["types"][number]) for name, number in {**content["keys"], **own["keys"]}.items()}
+    return KeyTable(trainer=trainer, keys=keys, synonyms=own["synonyms"], converters={})
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that the tables are of."""
+    return {name: version(name) for name in ("trl", "transformers")}
+
+
+def hash_of(file: str) -> str:
+    """A hash of the file `trl/trainer/grpo_config.py`, in the TRL that this Python would import."""
+    package, _, rest = file.partition("/")
+    spec = find_spec(package)
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return hashlib.sha256(Path(places[0], rest).read_bytes()).hexdigest()[:16] if places else ""
+
+
+def _cached_table(trainer: str) -> KeyTable | None:
+    content: Any = read_json(_path(trainer))
+    if content is None or any(_mark(path) != mark for path, mark in content["files"].items()):
+        return None
+    keys = {name: Key(**key) for name, key in content["keys"].items()}
+    return KeyTable(trainer=trainer, keys=keys, synonyms=content["synonyms"], converters={})
 
 
 def keep_table(table: KeyTable, parser: Any) -> None:
     """Keep `table` with a mark of every file that `parser` was made from. A full disk is ignored."""
-    made_by = {base.__module__ for kind in parser.dataclass_types for base in kind.__mro__}
-    made_by |= {base.__module__ for base in type(parser).__mro__} | {script_name(table.trainer)}
-    made_by |= {__name__, renamed.__module__, kinds.__module__}
+    made_by = {*sources(table.trainer, parser), __name__, renamed.__module__, kinds.__module__}
     found = {getattr(sys.modules.get(name), "__file__", None) for name in made_by}
     files = {path: _mark(path) for path in sorted(path for path in found if path is not None)}
     keys = {name: asdict(key) for name, key in table.keys.items()}
     content = {"files": files, "keys": keys, "synonyms": {name: list(old) for name, old in table.synonyms.items()}}
     with contextlib.suppress(EnvironmentFault, OSError, TypeError):  # TypeError: a choice that JSON cannot hold
         write_json(_path(table.trainer), content)
+
+
+def sources(trainer: str, parser: Any) -> set[str]:
+    """The modules that `parser` was made from."""
+    kinds_of_it = {base.__module__ for kind in parser.dataclass_types for base in kind.__mro__}
+    return kinds_of_it | {base.__module__ for base in type(parser).__mro__} | {script_name(trainer)}
 
 
 def _name_of(convert: object) -> str | None:
