@@ -315,7 +315,8 @@ def _launch(parser: _Parser, *, other: bool = True) -> None:
 def _add_trainer(parser: _Parser) -> None:
     parser.add_argument(
         "--trainer",
-        help="grpo, sft, dpo, reward, rloo or module:object (default: found from the recipe's keys, else grpo)",
+        help="grpo, sft, dpo, reward, rloo, hf (a plain transformers.Trainer) or module:object (default: found from "
+        "the recipe's keys, else grpo)",
     )
 
 
