@@ -23,7 +23,7 @@ from autofit.space.knob import QUANTIZATION
 from autofit.space.space_file import space_knobs
 from autofit.units import format_bytes
 
-Given = Stated | Callable[[], Stated]  # a function is called once the other arguments are found to be right
+Given = Stated | Source | Callable[[], Stated]  # a function is called once the other arguments are found to be right
 
 _MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 
@@ -37,7 +37,9 @@ def fork_server(folder: Path) -> ForkServer:
 
 
 def source_of(given: Given | None, name: str | None = None, launch: LaunchOptions = NO_OPTIONS) -> Source:
-    """The recipe as it was given; a function is asked for it."""
+    """The recipe as it was given; a function is asked for it, and one that was read before is as it is."""
+    if isinstance(given, Source):
+        return given
     stated = given() if callable(given) and not isinstance(given, type) else given
     return sources.source_of(cast("Stated | None", stated), name=name, ranks=launch.num_processes)
 

@@ -13,6 +13,7 @@ from autofit.api.card_advice import USUAL
 from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
+from autofit.api.reading import source_of
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.crash import crash_of
@@ -63,17 +64,19 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     pasted = read(question.text, folder)
     for note in pasted.notes:
         tell({"is": "note", "text": note})
-    if pasted.explained is not None:
+    source = source_of(pasted.values)  # another tool's file as the commands take it
+    if pasted.explained is not None and source.trainer is None:
         tell(explained_told(pasted.explained))
         return
-    given = merge(pasted.values, question.changes)
-    trainer = trainer_for(given, _named(question.trainer or pasted.trainer))
+    given = merge(source.values, question.changes)
+    trainer = trainer_for(given, _named(question.trainer or source.trainer or pasted.trainer))
     made = _allowed(given, trainer, question, folder)
     for note in made.notes:
         tell({"is": "note", "text": note})
+    tokens = question.tokens or source.prompt_tokens or _tokens(trainer, made.values)
     asked = Asked(
-        recipe=made.values, gpu=question.card, target_vram=None, trainer=trainer, changes=None,
-        prompt_tokens=question.tokens or _tokens(trainer, made.values), deadline=seconds["verdict"],
+        recipe=replace(source, values=made.values), gpu=question.card, target_vram=None, trainer=trainer, changes=None,
+        prompt_tokens=tokens, deadline=seconds["verdict"],
         launch=LaunchOptions(
             accelerate_config=question.sharing or pasted.sharing or None, num_processes=pasted.ranks,
             gpus=question.count if question.kind == "check" else None,

@@ -46,7 +46,7 @@ _HEAD = 400  # characters in which a command begins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pasted:
-    """A recipe's values as they were pasted; or what another tool's file says, where it is no recipe of ours."""
+    """A recipe's values as they were pasted; of another tool's file without names of files, and what it says."""
 
     values: Mapping[str, object] = field(default_factory=dict)
     trainer: str | None = None  # where the command names it
@@ -77,7 +77,8 @@ def _recipe(path: Path, **said: object) -> Pasted:
         if tool_of(values) is not None:
             kept, left = without_files(values)
             path.write_text(yaml.safe_dump(kept), encoding="utf-8")
-            return Pasted(explained=explain(path), notes=tuple(f"left out, as no file is read: {key}" for key in left))
+            notes = tuple(f"left out, as no file is read: {key}" for key in left)
+            return Pasted(values=kept, explained=explain(path), notes=notes)
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
     return Pasted(values=values, **said)  # type: ignore[arg-type]

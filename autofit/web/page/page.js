@@ -175,7 +175,7 @@ function hear(line) {
   else if (line.is === "trying") { const box = document.getElementById("tried"); if (box) box.textContent = line.text; }
   else if (line.is === "verdict") { verdict = line; showVerdict(); say("Looking for changes ...", "busy", spoken(line)); }
   else if (line.is === "advice") { showAdvice(line); }
-  else if (line.is === "card") { rows.push(line); showCards(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
+  else if (line.is === "card") { rows.push(line); showCards(); if (rows.length === 1 && !answer.hidden) cards.scrollIntoView(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
   else if (line.is === "explained") showExplained(line);
   else if (line.is === "error") say(line.text, "wrong");
   else if (line.is === "done" && status.className !== "wrong") say("", "", done());
