@@ -332,13 +332,13 @@ model_name_or_path: qwen/qwen3-8b
 deepspeed: secret
 output_dir: ../x
 ddp: {config: secret.json, size: 1}
-data: [/etc/passwd, a, {b: 1}]
+data: [/etc/passwd, a, {b: 1, c: /etc}, [/etc]]
 """
     kept, left = without_files(parse_yaml(yaml))  # type: ignore[arg-type]
     assert kept == {"stage": "sft", "finetuning_type": "lora", "cutoff_len": 64, "model_name_or_path": "qwen/qwen3-8b",
-                    "ddp": {"size": 1}, "data": ["a"]}  # fmt: skip
+                    "ddp": {"size": 1}, "data": ["a", {"b": 1}]}  # fmt: skip
     assert left == ["deepspeed", "output_dir", "ddp.config", "data"]
-    assert len(read(yaml, tmp_path).notes) == 4
+    assert read(yaml, tmp_path).notes == (f"left out, as no file is read: {', '.join(left)}",)
     assert "passwd" not in (tmp_path / "pasted.yaml").read_text()
 
 
@@ -450,6 +450,25 @@ def test_an_answer_that_nobody_waits_for_ends_and_so_does_one_that_takes_too_lon
         told = [line for line in simulator.answer(small(changes={"lora_r": 5, "use_peft": True})) if line is not None]
     assert "took longer than it may" in str(told[-1]["text"])
     assert not left_by(simulator)
+
+
+@pytest.mark.slow
+def test_another_tools_file_is_simulated_as_that_tool_trains(simulator: Simulator) -> None:
+    yaml = """model_name_or_path: Qwen/Qwen3-0.6B
+stage: sft
+finetuning_type: lora
+dataset: mine
+template: qwen
+cutoff_len: 64
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+"""
+    told = [line for line in simulator.answer(Question.from_json({"text": yaml, "card": "h100"})) if line is not None]
+    verdict = next(line for line in told if line["is"] == "verdict")
+    assert verdict["trainer"] == "hf"
+    assert "trains on 2 samples: 1 at a time x 2 accumulation steps" in str(verdict["batch"])
+    assert any("a file of LLaMA-Factory" in str(line["text"]) for line in told if line["is"] == "note")
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
 from autofit.api.reading import source_of
-from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, quoted
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import is_tight
 from autofit.forecast.shop import Shop
 from autofit.hardware.prices import prices
-from autofit.plugin.registry import load, names, trainer_for
+from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
@@ -34,6 +34,7 @@ from autofit.web.telling import advice_told, card_told, explained_told, verdict_
 from autofit.web.warm import Shared
 
 TOLD = "told.jsonl"  # file with the lines
+_TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo", "hf")  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
 Tell = Callable[[Mapping[str, object]], None]
 
@@ -46,7 +47,8 @@ def run(request_path: str) -> int:
     with (path.parent / TOLD).open("a", encoding="utf-8") as file:
 
         def tell(said: Mapping[str, object]) -> None:
-            text = json.dumps(said, default=str).replace(str(path.parent), "")  # no place of this machine is told
+            text = json.dumps(said, default=str).replace(f"{path.parent}/recipe", "the file")
+            text = text.replace(str(path.parent), "")  # no place of this machine is told
             file.write(text + "\n")
             file.flush()
 
@@ -65,7 +67,7 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     for note in pasted.notes:
         tell({"is": "note", "text": note})
     source = source_of(pasted.values)  # another tool's file as the commands take it
-    if pasted.explained is not None and source.trainer is None:
+    if pasted.explained is not None and source.trainer not in _TRAINERS:
         tell(explained_told(pasted.explained))
         return
     given = merge(source.values, question.changes)
@@ -95,8 +97,8 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
 
 
 def _named(trainer: str | None) -> str | None:
-    if trainer is not None and trainer not in names():
-        raise ConfigError(f"the trainer must be one of {', '.join(names())}; got {trainer[:40]!r}")
+    if trainer is not None and trainer not in _TRAINERS:
+        raise ConfigError(f"the trainer must be one of {', '.join(_TRAINERS)} here; got {quoted(trainer)}")
     return trainer
 
 

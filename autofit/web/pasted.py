@@ -77,7 +77,7 @@ def _recipe(path: Path, **said: object) -> Pasted:
         if tool_of(values) is not None:
             kept, left = without_files(values)
             path.write_text(yaml.safe_dump(kept), encoding="utf-8")
-            notes = tuple(f"left out, as no file is read: {key}" for key in left)
+            notes = (f"left out, as no file is read: {', '.join(left[:12])}",) if left else ()
             return Pasted(values=kept, explained=explain(path), notes=notes)
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
@@ -92,8 +92,9 @@ def without_files(values: Mapping[str, object]) -> tuple[dict[str, object], list
             kept[key], inner = without_files(value)
             left += [f"{key}.{name}" for name in inner]
         elif isinstance(value, list):
-            kept[key] = [one for one in value if not isinstance(one, Mapping | list) and not _may_be_a_file(key, one)]
-            left += [key] if len(cast("list[object]", kept[key])) < len(value) else []
+            whole = [without_files(one)[0] if isinstance(one, Mapping) else one for one in value]
+            kept[key] = [one for one in whole if not isinstance(one, list) and not _may_be_a_file(key, one)]
+            left += [key] if kept[key] != value else []
         elif _may_be_a_file(key, value):
             left.append(key)
         else:
