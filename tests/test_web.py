@@ -458,6 +458,7 @@ def test_another_tools_file_is_simulated_as_that_tool_trains(simulator: Simulato
 stage: sft
 finetuning_type: lora
 dataset: mine
+do_train: true
 template: qwen
 cutoff_len: 64
 per_device_train_batch_size: 1
