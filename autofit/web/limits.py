@@ -20,13 +20,15 @@ class Limits:
     verdict_s: float = 60.0
     advice_s: float = 30.0
     cards_s: float = 180.0
-    memory_bytes: int = 12 << 30  # data of one process of the simulation
+    memory_bytes: int = 6 << 30  # data of one process of the simulation
     body_bytes: int = 256 << 10
     connections: int = 64
     request_s: float = 10.0  # for a whole request to arrive
 
 
-ALONE = Limits(of_address=4, a_minute=120, verdict_s=300.0, advice_s=60.0, cards_s=900.0)  # on 127.0.0.1
+ALONE = Limits(
+    memory_bytes=12 << 30, of_address=4, a_minute=120, verdict_s=300.0, advice_s=60.0, cards_s=900.0
+)  # on 127.0.0.1
 PUBLIC = Limits()
 
 
