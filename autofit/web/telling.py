@@ -96,7 +96,9 @@ def advice_told(advice: Advice, check: Check) -> Told:
 
 
 def _change(change: Change, recipe: Recipe, step_s: float | None) -> Told:
-    reasons = [text for key in change.changes if (text := reason_for(key))]
+    env = change.changes.get("env")
+    keys = [*change.changes, *(f"env.{name}" for name in (env if isinstance(env, Mapping) else ()))]
+    reasons = [text for key in keys if (text := reason_for(key))]
     return {
         "words": describe_changes(change.changes, recipe.resolved), "set": dict(change.given), "tier": change.tier,
         "used_bytes": change.device_used_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
