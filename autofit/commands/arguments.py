@@ -172,7 +172,12 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", "check a recipe and show its effective batch, worst case and weights; "
                       "without one, check this machine's cards")  # fmt: skip
-    doctor.add_argument("recipe", nargs="?", type=Path, help="the YAML that `trl TRAINER --config` takes")
+    doctor.add_argument(
+        "recipe",
+        nargs="?",
+        type=Path,
+        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or ms-swift",
+    )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
@@ -277,7 +282,8 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _recipe(parser: _Parser) -> None:
     """The options that name the recipe."""
     parser.add_argument("recipe", nargs="?", type=Path,
-                        help="the YAML that `trl TRAINER --config` takes (default: the built-in baseline)")  # fmt: skip
+                        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or "
+                             "ms-swift (default: the built-in baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",

@@ -73,7 +73,7 @@ EFFECTS = {
 PLUGINS = {
     "CutCrossEntropyPlugin": "Cut Cross-Entropy, which never makes the logits, is not simulated; all logits are made "
     "here: an upper bound",
-    "LigerPlugin": "",
+    "LigerPlugin": "Liger's kernels are not simulated; the layers run without them: an upper bound",
     "KernelsPlugin": "",
     "SwanLabPlugin": "",
     "GrokfastPlugin": "Grokfast's average of the gradients, one value more for each trained weight, is not simulated",

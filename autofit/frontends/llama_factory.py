@@ -115,6 +115,11 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("attn_implementation", _ATTENTION.get(attention or "auto"), "flash_attn")
     if draft.is_on("enable_liger_kernel"):
         draft.put("use_liger_kernel", True, "enable_liger_kernel")
+    if stage == "rm":
+        draft.note(
+            "the model under LLaMA-Factory's value head makes the logits of all tokens too, in float32 for a moment, "
+            "and keeps all hidden states; a head on the last token is simulated, which needs less"
+        )
     if stage == "dpo":
         _preferences(draft)
     elif draft.is_on("upcast_lmhead_output"):

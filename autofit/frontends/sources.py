@@ -11,7 +11,7 @@ from autofit.frontends import words
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import SCRIPTS, read_script, read_values
 from autofit.frontends.shell import script_text
-from autofit.frontends.writing import writes
+from autofit.frontends.writing import can_write
 from autofit.recipe.source import Source, Stated, read_source
 
 
@@ -37,13 +37,13 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
 
 
 def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
-    if not writes(foreign.tool):
+    if not can_write(foreign.tool):
         return {}
     return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
 
 
 def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
-    if not writes(foreign.tool):
+    if not can_write(foreign.tool):
         return Source(
             values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
             notes=foreign.notes,

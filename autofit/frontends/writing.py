@@ -30,14 +30,14 @@ _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
 
+def can_write(tool: str) -> bool:
+    """Whether changes can be written back into files of this tool."""
+    return tool in _SAYS
+
+
 def in_own_keys(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{the tool's key: value} of `changes`. Raises ConfigError for a change that the tool has no key for."""
     return _SAYS[foreign.tool](foreign, changes)
-
-
-def writes(tool: str) -> bool:
-    """Whether changes are written back into a file of `tool`."""
-    return tool in _SAYS
 
 
 def can_say(foreign: Foreign, key: str, value: object) -> bool:
