@@ -272,6 +272,11 @@ def test_a_recipe_of_trl_is_of_no_other_tool(tmp_path: Path) -> None:
     assert read(path) is None
 
 
+def test_a_file_with_keys_of_two_tools_is_of_neither(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has keys of LLaMA-Factory \(stage, .*\) and of Axolotl \(base_model, "):
+        of_yaml(tmp_path, {**LLAMA, **AXO})
+
+
 def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

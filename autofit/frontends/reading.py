@@ -8,7 +8,7 @@ from autofit.errors import ConfigError
 from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, verl, verl_recipe, words
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of, tools_of
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
@@ -41,7 +41,11 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 
 def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None = None) -> Foreign | None:
     """The recipe that the `values` of the YAML `path` mean, if these are of another tool."""
-    tool = tool_of(values)
+    found = tools_of(values)
+    if len(found) > 1:
+        each = " and ".join(f"of {tool.name} ({', '.join(tool.keys_in(values)[:3])})" for tool in found)
+        raise ConfigError(f"{path} has keys {each}, so it is a file of neither; keep those of one tool")
+    tool = found[0] if found else None
     made = None if tool is None else _RECIPES.get(tool.name)
     if tool is None or made is None:
         return None

@@ -52,7 +52,12 @@ TOOLS = (VERL, LLAMA_FACTORY, AXOLOTL, MS_SWIFT)
 
 def tool_of(values: Mapping[str, object]) -> Tool | None:
     """The tool whose file has these `values`; None where no tool has two own keys in it, or more than one has."""
-    if "actor_rollout_ref" in values:
-        return VERL
-    found = [tool for tool in TOOLS if len(tool.keys_in(values)) >= _LEAST]
+    found = tools_of(values)
     return found[0] if len(found) == 1 else None
+
+
+def tools_of(values: Mapping[str, object]) -> tuple[Tool, ...]:
+    """The tools of which two own keys or more are in these `values`."""
+    if "actor_rollout_ref" in values:
+        return (VERL,)
+    return tuple(tool for tool in TOOLS if len(tool.keys_in(values)) >= _LEAST)
