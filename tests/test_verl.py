@@ -21,6 +21,7 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.source import Source
+from autofit.space.describe import tool_overrides
 from autofit.trainers.verl import TRAINER
 from autofit.trainers.verl_settings import Settings
 
@@ -89,7 +90,7 @@ def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_to
 
 def test_every_setting_of_the_recipe_is_a_field_of_the_trainer_and_has_verls_default() -> None:
     known = {field: getattr(Settings(model_path="m"), field) for field in Settings.__dataclass_fields__}
-    for key, named in verl_recipe._KEYS.items():
+    for key, named in verl_recipe.KEYS.items():
         assert key in known
         if named.usual is not None:
             assert known[key] == named.usual, key
@@ -141,6 +142,14 @@ def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[
         TRAINER.inspect({"model_path": "m"}, Inspection(device="cuda", worst_case=WorstCase(path=path)))
     with pytest.raises(ConfigError, match="behind verl's own command"):
         TRAINER.small_trainings({}, tmp_path, most_samples=1, most_steps=1)
+
+
+def test_a_change_is_told_as_an_override_of_verl_without_what_follows_from_it() -> None:
+    names = {named.path: key for key, named in verl_recipe.KEYS.items()}
+    changes = {"ppo_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 20, "param_offload": True}
+    told = tool_overrides(changes, names)
+    assert told == f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true"
+    assert tool_overrides({"lora_r": 8}, {"rank": "lora_r"}) == ""
 
 
 # -- the phases -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from autofit.fakegpu.engines.decoder import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
+from autofit.frontends import verl_recipe
 from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import model_config
@@ -324,7 +325,8 @@ class VerlTrainer(LoopTrainer):
         return replace(
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
-            resolved=asdict(settings), version="verl 0.9 (1dda039b)",
+            resolved=asdict(settings), version=verl_recipe.VERSION,
+            other_names={named.path: key for key, named in verl_recipe.KEYS.items()},
         )  # fmt: skip
 
     def _keep_model(self, settings: Settings, inspection: Inspection) -> int:

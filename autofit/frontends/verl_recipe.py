@@ -21,7 +21,7 @@ _FSDP = f"{_A}.fsdp_config"
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
+class Key:
     """A key of verl that the recipe takes over: its path, and verl's default or the path whose value is its default."""
 
     path: str
@@ -30,54 +30,54 @@ class _Key:
 
 
 # {key of the recipe: verl's}
-_KEYS: Mapping[str, _Key] = {
-    "model_path": _Key(f"{_M}.path"),
-    "ppo_micro_batch_size_per_gpu": _Key(f"{_A}.ppo_micro_batch_size_per_gpu"),
-    "rollout_n": _Key(f"{_R}.n", 1),
-    "ppo_epochs": _Key(f"{_A}.ppo_epochs", 1),
-    "max_prompt_length": _Key("data.max_prompt_length", 512),
-    "max_response_length": _Key("data.max_response_length", 512),
-    "use_dynamic_bsz": _Key(f"{_A}.use_dynamic_bsz", False),
-    "ppo_max_token_len_per_gpu": _Key(f"{_A}.ppo_max_token_len_per_gpu", 16384),
-    "log_prob_micro_batch_size_per_gpu": _Key(f"{_R}.log_prob_micro_batch_size_per_gpu"),
-    "log_prob_max_token_len_per_gpu": _Key(
+KEYS: Mapping[str, Key] = {
+    "model_path": Key(f"{_M}.path"),
+    "ppo_micro_batch_size_per_gpu": Key(f"{_A}.ppo_micro_batch_size_per_gpu"),
+    "rollout_n": Key(f"{_R}.n", 1),
+    "ppo_epochs": Key(f"{_A}.ppo_epochs", 1),
+    "max_prompt_length": Key("data.max_prompt_length", 512),
+    "max_response_length": Key("data.max_response_length", 512),
+    "use_dynamic_bsz": Key(f"{_A}.use_dynamic_bsz", False),
+    "ppo_max_token_len_per_gpu": Key(f"{_A}.ppo_max_token_len_per_gpu", 16384),
+    "log_prob_micro_batch_size_per_gpu": Key(f"{_R}.log_prob_micro_batch_size_per_gpu"),
+    "log_prob_max_token_len_per_gpu": Key(
         f"{_R}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
     ),
-    "ref_log_prob_micro_batch_size_per_gpu": _Key(f"{_F}.log_prob_micro_batch_size_per_gpu"),
-    "ref_log_prob_max_token_len_per_gpu": _Key(
+    "ref_log_prob_micro_batch_size_per_gpu": Key(f"{_F}.log_prob_micro_batch_size_per_gpu"),
+    "ref_log_prob_max_token_len_per_gpu": Key(
         f"{_F}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
     ),
-    "use_kl_loss": _Key(f"{_A}.use_kl_loss", False),
-    "use_fused_kernels": _Key(f"{_M}.use_fused_kernels", False),
-    "enable_gradient_checkpointing": _Key(f"{_M}.enable_gradient_checkpointing", True),
-    "lora_rank": _Key(f"{_M}.lora_rank", 0, f"{_M}.lora.rank"),
-    "lora_alpha": _Key(f"{_M}.lora_alpha", 16),
-    "target_modules": _Key(f"{_M}.target_modules", "all-linear"),
-    "attn_implementation": _Key(f"{_M}.override_config.attn_implementation", "flash_attention_2"),
-    "trust_remote_code": _Key(f"{_M}.trust_remote_code", False),
-    "use_torch_compile": _Key(f"{_FSDP}.use_torch_compile", True),
-    "entropy_from_logits_with_chunking": _Key(
+    "use_kl_loss": Key(f"{_A}.use_kl_loss", False),
+    "use_fused_kernels": Key(f"{_M}.use_fused_kernels", False),
+    "enable_gradient_checkpointing": Key(f"{_M}.enable_gradient_checkpointing", True),
+    "lora_rank": Key(f"{_M}.lora_rank", 0, f"{_M}.lora.rank"),
+    "lora_alpha": Key(f"{_M}.lora_alpha", 16),
+    "target_modules": Key(f"{_M}.target_modules", "all-linear"),
+    "attn_implementation": Key(f"{_M}.override_config.attn_implementation", "flash_attention_2"),
+    "trust_remote_code": Key(f"{_M}.trust_remote_code", False),
+    "use_torch_compile": Key(f"{_FSDP}.use_torch_compile", True),
+    "entropy_from_logits_with_chunking": Key(
         f"{_FSDP}.entropy_from_logits_with_chunking", False, f"{_A}.entropy_from_logits_with_chunking"
     ),
-    "entropy_from_logits_chunk_size": _Key(
+    "entropy_from_logits_chunk_size": Key(
         f"{_FSDP}.entropy_from_logits_chunk_size", 2048, f"{_A}.entropy_from_logits_chunk_size"
     ),
-    "entropy_checkpointing": _Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
-    "model_dtype": _Key(f"{_FSDP}.model_dtype", "fp32"),
-    "ref_model_dtype": _Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
-    "param_offload": _Key(f"{_FSDP}.param_offload", False),
-    "optimizer_offload": _Key(f"{_FSDP}.optimizer_offload", False),
-    "forward_prefetch": _Key(f"{_FSDP}.forward_prefetch", False),
-    "use_no_sync_for_gradient_accumulation": _Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", True),
-    "lr": _Key(f"{_A}.optim.lr", 1e-6),
-    "gpu_memory_utilization": _Key(f"{_R}.gpu_memory_utilization", 0.5),
-    "tensor_model_parallel_size": _Key(f"{_R}.tensor_model_parallel_size", 2),
-    "free_cache_engine": _Key(f"{_R}.free_cache_engine", True),
-    "enforce_eager": _Key(f"{_R}.enforce_eager", False),
-    "max_num_seqs": _Key(f"{_R}.max_num_seqs", 256),
-    "max_num_batched_tokens": _Key(f"{_R}.max_num_batched_tokens", 8192),
-    "max_model_len": _Key(f"{_R}.max_model_len"),
-    "update_weights_bucket_megabytes": _Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
+    "entropy_checkpointing": Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
+    "model_dtype": Key(f"{_FSDP}.model_dtype", "fp32"),
+    "ref_model_dtype": Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
+    "param_offload": Key(f"{_FSDP}.param_offload", False),
+    "optimizer_offload": Key(f"{_FSDP}.optimizer_offload", False),
+    "forward_prefetch": Key(f"{_FSDP}.forward_prefetch", False),
+    "use_no_sync_for_gradient_accumulation": Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", True),
+    "lr": Key(f"{_A}.optim.lr", 1e-6),
+    "gpu_memory_utilization": Key(f"{_R}.gpu_memory_utilization", 0.5),
+    "tensor_model_parallel_size": Key(f"{_R}.tensor_model_parallel_size", 2),
+    "free_cache_engine": Key(f"{_R}.free_cache_engine", True),
+    "enforce_eager": Key(f"{_R}.enforce_eager", False),
+    "max_num_seqs": Key(f"{_R}.max_num_seqs", 256),
+    "max_num_batched_tokens": Key(f"{_R}.max_num_batched_tokens", 8192),
+    "max_model_len": Key(f"{_R}.max_model_len"),
+    "update_weights_bucket_megabytes": Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
 }
 # What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
 _ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -113,7 +113,7 @@ def recipe(
         raise ConfigError(
             f"the batch of this verl config is not certain: {open_keys} must be whole numbers in the file"
         )
-    found = {key: _value(config, named) for key, named in _KEYS.items() if _said(config, named) is not None}
+    found = {key: _value(config, named) for key, named in KEYS.items() if _said(config, named) is not None}
     found |= _sizes(config, batch, found)
     if not found.get("model_path"):
         raise ConfigError(f"the verl config must name its model; give {_M}.path")
@@ -131,14 +131,14 @@ def recipe(
     return Foreign(
         tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(_ENVIRONMENT)}, ranks=batch.gpus,
         prompt_tokens=cast(int, found["max_prompt_length"]),
-        keys={key: named.path for key, named in _KEYS.items()}, notes=tuple(_notes(config, unread)),
+        keys={key: named.path for key, named in KEYS.items()}, notes=tuple(_notes(config, unread)),
     )  # fmt: skip
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _said(config: VerlConfig, named: _Key) -> object:
+def _said(config: VerlConfig, named: Key) -> object:
     """The value of the config, else verl's default; None where neither has one."""
     own = config.said.get(named.path)
     if own is None and named.like is not None:
@@ -146,7 +146,7 @@ def _said(config: VerlConfig, named: _Key) -> object:
     return named.usual if own is None or own == UNSURE else own
 
 
-def _value(config: VerlConfig, named: _Key) -> object:
+def _value(config: VerlConfig, named: Key) -> object:
     """The value in the type of verl's default."""
     given = _said(config, named)
     if isinstance(named.usual, bool):
@@ -178,7 +178,7 @@ def _number(config: VerlConfig, path: str) -> float:
 
 def _dtype(key: str, given: str) -> str:
     if given not in _DTYPES:
-        raise ConfigError(f"{_KEYS[key].path} must be fp32 or bf16; got {given!r}")
+        raise ConfigError(f"{KEYS[key].path} must be fp32 or bf16; got {given!r}")
     return _DTYPES[given]
 
 
@@ -286,7 +286,7 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     for path in ("reward_model.enable", "reward.reward_model.enable"):
         if config.is_on(path):
             yield f"{path}: the reward model is not simulated, and takes memory besides"
-    known = {named.path for named in _KEYS.values()} | set(DEFAULTS)
+    known = {named.path for named in KEYS.values()} | set(DEFAULTS)
     if unsure := [f"{path} {config.said[path]}" for path in sorted(unread) if path in known and path in config.said]:
         yield f"conditions in the script decide these, which are taken as if the first held: {', '.join(unsure)}"
     if left := [path for path in sorted(unread) if path in known and path not in config.said]:
