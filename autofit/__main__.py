@@ -2,6 +2,6 @@
 
 import sys
 
-from autofit.cli import main
+from autofit.start import main
 
 sys.exit(main())

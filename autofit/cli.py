@@ -24,7 +24,7 @@ from autofit.commands.promote import promote
 from autofit.commands.report import report
 from autofit.commands.run import run
 from autofit.commands.search import search
-from autofit.commands.server import run_warm, server
+from autofit.commands.server import server
 from autofit.commands.studies import studies
 from autofit.commands.tracking import sync, ui
 from autofit.commands.verify import verify
@@ -44,12 +44,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted).
-
-    Without `argv` it is the command line's, and a kept server of imported libraries may run it.
-    """
-    if argv is None and (warm := run_warm(sys.argv[1:])) is not None:
-        return warm
+    """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
     _open_missing_streams()
     if (stranger := stranger_in(Path(__file__).parents[1])) is not None:
         say(f"autofit: {stranger}")

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.api",),
     ("autofit.web",),
     ("autofit.commands",),
-    ("autofit.cli", "autofit.__main__"),
+    ("autofit.cli", "autofit.start", "autofit.__main__"),
 )
 # `import autofit` offers what higher floors have, and imports it when it is asked for.
 FREE = {"autofit"}

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import tiny
 
+from autofit.commands import warm
 from autofit.probing import kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
 
@@ -272,6 +273,28 @@ def test_a_socket_that_nobody_answers_is_no_server(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert kept_place.connected(tmp_path / "file") is None
     assert kept_server.ask(tmp_path / "file", "status") == {}
+
+
+def test_a_command_that_a_server_may_run_waits_for_no_other_import() -> None:
+    code = (
+        "import sys, autofit.start; "
+        "sys.exit(bool({'yaml', 'psutil', 'argparse', 'autofit.cli', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_commands_that_need_a_terminal_or_the_cards_of_this_machine_run_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    monkeypatch.setattr(warm, "_CARDS", ("/dev/null",))
+    ran = [["check", "r.yaml"], ["estimate", "--json"], ["search", "r.yaml", "--gpu", "t4"], ["doctor", "--gpu=t4"]]
+    not_ran = [
+        [], ["--help"], ["check", "--help"], ["search", "r.yaml"], ["doctor"], ["search", "--executor", "debug"],
+        ["promote", "best"], ["doctor", "--gpu", "t4", "--calibrate"],
+    ]  # fmt: skip
+    assert all(map(warm.pays, ran))
+    assert not any(map(warm.pays, not_ran))
 
 
 @pytest.mark.slow
