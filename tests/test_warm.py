@@ -268,6 +268,17 @@ def test_without_room_for_its_folder_there_is_none(tmp_path: Path, monkeypatch: 
     assert kept_place.socket_path() is None
 
 
+def test_the_socket_of_a_killed_server_is_swept_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(server.home.parent))
+    assert kept_place.sweep() == server.sockets
+    server.process.kill()
+    server.process.wait()
+    (beside,) = (path.with_name(f"{path.name}.123") for path in server.sockets)
+    beside.write_text("")  # of one that begins
+    assert kept_place.sweep() == []
+    assert [path.name for path in server.home.iterdir()] == [beside.name]
+
+
 def test_a_socket_that_nobody_answers_is_no_server(tmp_path: Path) -> None:
     assert kept_place.connected(tmp_path / "none") is None
     (tmp_path / "file").write_text("")

@@ -8,22 +8,20 @@ from autofit.units import format_seconds
 
 
 def server(options: argparse.Namespace) -> int:
-    folder = kept_place.own_folder()
-    found = 0
-    for path in sorted(folder.iterdir()) if folder is not None else ():
-        told = kept_server.ask(path, options.action)
-        if not told:
-            path.unlink(missing_ok=True)  # of one that was killed
-            continue
-        found += 1
-        running = int(told["running"])
+    # Servers of other versions answer too, with what they know.
+    told = [answer for path in kept_place.sweep() if (answer := kept_server.ask(path, options.action))]
+    for one in told:
+        running, whose = (
+            int(one.get("running", 0)),
+            f"process {one.get('pid')} of {one.get('python', 'another version')}",
+        )
         if options.action == "stop":
-            show_line(f"stopped process {told['pid']}" + (f"; it ends after what it runs ({running})" * bool(running)))
+            show_line(f"stopped {whose}" + (f"; it ends after what it runs ({running})" if running else ""))
         else:
             show_line(
-                f"process {told['pid']}, up for {format_seconds(told['up_s'])}: {told['commands']} commands, {running} "
-                f"running; ends after {format_seconds(told['ends_after_s'])} without one"
+                f"{whose}, up for {format_seconds(one.get('up_s', 0))}: {one.get('commands')} commands, {running} "
+                f"running; ends after {format_seconds(one.get('ends_after_s', 0))} without one"
             )
-    if not found:
+    if not told:
         show_line("no server is kept" + ("" if kept_place.is_allowed() else " (AUTOFIT_SERVER, CI or Slurm)"))
-    return DONE if found or options.action == "stop" else NOTHING_FITS
+    return DONE if told or options.action == "stop" else NOTHING_FITS

@@ -13,6 +13,7 @@ import stat
 import struct
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 _OFF = "AUTOFIT_SERVER"  # 0: no server is used or left behind; 1: one is, in CI too
@@ -28,6 +29,7 @@ _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _NAMESPACES = ("mnt", "pid", "net", "user", "ipc")
 _MOST_OF_A_PATH = 107  # characters of a socket's path
 _PRIVATE = 0o700
+_YOUNG_S = 60.0  # a socket that is being made has another name
 
 _asked = False  # by the command line, or a notebook
 
@@ -92,6 +94,25 @@ def connected(path: Path, *, wait_s: float = 2.0) -> socket.socket | None:
         pass
     connection.close()
     return None
+
+
+def sweep() -> list[Path]:
+    """The sockets of this user's servers, of every Python and environment; those of killed servers are deleted."""
+    folder = own_folder()
+    found = []
+    for path in sorted(folder.iterdir()) if folder is not None else ():
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(2.0)
+                connection.connect(str(path))
+        except ConnectionRefusedError:  # it is bound before it listens, for an instant
+            if not path.suffix or time.time() - path.lstat().st_mtime > _YOUNG_S:
+                path.unlink(missing_ok=True)
+            continue
+        except OSError:
+            continue
+        found.append(path)
+    return found
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

@@ -262,8 +262,8 @@ class _Server:
     def _stop_others(self) -> None:
         """Only the newest environment has a server: each takes some hundred megabytes."""
         python = self._path.name.partition("-")[0]
-        for other in self._path.parent.glob(f"{python}-*"):
-            if not other.suffix:
+        for other in kept_place.sweep():
+            if other.name.startswith(f"{python}-") and not other.suffix:
                 ask(other, "stop")
 
     def _reap(self) -> None:
@@ -310,7 +310,8 @@ class _Server:
 
     def _status(self) -> dict[str, object]:
         return {
-            "pid": os.getpid(), "running": len(self._children) + len(self._held), "commands": self._commands,
+            "pid": os.getpid(), "python": sys.prefix, "commands": self._commands,
+            "running": len(self._children) + len(self._held),
             "up_s": time.monotonic() - self._began, "idle_s": time.monotonic() - self._used, "ends_after_s": IDLE_S,
         }  # fmt: skip
 
