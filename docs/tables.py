@@ -28,7 +28,7 @@ def of_levers(kept: Mapping[str, Any], base: str) -> str:
     """What each lever of a base does, against the base."""
     rows = kept["bases"][base]["rows"]
     first = rows[0]
-    lines = ["| lever | tier | device-used | | a step | |", "|---|---|---|---|---|---|"]
+    lines = ["| lever | tier | device-used | difference | a step | ratio |", "|---|---|---|---|---|---|"]
     for row in rows:
         if "error" in row:
             raise ValueError(f"{row['lever']}: {row['error']}")

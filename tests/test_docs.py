@@ -24,7 +24,7 @@ WITH_OUTPUTS = [page.relative_to(ROOT).as_posix() for page in outputs.pages()]
 
 def commands(page: str) -> list[str]:
     """The commands in backticks or code blocks that a reader could type: `autofit NAME ...`, without placeholders."""
-    text = (ROOT / page).read_text("utf-8")
+    text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```(?:bash|console)?\n(.*?)```", text, re.DOTALL))
     inline = re.findall(r"`(autofit [a-z][^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     found = [*inline, *re.findall(r"^(?:\$ )?(autofit [a-z][^\n#]*)", blocks, re.MULTILINE)]
