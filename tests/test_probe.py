@@ -187,7 +187,7 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     plug_in: Any = load(trainer)
     found = []
     for largest in (1000, 5):
-        monkeypatch.setattr("autofit.trainers.common._LARGEST", largest)
+        monkeypatch.setattr("autofit.trainers.common.LARGEST", largest)
         rows, facts, _ = plug_in.worst_case(
             parse(trainer, values, overrides={"use_cpu": True, "max_length": max_length})
         )
