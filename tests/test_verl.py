@@ -51,6 +51,7 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     source = source_of(path)
     assert source.trainer == "verl"
     assert source.name == "run_qwen"
+    assert source.notes[0] == "a file of verl: verl's FSDP worker, all weights trained, held in fp32"
     values = source.values
     assert values["ppo_micro_batch_size_per_gpu"] == 16
     assert values["gradient_accumulation_steps"] == 10  # 256 x 5 / 8 / 16

@@ -7,7 +7,7 @@ from autofit.frontends.explanation import Line
 from autofit.frontends.foreign import Foreign
 
 _TRAINED_BY = {"hf": "a plain transformers Trainer", "grpo": "TRL's GRPO trainer", "dpo": "TRL's DPO trainer",
-               "reward": "TRL's reward trainer", "sft": "TRL's SFT trainer"}  # fmt: skip
+               "reward": "TRL's reward trainer", "sft": "TRL's SFT trainer", "verl": "verl's FSDP worker"}  # fmt: skip
 _OBJECTIVES = {"sft": "the model's own loss on full logits", "dpo": "DPO on full logits", "reward": "a pairwise loss"}
 
 
@@ -31,9 +31,14 @@ def summary(foreign: Foreign) -> str:
 
 def _weights(foreign: Foreign) -> str:
     values = foreign.values
-    dtype, bits = str(values.get("dtype")), next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None)
+    dtype, bits = (
+        str(values.get("dtype", values.get("model_dtype"))),
+        next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None),
+    )
     cast = next((name for key, name in (("bf16", "bfloat16"), ("fp16", "float16")) if values.get(key)), None)
     autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
+    if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
+        return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):
         adapters = f"LoRA of rank {values['lora_r']} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
