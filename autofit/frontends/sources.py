@@ -43,11 +43,6 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
 
 
 def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
-    if not can_write(foreign.tool):
-        return Source(
-            values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
-            notes=foreign.notes,
-        )  # fmt: skip
     launch = dict(foreign.launch)
     if foreign.ranks is not None:
         launch["num_processes"] = foreign.ranks
