@@ -55,7 +55,9 @@ def check(
     found: ProbeResult, advice: Advice | None = None, *, weights_bytes: int = 16 * GB, parameters: int = 8 * GB
 ) -> Check:
     recipe = replace(grpo_recipe(), longest_row=4812, longest_place=1201, num_samples=9000, longest_prompt_tokens=1950)
-    recipe = replace(recipe, model_parameters=parameters, weights_bytes=weights_bytes)
+    recipe = replace(
+        recipe, model_parameters=parameters, weights_bytes=weights_bytes, resolved={**recipe.resolved, "dtype": None}
+    )
     stops = crash_of(found, recipe, CARD.capacity_bytes) if found.device_used_bytes != 10 * GB else None
     return Check(
         recipe=recipe, device="sim:a10g", capacity_bytes=CARD.capacity_bytes, result=found, crash=stops, advice=advice

@@ -139,8 +139,12 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
 
 
 def executor_option(options: argparse.Namespace) -> "Executor":
-    """What the options and executor.yaml of the working directory say of where jobs run."""
+    """What the options and executor.yaml of the working directory say of where jobs run.
+
+    Raises EnvironmentFault where that is Slurm, and its commands are not here.
+    """
     from autofit.cluster.executor import read_executor
+    from autofit.cluster.slurm import check_commands
 
     names = (
         "partition", "account", "qos", "constraint", "mem", "gpus_per_node", "cpus_per_task", "nodes", "time", "setup",
@@ -151,7 +155,9 @@ def executor_option(options: argparse.Namespace) -> "Executor":
         key, equals, value = text.removeprefix("--").partition("=")
         more[key] = value if equals else True
     given = {name: getattr(options, name, None) for name in names}
-    return read_executor(options.executor, {**given, "slurm": more or None}, Path.cwd())
+    executor = read_executor(options.executor, {**given, "slurm": more or None}, Path.cwd())
+    check_commands(executor)
+    return executor
 
 
 def terminate_like_interrupt() -> None:

@@ -6,17 +6,20 @@ from collections.abc import Mapping
 
 from autofit.commands.common import DONE, INTERRUPTED, dir_option, executor_option, say, show, terminate_like_interrupt
 from autofit.tuning.storage import check_there, database_of
+from autofit.watching.thresholds import read_guards
 
 
 def promote(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir.absolute()))  # before imports that take a second
+    where = executor_option(options)
+    read_guards(options.guards)
+    check_there(database_of(options.dir.absolute()))  # all this before imports that take a second
     from autofit import api
 
     terminate_like_interrupt()
     found = api.promote(
         options.trial, study=options.study, folder=options.dir, out=options.out, device=options.device,
         launch=not options.write_only, restart=options.restart, guards=options.guards, allow=options.allow,
-        executor=executor_option(options), on_step=lambda step: say(step_line(step)),
+        executor=where, on_step=lambda step: say(step_line(step)),
         on_event=lambda event: say(str(event)),
     )  # fmt: skip
     if found.status == "interrupted":

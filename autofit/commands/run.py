@@ -19,6 +19,7 @@ from autofit.recipe.pipeline import read_pipeline
 
 
 def run(options: argparse.Namespace) -> int:
+    where = executor_option(options)
     read_pipeline(options.pipeline, changes=settings(options.set))  # a wrong key is told before imports of a second
     from autofit import api
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         options.pipeline, target_vram=options.target_vram, device=options.device, trials=options.trials,
         changes=settings(options.set), only=options.only, restart=options.restart, search=not options.no_search,
         plan=options.plan, folder=options.dir, mlflow=not options.no_mlflow,
-        executor=executor_option(options), on_event=lambda event: say(str(event)),
+        executor=where, on_event=lambda event: say(str(event)),
         on_step=lambda step: say(step_line(step)),
     )  # fmt: skip
     if options.json:
