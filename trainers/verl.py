@@ -44,7 +44,7 @@ from autofit.plugin.protocol import (
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH
 
-from .verl_engine import DTYPES, Engine
+from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
 from .verl_models import inner, random_model
 from .verl_settings import Settings
@@ -113,7 +113,7 @@ class VerlLoop(Loop):
         settings, actor, engine = self._settings, self.actor, self._engine
         if engine is None:
             return
-        _begin_with_empty_cache()
+        empty_cache()
         if settings.free_cache_engine:
             engine.wake_up(tags=["weights"])
         staged = settings.param_offload and (actor.version == 1 or bool(settings.lora_rank))
@@ -136,7 +136,7 @@ class VerlLoop(Loop):
         if self._engine is None:
             return
         settings = self._settings
-        _begin_with_empty_cache()
+        empty_cache()
         if settings.free_cache_engine:
             self._engine.wake_up(tags=["kv_cache"])
         prompts = [{"prompt_token_ids": [0] * settings.max_prompt_length}]
@@ -183,7 +183,7 @@ class VerlLoop(Loop):
         report.enter(ROLLOUT)
         self._generate()
         report.enter(LOG_PROBS)
-        _begin_with_empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
+        empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
         rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         if settings.param_offload:
             actor.load_model()
@@ -395,12 +395,6 @@ def _stands_for(times: int) -> Iterator[None]:
     gpu = active_gpu()
     with nullcontext() if gpu is None else gpu.standing_for(times):
         yield
-
-
-def _begin_with_empty_cache() -> None:
-    """Give cached memory back to the card, where vLLM's process takes it (aggressive_empty_cache)."""
-    if (gpu := active_gpu()) is not None:
-        gpu.memory.empty_cache()
 
 
 TRAINER = VerlTrainer()

@@ -18,6 +18,8 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
+from autofit.fakegpu.patches.cuda_api import active_gpu
+
 from .verl_losses import FusedLogProbs, entropy_in_chunks, entropy_of, row_log_probs
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
@@ -105,7 +107,7 @@ class Engine:
 
     def offload_model(self) -> None:
         self._move_model(torch.device("cpu"))
-        _empty_cache(self._device)
+        empty_cache()
 
     @torch.no_grad()
     def _move_model(self, to: torch.device) -> None:
@@ -214,6 +216,7 @@ def _fused_forward(model: Any, *, shift_labels: torch.Tensor, **inputs: Any) -> 
     return found
 
 
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def empty_cache() -> None:
+    """Give cached memory back to the card, where vLLM's process takes it (aggressive_empty_cache)."""
+    if (gpu := active_gpu()) is not None:
+        gpu.memory.empty_cache()

@@ -85,13 +85,6 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     return replace(foreign, notes=(*foreign.notes, *found.notes))
 
 
-def starts(text: str) -> bool:
-    """Whether a script starts ms-swift's command."""
-    return any(True for command in commands(text) for _ in _started(command)) or any(
-        command.words[:1] in (("swift",), ("megatron",)) for command in commands(text)
-    )
-
-
 def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(sft, pt or rlhf; its arguments) of a command that trains with ms-swift."""
     words = command.words

@@ -1,4 +1,4 @@
-"""A file of another tool, read and explained; and why a command that trains does not take it. No torch here."""
+"""A file of another tool, read and explained; and why its values are no recipe of TRL's. No torch here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -82,7 +82,7 @@ def refusal(values: Mapping[str, object]) -> str | None:
         return None
     said = verl.effective_sentence(values) if tool is VERL else flat.batch_sentence(tool, values)
     keys = ", ".join(tool.keys_in(values)[:2])
-    what = f"this is a config of {tool.name} ({keys}), which autofit explains and does not train"
+    what = f"this is a config of {tool.name} ({keys}) and no recipe of TRL"
     return f"{what}: `autofit explain FILE`; {said}"
 
 

@@ -42,7 +42,8 @@ def fsdp(given: object, config: Mapping[str, object], version: object = None) ->
     if str(keys["version"]) == "1":
         if strategy and not isinstance(keys.get("reshard_after_forward"), str):
             keys["reshard_after_forward"] = strategy
-        keys.pop("reshard_after_forward", None) if isinstance(keys.get("reshard_after_forward"), bool) else None
+        if isinstance(keys.get("reshard_after_forward"), bool):
+            del keys["reshard_after_forward"]
     else:
         keys = {key: value for key, value in keys.items() if key not in _FSDP1_ONLY}
         if strategy and "reshard_after_forward" not in keys:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -46,8 +45,7 @@ def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]
     launch = dict(foreign.launch)
     if foreign.ranks is not None:
         launch["num_processes"] = foreign.ranks
-    source = Source(
+    return Source(
         values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
-        launch=launch, foreign=origin,
+        launch=launch, foreign=origin, notes=(f"a file of {foreign.tool}: {words.summary(foreign)}", *foreign.notes),
     )  # fmt: skip
-    return replace(source, notes=(f"a file of {foreign.tool}: {words.summary(foreign)}", *foreign.notes))

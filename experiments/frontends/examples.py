@@ -108,14 +108,15 @@ def main() -> None:
         "date": date.today().isoformat(), "verl scripts": scripts(options.verl),
         LLAMA_FACTORY.name: yamls(options.llama_factory, LLAMA_FACTORY),
         AXOLOTL.name: yamls(options.axolotl, AXOLOTL), MS_SWIFT.name: yamls(options.ms_swift, MS_SWIFT),
-        "commits": {path.name: _commit(path) for path in (options.verl, options.llama_factory, options.axolotl,
+        "commits": {path.name: commit_of(path) for path in (options.verl, options.llama_factory, options.axolotl,
                                                           options.ms_swift)},
     }  # fmt: skip
     (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
-def _commit(checkout: Path) -> str:
+def commit_of(checkout: Path) -> str:
+    """The short hash of the commit that is checked out."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
 

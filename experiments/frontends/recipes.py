@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 
 import yaml
+from examples import commit_of
 
 from autofit.errors import ConfigError
 from autofit.frontends.foreign import Foreign
@@ -146,7 +147,7 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
             print(kind, "batch:", path, truth, ours)
         trips += round_trips(path, foreign)
     return {
-        "commit": _commit(checkout), "files": dict(counts), "effective batch": dict(batches),
+        "commit": commit_of(checkout), "files": dict(counts), "effective batch": dict(batches),
         "round trips": dict(trips), "refused": dict(reasons.most_common()),
     }  # fmt: skip
 
@@ -169,11 +170,6 @@ def main() -> None:
         found["ms-swift"] = counted(scripts(options.ms_swift), "ms-swift", options.ms_swift, folder)
     (HERE / "recipes.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
