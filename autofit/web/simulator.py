@@ -1,5 +1,6 @@
 """Answers by processes of a warm fork server, each in a folder of its own that is deleted, and ended after its time."""
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -33,6 +34,7 @@ class Simulator:
         self._limits = limits
         self._scratch = Scratch("web-")
         self._starting = threading.Lock()
+        self._calls: set[_Call] = set()
         self._server = self._started()
 
     def __enter__(self) -> "Simulator":
@@ -42,8 +44,16 @@ class Simulator:
         self.close()
 
     def close(self) -> None:
-        """End the server and all answers, and delete what they wrote."""
+        """End all answers and the server, and delete what they wrote."""
+        for folder in self.home.glob("answer-*"):
+            _cancel(folder)
+        for calling in list(self._calls):
+            calling.ended.wait(_END_S)
         self._server.close()
+        until = time.monotonic() + _END_S  # simulations of an answer that was killed end a moment after it, and write
+        while self.home.exists() and time.monotonic() < until:
+            shutil.rmtree(self.home, ignore_errors=True)
+            time.sleep(_LOOK_S)
         self._scratch.close()
 
     @property
@@ -66,12 +76,14 @@ class Simulator:
         folder = Path(tempfile.mkdtemp(prefix="answer-", dir=self._scratch.path))
         (folder / TOLD).touch()
         calling = _Call(self, self._request(question, folder))
+        self._calls.add(calling)
         calling.start()
         try:
             yield from _lines(folder / TOLD, calling)
         finally:
-            (folder / "cancel").touch()
+            _cancel(folder)
             calling.ended.wait(_END_S)
+            self._calls.discard(calling)
             _delete(folder)
 
     def _trim(self) -> None:
@@ -105,6 +117,12 @@ class Simulator:
 
     def _started(self) -> WarmServer:
         return WarmServer(self._scratch.path, memory_bytes=self._limits.memory_bytes)
+
+
+def _cancel(folder: Path) -> None:
+    """End the answer whose folder it is, unless that is gone."""
+    with contextlib.suppress(OSError):
+        (folder / "cancel").touch()
 
 
 def _delete(folder: Path) -> None:
