@@ -20,12 +20,9 @@ from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = (("deepseek_v3", 0, False),)
-# one of each mechanism: attention that slides by a pattern, experts in every n-th layer and where the config says,
-# attention in chunks, linear attention, Mamba; a rollout with a plain cache, with a compressed one, with a sliding one
-MECHANISMS = (
-    ("gemma3_text", 1, False), ("qwen3_moe", 1, False), ("llama4_text", 1, False), ("qwen3_next", 1, False),
-    ("jamba", 0, False), ("gpt2", 2, True), ("deepseek_v2", 2, True), ("gemma2", 2, True),
-)  # fmt: skip
+# attention that slides by a pattern, linear attention, a rollout with a plain cache. Thorough: attention in chunks,
+# Mamba, experts where the config says, a rollout with a compressed cache and with a sliding one
+MECHANISMS = (("gemma3_text", 1, False), ("qwen3_next", 1, False), ("gpt2", 2, True))
 PATTERNS = ("gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text", "jamba", "qwen3_next")
 ROLLING = ("llama", "gpt2", "olmo3", "qwen2_moe", "deepseek_v2", "llama4_text", "gemma2", "mixtral")
 CASES = [

@@ -48,7 +48,7 @@ def test_a_read_only_folder_is_one_line(
         assert "Read-only file system; choose another place" in lines[0]
 
 
-@pytest.mark.parametrize("command", ["sync", "ui"])
+@pytest.mark.parametrize("command", ["sync", pytest.param("ui", marks=pytest.mark.slow)])
 def test_a_mirror_that_cannot_be_written_is_one_line(command: str, read_only: Path) -> None:
     autofit = [sys.executable, "-m", "autofit"]
     subprocess.run([sys.executable, search_driver.__file__, read_only, "2"], check=True)

@@ -72,7 +72,9 @@ def tuned(path: Path, recipe: Recipe, changes: Mapping[str, object]) -> Path:
 # -- every setting with two names, on every trainer -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", [name if name in ("sft", "grpo") else pytest.param(name, marks=pytest.mark.slow) for name in TRAINERS]
+)
 def test_a_setting_means_the_same_by_either_name(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +154,7 @@ def simulated(trainer: str, path: Path, server: ForkServer) -> ProbeResult:
 
 
 @pytest.mark.parametrize(
-    "trainer", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINERS if name != "sft")]
+    "trainer", ["sft", *(pytest.param(name, marks=pytest.mark.thorough) for name in TRAINERS if name != "sft")]
 )
 def test_a_simulated_card_sees_the_same_bytes_by_either_name(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch

@@ -204,7 +204,7 @@ def test_a_long_dataset_is_read_no_further_than_it_must_be_to_the_same_end(
     [("reward_that_exits", ProbeStatus.FAILED, Cause.EXITED, "sys.exit(5) was called during scoring"),
      ("reward_that_crashes", ProbeStatus.FAILED, Cause.CRASHED, "crashed (SIGSEGV) during scoring"),
      ("reward_that_raises", ProbeStatus.FAILED, Cause.RAISED, "KeyError: 'answer' (during scoring; see "),
-     pytest.param("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 30 s passed during scoring",
+     pytest.param("reward_that_hangs", ProbeStatus.LOST, Cause.DEADLINE, "the deadline of 12 s passed during scoring",
                   marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_every_end_of_a_probe_is_classified(
@@ -216,7 +216,7 @@ def test_every_end_of_a_probe_is_classified(
     cause: Cause,
     words: str,
 ) -> None:
-    deadline = 30 if reward == "reward_that_hangs" else 500
+    deadline = 12 if reward == "reward_that_hangs" else 500
     result = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": [f"endings.{reward}"]}, deadline_s=deadline)
     assert result.status is status
     assert result.cause is cause

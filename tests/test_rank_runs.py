@@ -124,8 +124,8 @@ def pid_of(folder: Path, rank: int) -> int:
 
 @pytest.mark.parametrize(
     ("sharding", "trainer"),
-    [("ddp", "sft"), ("fsdp2", "sft"), pytest.param("ddp", "grpo", marks=pytest.mark.slow),
-     pytest.param("fsdp2", "grpo", marks=pytest.mark.slow)],
+    [("fsdp2", "sft"), pytest.param("ddp", "grpo", marks=pytest.mark.slow),
+     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [("ddp", "sft"), ("fsdp2", "grpo")])],
 )  # fmt: skip
 def test_a_run_of_two_ranks_that_is_stopped_ends_as_if_it_never_was(runs: Runs, sharding: str, trainer: str) -> None:
     launch, changes = Launch(ranks=2, sharding=sharding), {"max_steps": 4, "use_peft": trainer == "grpo"}  # type: ignore[arg-type]

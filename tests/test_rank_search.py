@@ -29,8 +29,8 @@ class Killer(threading.Thread):
 
 @pytest.mark.parametrize(
     ("sharding", "ranks"),
-    [("multi_gpu", 2), pytest.param("fsdp2", 4, marks=pytest.mark.slow),
-     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [("fsdp2", 2), ("multi_gpu", 4)])],
+    [("multi_gpu", 2),
+     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [("fsdp2", 2), ("multi_gpu", 4), ("fsdp2", 4)])],
 )  # fmt: skip
 def test_a_search_on_ranks_holds_the_batch_and_loses_no_trial_when_a_rank_is_killed(
     sharding: str, ranks: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch

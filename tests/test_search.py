@@ -205,7 +205,7 @@ def test_a_full_disk_ends_the_search_and_its_trial_waits_for_the_next_run(tmp_pa
     assert all(t.state is TrialState.COMPLETE for t in search.study.trials)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_at_24_random_moments_and_run_again_it_has_12_distinct_trials_and_none_running(tmp_path: Path) -> None:
     chance = random.Random(4)
     kills = 0

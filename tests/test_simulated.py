@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import choose_device, choose_target
@@ -129,23 +130,11 @@ def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     assert set(found.shares) == {"update"}  # of an engine's law no part is known
 
 
-def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "autofit",
-        "estimate",
-        "run.yaml",
-        "--gpu",
-        "A100 40GB",
-        "--json",
-        "--no-advice",
-        "--plot",
-        "p.png",
-    ]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
+    tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "run.yaml", "--gpu", "A100 40GB", "--json", "--no-advice", "--plot", "p.png"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
@@ -156,11 +145,10 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(tiny_recipe: 
     assert found["step_s_90"][0] < found["step_s"] < found["step_s_90"][1] < 10 * found["step_s"]
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
     assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
-    command = [sys.executable, "-m", "autofit", "estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 1
-    assert "it does not fit: it needs" in done.stdout
-    assert "settings makes it fit; the closest change exceeds the limit by" in done.stdout
+    assert main(["estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]) == 1
+    said = capsys.readouterr().out
+    assert "it does not fit: it needs" in said
+    assert "settings makes it fit; the closest change exceeds the limit by" in said
 
 
 @pytest.mark.slow

@@ -126,7 +126,8 @@ def test_4bit_weights_stored_as_bfloat16_are_shared_out_too(
     ("sharding", "trainer", "changes"),
     [
         ("fsdp2", "grpo", {"beta": 0.1, "gradient_checkpointing": True}),
-        ("fsdp2", "dpo", {}),  # TRL shards the reference model whole: its layers are gathered at once
+        # TRL shards the reference model whole: its layers are gathered at once
+        pytest.param("fsdp2", "dpo", {}, marks=pytest.mark.thorough),
         ("fsdp1", "grpo", {}),
     ],
     ids=["fsdp2-grpo-reference", "fsdp2-dpo-reference", "fsdp1-grpo"],
@@ -154,8 +155,9 @@ def assert_same_host(few: ProbeResult, every: ProbeResult) -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "changes"),
-    [("sft", {}), pytest.param("reward", {"use_peft": True}, marks=pytest.mark.slow)],
-)
+    [pytest.param("sft", {}, marks=pytest.mark.slow),
+     pytest.param("reward", {"use_peft": True}, marks=pytest.mark.thorough)],
+)  # fmt: skip
 def test_what_is_offloaded_is_counted_on_the_host(
     tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object]
 ) -> None:

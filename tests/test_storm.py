@@ -42,10 +42,10 @@ def test_torn_files_and_kills_lose_nothing(tmp_path: Path) -> None:
     assert not found.wrong
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kill",
-    [kill_mirrors, *(pytest.param(kill, marks=pytest.mark.thorough) for kill in (kill_servers, kill_runs))],
+    [kill_mirrors, kill_servers, kill_runs],
     ids=["mirrors", "servers", "full runs"],
 )
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:

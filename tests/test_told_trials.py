@@ -6,6 +6,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from matrix import one_at_a_time
 from optuna.trial import TrialState
 from recipes import trl_facts
 
@@ -96,8 +97,7 @@ class ByChance(Launcher):
         return self._answers[folder]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.trainer} {r.effective_batch_size}")
+@pytest.mark.parametrize(("recipe", "name"), one_at_a_time(RECIPES, SAMPLERS))
 def test_every_trial_ever_told_keeps_the_effective_batch_and_the_groups(
     recipe: Recipe, name: SamplerName, tmp_path: Path
 ) -> None:

@@ -481,7 +481,10 @@ def test_cards_are_compared_with_their_prices(simulator: Simulator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
-@pytest.mark.parametrize(("width", "height", "scheme"), [(850, 450, "light"), (390, 844, "dark")])
+@pytest.mark.parametrize(
+    ("width", "height", "scheme"),
+    [(390, 844, "dark"), pytest.param(850, 450, "light", marks=pytest.mark.thorough)],
+)
 def test_the_page_works_in_a_real_browser(simulator: Simulator, width: int, height: int, scheme: str) -> None:
     from playwright.sync_api import expect, sync_playwright
 

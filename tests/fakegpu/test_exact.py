@@ -18,9 +18,11 @@ CASES = [
     Case(kind="grpo", lora_rank=8, checkpointing=True),
 ]
 MORE = [
-    Case(kind="sft", checkpointing=True),
     Case(kind="reward", lora_rank=8, checkpointing=True),
     Case(kind="sft", lora_rank=8, attention="eager"),
+]
+MOST = [
+    Case(kind="sft", checkpointing=True),
     Case(kind="dpo", lora_rank=8, checkpointing=True),
     Case(kind="reward"),
     Case(kind="grpo", checkpointing=True, beta=0.04),
@@ -33,7 +35,12 @@ def host_random_state_bytes(case: Case) -> int:
     return 2 * 5056 if case.checkpointing else 0
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE),
+     *(pytest.param(case, marks=pytest.mark.thorough) for case in MOST)],
+    ids=str,
+)  # fmt: skip
 def test_whole_training_run_peaks_at_the_real_allocators_byte_count(case: Case, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:

@@ -75,14 +75,17 @@ def _normal(run: Run) -> tuple[object, object, object]:
     "case",
     [
         Case(kind="sft", lora_rank=8, bf16=True, use_cpu=False),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in (
+        pytest.param(
+            Case(kind="grpo", lora_rank=8, checkpointing=True, beta=0.1, bf16=True, use_cpu=False),
+            marks=pytest.mark.slow,
+        ),
+        *(pytest.param(case, marks=pytest.mark.thorough) for case in (
             Case(kind="sft", checkpointing=True, bf16=True, use_cpu=False),
             Case(kind="dpo", bf16=True, use_cpu=False),
             Case(kind="dpo", lora_rank=8, checkpointing=True, bf16=True, use_cpu=False),
             Case(kind="reward", bf16=True, checkpointing=True, use_cpu=False),
             Case(kind="reward", lora_rank=8, bf16=True, use_cpu=False),
             Case(kind="grpo", beta=0.1, bf16=True, use_cpu=False),
-            Case(kind="grpo", lora_rank=8, checkpointing=True, beta=0.1, bf16=True, use_cpu=False),
             Case(kind="grpo", lora_rank=8, checkpointing=True, dtype=torch.bfloat16, use_cpu=False),
         )),
     ],
