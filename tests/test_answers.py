@@ -1,33 +1,18 @@
-"""An answer of a probe that its worker did not write is refused; a log does not fill the disk."""
+"""Answers of probes: which is final, and what is read of a torn one; a log does not fill the disk."""
 
-import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from autofit.files import write_json
-from autofit.probing import log_size
-from autofit.probing.answers import Seal, refuse_other_answers
+from autofit.probing import job, log_size
 from autofit.probing.births import lives, note_of
 from autofit.probing.launch import Launcher
 from autofit.probing.log_size import keep_small
-from autofit.probing.result import ProbeResult, ProbeStatus
-
-
-def test_only_a_whole_answer_with_the_token_stays(tmp_path: Path) -> None:
-    path = tmp_path / "answer.json"
-    good = ProbeResult(status=ProbeStatus.FIT, device="cpu").to_json()
-    refuse_other_answers(path, "t")  # there is none
-    for text in ("", "{", "[1]", "null", json.dumps(good), json.dumps(good | {"token": "x"}), '{"token": "t"}',
-                 json.dumps(good | {"token": "t", "status": "great"})):  # fmt: skip
-        path.write_text(text)
-        refuse_other_answers(path, "t")
-        assert not path.exists(), text
-    path.write_text(json.dumps(good | {"token": "t"}))
-    refuse_other_answers(path, "t")
-    assert path.exists()
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "great"}', "\x00" * 100])
@@ -56,16 +41,32 @@ def test_a_log_that_grows_without_end_is_cut_and_goes_on(tmp_path: Path, monkeyp
     assert len(text) < 1200
 
 
-def test_a_final_answer_is_believed_at_once_and_a_forged_one_not_while_the_job_lives(tmp_path: Path) -> None:
-    seal, answer = Seal(), ProbeResult(status=ProbeStatus.FIT, device="cpu", wall_s=0.1).to_json()
-    write_json(tmp_path / "started.json", note_of(os.getpid()) | seal.shown)
-    for forged in (answer, answer | {"seal": "x"}, answer | seal.shown):
-        write_json(tmp_path / "answer.json", forged)
-        assert Launcher().result(tmp_path) is None
-    write_json(tmp_path / "answer.json", seal.put_on(answer))
+def test_a_final_answer_is_read_at_once_and_no_other_while_the_job_lives(tmp_path: Path) -> None:
+    answer = ProbeResult(status=ProbeStatus.FIT, device="cpu")
+    write_json(tmp_path / "started.json", note_of(os.getpid()))
+    write_json(tmp_path / "answer.json", answer.to_json())
+    assert Launcher().result(tmp_path) is None
+    write_json(tmp_path / "answer.json", answer.to_json() | {"wall_s": 0.1})
     found = Launcher().result(tmp_path)
     assert found is not None
     assert found.status is ProbeStatus.FIT
+
+
+def test_the_answer_of_a_killed_job_is_not_that_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(request: ProbeRequest, env: dict[str, str]) -> int:
+        return subprocess.Popen(["sh", "-c", "kill -9 $$"]).pid
+
+    monkeypatch.setattr(job, "_start_cold", killed)
+    request = ProbeRequest(folder=tmp_path, trainer="sft", values={}, device="cpu", limit_bytes=None, deadline_s=60,
+                           worst_case=tmp_path, cwd=tmp_path, slots=("cpu-0",), server_socket=None)  # fmt: skip
+    write_json(request.request_path, request.to_json())
+    write_json(request.answer_path, ProbeResult(status=ProbeStatus.FIT, device="cpu").to_json())
+    job.run_probe(str(request.request_path))
+    found = Launcher().result(tmp_path)
+    assert found is not None
+    assert found.status is ProbeStatus.LOST
 
 
 def test_a_step_of_the_clock_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.plugin.protocol import Inspection, WorstCase
-from autofit.probing.answers import TOKEN
 from autofit.probing.job import classified
 from autofit.probing.rank_probes import PORT_IS_TAKEN, joined_answer, keep_rank_probes
 from autofit.probing.rank_processes import RanksEnded
@@ -104,12 +103,12 @@ def test_a_port_that_was_taken_is_replaced_by_another(tmp_path: Path, monkeypatc
             pid = os.fork()
             if pid == 0:
                 if one.port != taken:
-                    write_json(one.answer_path, FIT.to_json() | {"token": env[TOKEN]})
+                    write_json(one.answer_path, FIT.to_json())
                 os._exit(0 if one.port != taken else PORT_IS_TAKEN)
             return pid
 
         keep_rank_probes(
-            request, start_cold=start, env={TOKEN: "mine"}, abandoned=lambda: False, cancel_path="", classify=classified
+            request, start_cold=start, env={}, abandoned=lambda: False, cancel_path="", classify=classified
         )
     found = ProbeResult.read(request.answer_path)
     assert found is not None

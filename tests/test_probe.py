@@ -66,20 +66,6 @@ def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
     assert len(row["prompt"].split()) == 7
 
 
-def test_a_reward_that_answers_in_the_place_of_the_probe_is_not_believed(
-    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
-) -> None:
-    forged = ProbeResult(status=ProbeStatus.FIT, device="cpu", device_used_bytes=1, step_s=(1e-9,)).to_json()
-    answer = tmp_path / "p" / "answer.json"
-    (recipe.folder / "forging.py").write_text(
-        f"import os, pathlib\n\ndef reward(completions, **_):\n"
-        f"    pathlib.Path({str(answer)!r}).write_text({json.dumps(forged)!r})\n    os._exit(0)\n"
-    )
-    found = probe(recipe, tmp_path / "p", fork_server, {"reward_funcs": ["forging.reward"]})
-    assert (found.status, found.cause) == (ProbeStatus.FAILED, Cause.EXITED), found
-    assert found.step_s == ()
-
-
 def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
     result = probe(recipe, tmp_path / "p", fork_server, {})
     assert result.status is ProbeStatus.FIT, result.reason

@@ -14,7 +14,6 @@ from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
 from autofit.hardware.health import look_at_cards
-from autofit.probing.answers import TOKEN, Seal, new_token, refuse_other_answers
 from autofit.probing.births import note_of
 from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.kept import keep_answer, kept_answer
@@ -37,11 +36,10 @@ def run_probe(request_path: str) -> None:
     request = ProbeRequest.read(Path(request_path))
     if not request.terminal and answered(request):
         return
-    seal = Seal()
-    write_json(request.folder / "started.json", note_of(os.getpid()) | seal.shown)
+    write_json(request.folder / "started.json", note_of(os.getpid()))
     cards = Launch.of(request.values).ranks if request.device == "cuda" else 1
     if cards > len(request.slots):
-        write_json(request.answer_path, seal.put_on(_too_few(request, cards).to_json() | {"wall_s": 0.0}))
+        write_json(request.answer_path, _too_few(request, cards).to_json() | {"wall_s": 0.0})
         return
     try:
         _run_in_slots(request, cards)
@@ -50,7 +48,7 @@ def run_probe(request_path: str) -> None:
         write_json(request.answer_path, none.to_json())
     content = read_json(request.answer_path)
     if content is not None:
-        write_json(request.answer_path, seal.put_on(content | {"wall_s": time.perf_counter() - began}))
+        write_json(request.answer_path, content | {"wall_s": time.perf_counter() - began})
         keep_answer(request, content)
 
 
@@ -153,15 +151,10 @@ def _grade(request: ProbeRequest, slot_name: str) -> Ending:
 
 
 def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
-    """Run the probe to its end; a cancellation of the request `asked` ends it too. Answers without the token go."""
-    token = new_token()
-    ending = _kept(request, {TOKEN: token}, slot_name, asked)
-    if not has_ranks(request):
-        refuse_other_answers(request.answer_path, token)
-    return ending
+    """Run the probe to its end; a cancellation of the request `asked` ends it too."""
+    request.answer_path.unlink(missing_ok=True)  # of a job that was killed here before
+    env: dict[str, str] = {}
 
-
-def _kept(request: ProbeRequest, env: dict[str, str], slot_name: str, asked: ProbeRequest) -> Ending:
     def left() -> bool:
         keep_small(request.folder.glob("*.log"))
         return cancelled(asked)

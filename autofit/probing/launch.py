@@ -20,7 +20,6 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full, read_json, write_json
 from autofit.owners import private_folder
-from autofit.probing.answers import is_final
 from autofit.probing.births import lives, note_of
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.log_size import end_of
@@ -165,7 +164,7 @@ def answer_in(folder: Path) -> ProbeResult | None:
 
 def _is_final(folder: Path) -> bool:
     """Whether the answer in `folder` is its job's last word, so that the end of the job need not be waited for."""
-    return is_final(_note(folder / "answer.json") or {}, _note(folder / "started.json"))
+    return (_note(folder / "answer.json") or {}).get("wall_s") is not None
 
 
 def lost(folder: Path, reason: str, cause: Cause = Cause.KILLED) -> ProbeResult:

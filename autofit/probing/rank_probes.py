@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json
-from autofit.probing.answers import TOKEN, refuse_other_answers
 from autofit.probing.fork_server import ServerGone, call_ranks
 from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus, RankPeak
@@ -40,8 +39,6 @@ def keep_rank_probes(
             return Ending(exit_code=ended.worst.exit_code, abandoned=True)
         if ended.worst.exit_code != PORT_IS_TAKEN:
             break
-    for one in requests:
-        refuse_other_answers(one.answer_path, env[TOKEN])
     write_json(request.answer_path, joined_answer(requests, ended, classify).to_json())
     return ended.worst
 

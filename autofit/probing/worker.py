@@ -20,7 +20,6 @@ from torch.distributed import DistNetworkError, barrier, is_initialized
 from autofit.files import is_full, write_json
 from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase, own_checkpoints
 from autofit.plugin.registry import load
-from autofit.probing.answers import own_token
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
 from autofit.probing.phases import Followed, Recorder
@@ -40,7 +39,6 @@ def run(request_path: str) -> int:
     A rank of several that does not train to the end returns another code, so that the others are ended too.
     """
     started = time.perf_counter()
-    token = own_token()
     request = ProbeRequest.read(Path(request_path))
     request = replace(request, values=opened(request.values))
     env = request.values.get("env")
@@ -62,7 +60,7 @@ def run(request_path: str) -> int:
         phase = recorder[0].phase if recorder else "load"
         reason = f"sys.exit({code!r}) was called during {phase}"
         result = ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.EXITED)
-    content = result.to_json() | {"process_s": time.perf_counter() - started, "token": token}
+    content = result.to_json() | {"process_s": time.perf_counter() - started}
     write_json(request.answer_path, content)
     return 0 if request.rank is None or result.step_s else 1
 
