@@ -112,6 +112,20 @@ def test_torch_runs_on_the_null_gpu_and_its_bytes_are_told_by_the_driver(null_gp
     assert used == reserved + (500 + 4) * MIB  # the context, and what others hold
 
 
+def test_a_measured_probe_starts_with_an_empty_allocator_as_a_run_does(null_gpu: NullGpu) -> None:
+    null_gpu.has(h100s(1))
+    code = (
+        "import os, torch\n"
+        "from autofit.probing.memory import memory_of\n"
+        "with memory_of('cuda', None): print(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == ["0", "0"], done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("visible", [1, 2, 8])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(

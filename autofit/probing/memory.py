@@ -208,8 +208,7 @@ class CudaMemory:
         self._nvml = pynvml
         self._handle = own_handle(pynvml)
         self.context_bytes = self._awake_bytes = self._outside_bytes()
-        warm = torch.ones(64, 64, device="cuda")
-        (warm @ warm).sum().item()
+        _start_cublas()
         self.cublas_bytes = self._outside_bytes()
         if limit_bytes is not None and self.cublas_bytes >= limit_bytes:
             raise torch.OutOfMemoryError(
@@ -258,6 +257,17 @@ class CudaMemory:
     def now_s(self) -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _start_cublas() -> None:
+    """Load cuBLAS, and leave torch's allocator as empty as a run finds it: a workspace that stood there before the
+    model would move every later segment (up to 3.4 % of the reserved bytes of small models).
+    """
+    warm = torch.ones(64, 64, device="cuda")
+    (warm @ warm).sum().item()
+    del warm
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _visible_slice() -> str | None:

@@ -4,10 +4,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from autofit.files import read_json, write_json
-from autofit.probing.fork_server import ForkServer
+from autofit.probing.fork_server import ForkServer, call_ranks
+from autofit.probing.rank_processes import free_port
 from autofit.probing.result import ProbeRequest
 from gpu.folder import Row
 
@@ -46,3 +48,27 @@ def answered(fork_server: ForkServer, entry: str, request: ProbeRequest) -> Row:
 
     log = request.log_path.read_text(errors="replace") if request.log_path.exists() else ""
     return {**classified(ending, request).to_json(), "log": log[-2000:]}
+
+
+def answered_by_ranks(fork_server: ForkServer, entry: str, request: ProbeRequest, ranks: int) -> Row:
+    """What `entry` answers on the rank that holds most; the end of the log of one that does not answer."""
+    request.folder.mkdir(parents=True, exist_ok=True)
+    if not fork_server.is_ready():
+        raise RuntimeError("the fork server did not start; see its log beside the results")
+    port = free_port()
+    requests = [replace(request, rank=rank, port=port) for rank in range(ranks)]
+    for one in requests:
+        write_json(one.request_path, one.to_json())
+    call_ranks(fork_server.socket_path, {
+        "entry": entry, "cwd": str(Path.cwd()), "env": {}, "deadline_s": request.deadline_s,
+        "cancel": str(request.folder / "cancel"),
+        "ranks": [{"argument": str(one.request_path), "log": str(one.log_path)} for one in requests],
+    })  # fmt: skip
+    rows: list[Row] = []
+    for one in requests:
+        row = read_json(one.answer_path)
+        if row is None or row["status"] != "fit":
+            log = one.log_path.read_text(errors="replace")[-2000:] if one.log_path.exists() else ""
+            return {"status": "lost", "reason": f"rank {one.rank} did not answer", **(row or {}), "log": log}
+        rows.append(row)
+    return max(rows, key=lambda row: int(str(row["device_used_bytes"])))

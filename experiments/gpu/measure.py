@@ -12,7 +12,7 @@ from gpu.configs import Config
 from gpu.folder import Folder, Row, append, by_name
 
 RESULTS = "measured.jsonl"
-_ENTRY = "gpu.probe:run"
+PROBE = "gpu.probe:run"
 _FINAL = ("fit", "oom")  # a failed or lost one is tried again by the next command
 
 
@@ -45,11 +45,11 @@ def measured(
     """One configuration. After an OOM under a limit it runs again without, which tells by how much it is over."""
     with scratch() as place:
         request = folder.request(config, place, device, limit_bytes=limit_bytes, deadline_s=deadline_s)
-        row = answered(fork_server, _ENTRY, request)
+        row = answered(fork_server, PROBE, request)
     if row["status"] != "oom" or limit_bytes is None:
         return row
     with scratch() as place:
-        free = answered(fork_server, _ENTRY, folder.request(config, place, device, deadline_s=deadline_s))
+        free = answered(fork_server, PROBE, folder.request(config, place, device, deadline_s=deadline_s))
     return row | {"uncapped": free}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from autofit.probing.oom import is_oom
 from autofit.probing.phases import Recorder
 from autofit.probing.result import ProbeRequest
 from autofit.probing.steps import StepClock
+from autofit.recipe.launch import Launch, split
 from gpu.folder import Row
 from gpu.readings import reading
 
@@ -28,7 +30,7 @@ def run(request_path: str) -> int:
     row: Row = {"status": "failed", "limit_bytes": request.limit_bytes}
     recorders: list[Recorder] = []
     try:
-        with memory_of(request.device, request.limit_bytes) as memory:
+        with _rank_of(request), memory_of(request.device, request.limit_bytes) as memory:
             recorders.append(Recorder(memory, request.phase_path))
             row |= _trained(request, memory, recorders[0], row)
     except Exception as error:
@@ -49,6 +51,15 @@ def run(request_path: str) -> int:
     return 0
 
 
+def _rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
+    if request.rank is None:
+        return nullcontext()
+    from autofit.plugin.ranks import as_rank
+
+    assert request.port is not None
+    return as_rank(Launch.of(request.values), rank=request.rank, port=request.port, device=request.device)
+
+
 def _trained(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row) -> Row:
     """The times of the steps. What the driver says on the way is kept in `row`, whatever happens later."""
     row["device_name"] = memory.device_name
@@ -60,7 +71,7 @@ def _trained(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row
     task = Task(device=request.device, output=request.folder / "out", steps=count,
                 worst_case=WorstCase(path=request.worst_case))  # fmt: skip
     try:
-        trained = load(request.trainer).build(request.values, task)
+        trained = load(request.trainer).build(split(request.values)[1], task)
         recorder.enter("loaded")
         readings["loaded"] = reading(request.device)
         clock = _Clock(trained, recorder, memory, readings, request)

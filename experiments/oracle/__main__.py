@@ -15,16 +15,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from gpu.children import scratch, server  # noqa: E402
+from gpu.children import answered_by_ranks, scratch, server  # noqa: E402
 from gpu.configs import Config  # noqa: E402
 from gpu.folder import Folder, Row, append, by_name  # noqa: E402
-from gpu.measure import RESULTS, facts, measure  # noqa: E402
+from gpu.measure import PROBE, RESULTS, facts, measure  # noqa: E402
 from gpu.predict import predict  # noqa: E402
 from gpu.prepare import prepare  # noqa: E402
 from null_gpu.build import CannotBuild, NullGpu, build, h100s  # noqa: E402
 
 from autofit.fakegpu.specs import gpu_spec  # noqa: E402
 from autofit.hardware.hardware import slot_names  # noqa: E402
+from autofit.probing.fork_server import ForkServer  # noqa: E402
 from autofit.probing.launch import Launcher  # noqa: E402
 from autofit.recipe.launch import LAUNCH, Launch  # noqa: E402
 from oracle.configs import RANKS, SINGLE, Ranks  # noqa: E402
@@ -96,19 +97,21 @@ def of_ranks(folder: Folder, configs: Sequence[Ranks], path: Path, device: str) 
             if name_of(one) in done:
                 continue
             with scratch() as place:
-                row = probed(folder, one, place, device, fork_server.socket_path)
+                row = probed(folder, one, place, device, fork_server)
             append(path, {"name": name_of(one), **row})
             print(name_of(one), row["status"], row.get("peak_allocated_bytes"), str(row["reason"])[:200], flush=True)
 
 
-def probed(folder: Folder, one: Ranks, place: Path, device: str, socket: str) -> Row:
+def probed(folder: Folder, one: Ranks, place: Path, device: str, fork_server: ForkServer) -> Row:
+    """Simulated as `estimate` does; measured as the configurations of one rank are, without a checkpoint."""
     config: Config = one.config
     request = folder.request(config, place, device, limit_bytes=gpu_spec(CARD).capacity_bytes)
     launch = Launch(ranks=one.ranks, sharding=one.sharding)  # type: ignore[arg-type]
     values = {**request.values, LAUNCH: launch.to_values()}
-    slots = slot_names(device, one.ranks)  # type: ignore[arg-type]
-    request = replace(request, values=values, slots=slots, server_socket=socket)
-    return Launcher().run(request).to_json()
+    request = replace(request, values=values, server_socket=fork_server.socket_path)
+    if device == "cuda":
+        return answered_by_ranks(fork_server, PROBE, request, one.ranks)
+    return Launcher().run(replace(request, slots=slot_names(device, one.ranks))).to_json()
 
 
 if __name__ == "__main__":

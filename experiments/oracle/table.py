@@ -7,7 +7,6 @@ from statistics import mean, median
 from gpu.folder import Row, by_name
 
 _KINDS = {"allocated": "peak_allocated_bytes", "reserved": "peak_reserved_bytes"}
-_CHECKPOINT = ("save", "resume")  # a measured probe of ranks takes one, a simulated one does not
 _VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
 
@@ -41,10 +40,7 @@ def errors(told: Row, found: Row) -> dict[str, float]:
 
 
 def peak(row: Row, key: str) -> int:
-    """The most bytes of any phase but those of a checkpoint."""
-    phases = row["phases"]
-    assert isinstance(phases, list)
-    return max(int(phase[key]) for phase in phases if phase["name"] not in _CHECKPOINT)
+    return int(str(row[key]))
 
 
 def _gb(nbytes: int) -> str:
