@@ -156,6 +156,18 @@ def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: object, **__
     return (Rounded(size, tuple(output.shape), (1,) * output.dim()),)
 
 
+def _multinomial(self: torch.Tensor, num_samples: int, replacement: bool = False, **_: object) -> Size:
+    """multinomial in Distributions.cpp: without replacement, or of one sample, exponential noise of the whole size."""
+    if replacement and num_samples > 1:
+        return 0
+    return (Rounded(self.element_size(), tuple(self.shape), (1,) * self.dim()),)
+
+
+def _pow_of_number(self: object, exponent: torch.Tensor, **_: object) -> int:
+    """pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element."""
+    return torch.result_type(self, exponent).itemsize  # type: ignore[call-overload, no-any-return]
+
+
 def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
     """cub's double buffers for keys and values in a segmented sort: about one copy of each (an estimate)."""
     return self.numel() * (self.element_size() + 8)
@@ -173,6 +185,8 @@ _SCRATCH: dict[OpOverload, Scratch] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._softmax_backward_data.out: _softmax_backward,
+    aten.multinomial.default: _multinomial,
+    aten.pow.Scalar: _pow_of_number,
     aten.sort.default: _sort_pairs,
     aten.sort.stable: _sort_pairs,
 }
