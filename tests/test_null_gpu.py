@@ -126,7 +126,20 @@ def test_a_measured_probe_starts_with_an_empty_allocator_as_a_run_does(null_gpu:
     assert done.stdout.split() == ["0", "0"], done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("visible", [1, 2, 8])
+def test_a_sample_of_operators_takes_the_bytes_of_torchs_own_dispatch(null_gpu: NullGpu) -> None:
+    from oracle.operators import CAUSES, SEEN, compared, is_exact
+
+    null_gpu.has(h100s(1))
+    calls = [json.loads(line) for line in SEEN.read_text().splitlines()]
+    exact = sorted({call["op"] for call in calls} - CAUSES.keys())
+    sample = set(exact[::3])
+    rows = compared([call for call in calls if call["op"] in sample], null_gpu.env(), shapes=2)
+    ran = [row for found in rows.values() for row in found if not isinstance(row["real"], str)]
+    assert len(ran) >= len(sample)
+    assert [row for row in ran if not is_exact(row)] == []
+
+
+@pytest.mark.parametrize("visible", [1, 8])  # two: the tests of ranks
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(
     trainer: TrainerName, visible: int, cards: Callable[..., None], server: ForkServer, tmp_path: Path,

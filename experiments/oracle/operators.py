@@ -1,0 +1,281 @@
+"""Operators one by one: the bytes of each, simulated and by torch's own dispatch and allocator, at random shapes.
+
+cd experiments; python -m oracle.operators collect FOLDER      # the operators of traced steps -> operators.jsonl
+python -m oracle.operators compare                             # in `nox -s cuda`'s environment -> operators.md
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "tests"))
+
+import torch  # noqa: E402
+from gpu.configs import Config  # noqa: E402
+from gpu.folder import Folder, Row  # noqa: E402
+
+from oracle.calls import Call, Calls, has_sizes, made, operator, resized, tensors  # noqa: E402
+
+SEEN, TABLE = HERE / "operators.jsonl", HERE / "operators.md"
+SHAPES, _TRIES = 10, 40
+_ROLLING = ("llama", "deepseek_v2", "gemma2", "llama4_text")  # each with a cache of another kind
+# Why an operator may differ, as torch's source has it; only the sums' and the noise's sizes were computed again.
+CAUSES = {
+    "aten.sum.dim_IntList": "a sum over many rows is split between blocks (setReduceConfig in Reduce.cuh)",
+    "aten.sum.default": "as sum.dim_IntList",
+    "aten.multinomial.default": "the noise is counted; its argmax is split between blocks as a sum is",
+    "aten._foreach_norm.Scalar": "a number for each 65536 elements of each tensor (ForeachReduceOp.cu)",
+    "aten._scaled_dot_product_flash_attention.default": "few queries: keys are split between blocks (flash_api.cpp)",
+    "aten.embedding_dense_backward.default": "the number of segments depends on values; all are the same token here",
+    "aten.index.Tensor": "the number of rows depends on values",
+    "aten.index_put_.default": "the number of rows depends on values",
+    "aten.isin.Tensor_Tensor": "masks of each element (isin_default_kernel_gpu)",
+    "aten.masked_scatter.default": "the mask's prefix sum",
+    "aten.masked_scatter_backward.default": "the mask's prefix sum",
+    "aten.cumsum.default": "a scan of one row takes partial sums (cub)",
+    "aten.sort.default": "cub's buffers are estimated",
+    "aten.index_put.default": "accumulation sorts the indices (Indexing.cu)",
+    "aten._grouped_mm.default": "a workspace for the groups (GroupMM.cu)",
+    "bitsandbytes.int8_mixed_scaled_mm.default": "in float32 where the inner size is no multiple of 4",
+    "aten.convolution.default": "fake tensors of the CUDA build ask a driver for it; the CPU build simulates it",
+    "aten.convolution_backward.default": "as convolution",
+}
+Bytes = tuple[int, int] | str  # peak and kept beside the arguments; or the error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m oracle.operators", description=__doc__)
+    parser.add_argument("what", choices=("collect", "compare", "simulate", "dispatch"))
+    parser.add_argument("folder", type=Path, nargs="?")
+    given = parser.parse_args()
+    if given.what == "collect":
+        collect(Folder(home=given.folder))
+    elif given.what == "compare":
+        compare()
+    else:
+        if find_spec("bitsandbytes") is not None:
+            import bitsandbytes  # noqa: F401  # its operators
+        with (simulated if given.what == "simulate" else dispatched)() as taken:
+            while line := sys.stdin.readline():
+                print(json.dumps(taken(json.loads(line))), flush=True)
+        sys.stdout.flush()
+        os._exit(0)
+
+
+# -- the operators -----------------------------------------------------------------------------------------------------
+
+
+def collect(folder: Folder) -> None:
+    """Write the calls of the operators that two steps of each configuration make, with few layers."""
+    from oracle.configs import SINGLE
+
+    found: dict[str, list[Call]] = {}
+    for config in SINGLE:
+        if not folder.case(config).exists():
+            continue
+        with tempfile.TemporaryDirectory() as out:
+            keep(traced(folder, config, Path(out)), found)
+        print(config.name, len(found), flush=True)
+    from architectures import ARCHITECTURES
+
+    for name in ARCHITECTURES:
+        keep(of_architecture(name), found)
+        print(name, len(found), flush=True)
+    lines = [json.dumps(call) for op in sorted(found) for call in found[op]]
+    SEEN.write_text("\n".join(lines) + "\n")
+
+
+def keep(calls: dict[str, list[Call]], found: dict[str, list[Call]]) -> None:
+    """Add calls of other shapes: four an operator at most, one of those that take lists of tensors."""
+    for op, seen in calls.items():
+        kept = found.setdefault(op, [])
+        most = 1 if op.startswith(("aten._foreach", "aten._fused")) else 4
+        kept += [call for call in seen if call not in kept][: most - len(kept)]
+
+
+def of_architecture(name: str) -> dict[str, list[Call]]:
+    """The operators of a step of a tiny model, that generates too where it can."""
+    from architectures import PlainRun, random_config, write_model
+
+    from autofit.fakegpu import fake_gpu
+    from autofit.plugin.protocol import Report
+
+    calls: dict[str, list[Call]] = {}
+    for generates in (False, True) if name in _ROLLING else (False,):
+        with tempfile.TemporaryDirectory() as place:
+            model = write_model(Path(place), random_config(name, random.Random(name), layers=4))
+            values = {
+                "model": str(model), "dtype": "bfloat16", "checkpointing": False, "tokens": 24, "lora_r": 0, "chunk": 1,
+                "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "completion": 20,
+            }  # fmt: skip
+            with fake_gpu("h100", enforce_capacity=False, record_places=False), Calls() as seen:
+                PlainRun(values, generates=generates).train(Report())
+            keep(seen.found, calls)
+    return calls
+
+
+def traced(folder: Folder, config: Config, out: Path) -> dict[str, list[Call]]:
+    from autofit.fakegpu import fake_gpu
+    from autofit.fakegpu.depth.stack import shallow_models
+    from autofit.plugin.protocol import Report, Task, WorstCase
+    from autofit.plugin.registry import load
+
+    task = Task(device="sim:h100", output=out, steps=2, worst_case=WorstCase(path=folder.case(config)))
+    with fake_gpu("h100", enforce_capacity=False, record_places=False), shallow_models(pattern=1), Calls() as seen:
+        load(config.trainer).build(folder.values(config), task).train(Report())
+    gc.collect()
+    found: dict[str, list[Call]] = seen.found
+    return found
+
+
+# -- the bytes of a call -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def simulated() -> Iterator[Callable[[Call], Bytes]]:
+    from autofit.fakegpu import fake_gpu
+
+    with fake_gpu("h100", enforce_capacity=False, record_places=False) as gpu:
+        allocator = gpu.memory.allocator
+
+        def reset() -> int:
+            allocator.reset_peaks()
+            return allocator.allocated_bytes
+
+        _start_cublas()
+        yield lambda call: _taken(call, reset, lambda: (allocator.peak_allocated_bytes, allocator.allocated_bytes))
+
+
+@contextmanager
+def dispatched() -> Iterator[Callable[[Call], Bytes]]:
+    def reset() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    _start_cublas()
+    yield lambda call: _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+
+
+def _start_cublas() -> None:
+    """Its workspace stays for good, and belongs to no call."""
+    matrix = torch.empty(64, 64, device="cuda")
+    torch.mm(matrix, matrix)
+
+
+def _taken(call: Call, reset: Callable[[], int], found: Callable[[], tuple[int, int]]) -> Bytes:
+    """The most bytes while the operator runs, and those of its results, beside its arguments."""
+    try:
+        args, kwargs = made(call["args"]), made(call["kwargs"])
+        before = reset()
+        with torch.no_grad():
+            out = operator(call["op"])(*args, **kwargs)
+        peak, kept = found()
+        del out
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return peak - before, kept - before
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare() -> None:
+    """Write the table: each operator at SHAPES random shapes, or at those seen where it takes no others."""
+    from null_gpu.build import NullGpu, build, h100s
+
+    calls = [json.loads(line) for line in SEEN.read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as home:
+        gpu = NullGpu(libraries=build(Path(home) / "libraries"), home=Path(home))
+        gpu.has(h100s(1))
+        rows = compared(calls, gpu.env())
+    TABLE.write_text(table(rows))
+    print(table(rows), end="")
+
+
+def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES) -> dict[str, list[Row]]:
+    """{operator: its calls, with the bytes of both}. A call that CUDA's kernel refuses is drawn again."""
+    by_op: dict[str, list[Call]] = {}
+    for call in calls:
+        by_op.setdefault(call["op"], []).append(call)
+    rows: dict[str, list[Row]] = {}
+    with _child("simulate", {}) as simulate, _child("dispatch", env) as dispatch:
+        for op, seen in by_op.items():
+            chance, rows[op] = random.Random(op), []
+            for attempt in range(_TRIES):
+                if len(rows[op]) == shapes:
+                    break
+                base = seen[attempt % len(seen)]
+                call = resized(base, chance) if has_sizes(base) else base
+                real = dispatch(call)
+                if not isinstance(real, str):
+                    rows[op].append({"call": call, "real": real, "simulated": simulate(call)})
+            for call in seen if not rows[op] else ():
+                rows[op].append({"call": call, "real": dispatch(call), "simulated": simulate(call)})
+    return rows
+
+
+@contextmanager
+def _child(what: str, env: dict[str, str]) -> Iterator[Callable[[Call], Bytes]]:
+    """A process that answers calls, one line each."""
+    command = [sys.executable, "-m", "oracle.operators", what]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env={**os.environ, **env}
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        into, out = child.stdin, child.stdout
+
+        def answer(call: Call) -> Bytes:
+            into.write(json.dumps(call) + "\n")
+            into.flush()
+            found = json.loads(out.readline())
+            return found if isinstance(found, str) else (found[0], found[1])
+
+        yield answer
+        into.close()
+
+
+def is_exact(row: Row) -> bool:
+    return row["real"] == row["simulated"]
+
+
+def table(rows: dict[str, list[Row]]) -> str:
+    """Markdown: how many operators are exact to the byte, and each that is not with its first difference."""
+    ran = {op: found for op, found in rows.items() if not isinstance(found[0]["real"], str)}
+    exact = [op for op, found in ran.items() if all(map(is_exact, found))]
+    lines = [
+        "Peak and kept bytes of each operator, simulated and by the real CUDA build of torch without a card.", "",
+        f"- {len(ran)} operators of traced steps, {sum(map(len, ran.values()))} calls at random shapes",
+        f"- {len(exact)} operators ({len(exact) / len(ran):.1%}) are exact to the byte at every shape", "",
+        "| not exact | calls | at | peak, kept | simulated | likely cause |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for op, found in ran.items():
+        wrong = [row for row in found if not is_exact(row)]
+        if wrong:
+            lines.append(f"| {op} | {len(wrong)} of {len(found)} | {_shapes(wrong[0]['call'])} | {wrong[0]['real']} | "
+                         f"{wrong[0]['simulated']} | {CAUSES.get(op, 'not known')} |")  # fmt: skip
+    lines += ["", "Not run by CUDA's dispatch with these arguments:", ""]
+    lines += [f"- {op}: {found[0]['real']}" for op, found in rows.items() if op not in ran]
+    return "\n".join(lines) + "\n"
+
+
+def _shapes(call: Any) -> str:
+    return ", ".join(f"{part['dtype']}{part['shape']}" for part in tensors((call["args"], call["kwargs"])))[:160]
+
+
+if __name__ == "__main__":
+    main()
