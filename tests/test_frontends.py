@@ -14,7 +14,7 @@ import yaml
 
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
-from autofit.frontends import flat, shell, verl
+from autofit.frontends import flat, verl, verl_script
 from autofit.frontends.reading import explain, refusal
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
 from autofit.plugin.registry import trainer_for
@@ -153,7 +153,7 @@ python3 -m verl.trainer.main_ppo \\
 
 
 def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it_is_run(tmp_path: Path) -> None:
-    found, unread = shell.overrides(SCRIPT)
+    found, unread = verl_script.overrides(SCRIPT)
     assert found["data.train_batch_size"] == 512
     assert found["data.max_response_length"] == 2560
     assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == 64
@@ -170,13 +170,28 @@ def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it
         ("n=8\nx.y=$n", 8), ("n=8\nif [ $A ]; then\n  n=16\nfi\nx.y=$n", None), ("[ $A ] && n=8\nx.y=$n", None),
         ("case $A in\n  gpu)\n    n=8\n  ;;\n  npu)\n    n=16\n  ;;\nesac\nx.y=$n", None),
         ("N=${N:-}\nx.y=${N:-4}", 4), ("a=$((2 * 3))\nx.y=$(((a + 2) * 2))", 16), ("x.y=${N:-$((1024 * 2))}", 2048),
-        ("x.y=$(nproc)", None), ("x.y=$N", None), ("x.y=1 x.y=2", None), ("if true; then\nx.y=1\nfi", None),
-        ("x.y=1  # x.y=2", 1), ("a=$b\nb=$a\nx.y=$a", None),
+        ("x.y=$(nproc)", None), ("x.y=$N", None), ("x.y=1 x.y=2", 2), ("x.y=1\nx.y=2", None),
+        ("if true; then\nx.y=1\nfi", None), ("x.y=1  # x.y=2", 1), ("a=$b\nb=$a\nx.y=$a", None),
     ],
 )  # fmt: skip
 def test_a_value_of_a_script_is_told_only_where_it_is_certain(text: str, told: object) -> None:
-    found, unread = shell.overrides(text)
+    found, unread = verl_script.overrides(text.replace("x.y=", "python3 -m verl.trainer.main_ppo x.y="))
     assert (found.get("x.y"), unread) == (told, () if told is not None else ("x.y",))
+
+
+def test_an_array_or_a_variable_of_several_words_is_read_as_bash_splits_it() -> None:
+    text = (
+        "a=(-v  # of the script\n  x.y=1 'x.z=[1, 2]'\n)\na+=(x.u=3)\nif [ $B ]; then a+=(x.v=4); fi\n"
+        "more='x.w=5 x.t=6'\n"
+        'python3 -m verl.trainer.main_ppo "${a[@]}" $more\n'
+    )
+    assert verl_script.overrides(text) == ({"x.y": 1, "x.z": [1, 2], "x.u": 3, "x.w": 5, "x.t": 6}, ("x.v",))
+
+
+def test_where_every_training_of_a_script_hangs_on_a_condition_the_first_is_likely() -> None:
+    text = "if [ $A ]; then\nGO x.y=1\nelse\nGO x.y=2\nfi".replace("GO", "python3 -m verl.trainer.main_ppo")
+    assert verl_script.overrides(text) == ({}, ("x.y",))
+    assert verl_script.likely_overrides(text) == {"x.y": 1}
 
 
 def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_path: Path) -> None:

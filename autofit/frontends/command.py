@@ -1,18 +1,25 @@
 """Commands of a shell script as bash would start them, without running anything. No torch here.
 
-Variables that the script sets, their defaults and sums are filled in. A word that hangs on a condition, on the
-environment or on another command is not certain: it holds UNSURE.
+Variables and arrays that the script sets, their defaults and sums are filled in. A word that hangs on a condition, on
+the environment or on another command is not certain: it holds UNSURE.
 """
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from autofit.errors import ConfigError
+from autofit.recipe.yaml_file import MOST_BYTES
 
 UNSURE = "\0"  # in a word whose value is only known where the script runs
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?$!]")
+_VARIABLE = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
-_SEPARATORS = ";&|\n"
+_SEPARATORS = ";&|\n)"
 _DEEPEST = 20
 
 
@@ -27,10 +34,24 @@ class Command:
     end: int = 0
 
 
-def commands(text: str) -> Iterator[Command]:
-    """The commands of a script, in their order."""
+def script_text(path: Path) -> str:
+    """The text of a file. Raises ConfigError for what is no text, or too long to be of a training."""
+    try:
+        text = path.read_bytes()[: MOST_BYTES + 1].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
+    return text
+
+
+def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
+    """The commands of a script, in their order.
+
+    With `likely`, a variable that conditions set has the first value that one of them gives it.
+    """
     known: dict[str, str] = {}
-    depth = 0
+    depth, sure = 0, True  # whether the statement before this one was an assignment that is certain
     scanner = _Scanner(text, known)
     for words in scanner.statements():
         start, end = scanner.start, scanner.end
@@ -43,18 +64,41 @@ def commands(text: str) -> Iterator[Command]:
         elif words[0] in _CLOSES:
             depth = max(0, depth - 1)
             continue
-        exported = words[1:] if words[0] in ("export", "declare", "local", "readonly") else words
+        declares = words[0] in ("export", "declare", "local", "readonly")
+        rest = [word for word in words[1:] if not word.startswith("-")] if declares else list(words)
+        sure = depth == 0 and "||" not in scanner.after and (sure or "&&" not in scanner.after)
         own: dict[str, str] = {}
-        rest = list(exported)
         while rest and (found := _ASSIGNMENT.fullmatch(rest[0])):
-            own[found[1]] = found[2] if depth == 0 else UNSURE
+            name, before = found[1], known.get(found[1])
+            own[name] = _assigned(before, found[3], more=bool(found[2]), sure=sure, likely=likely)
             rest.pop(0)
-        if not rest or exported is not words:
+        if not rest or declares:
             known |= own
-        elif rest[0] == "env":
-            yield Command(tuple(rest[1:]), {**known, **own}, depth > 0, start, end)
-        else:
-            yield Command(tuple(rest), {**known, **own}, depth > 0, start, end)
+            continue
+        sure = False
+        rest = [part for word in rest for part in word.replace(_ARRAY, "").split(_BETWEEN)]
+        variables = {**known, **own}
+        yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, depth > 0, start, end)
+
+
+def _assigned(before: str | None, value: str, *, more: bool, sure: bool, likely: bool) -> str:
+    """A variable's value after `name=value`, or after `name+=value` with `more`."""
+    array = value.startswith(_ARRAY)
+    value = value if array else value.replace(_BETWEEN, " ")
+    if more and before:
+        added = before + (_BETWEEN + value.removeprefix(_ARRAY) if array and before != _ARRAY else value)
+        added = value if before == _ARRAY else added
+    else:
+        added = value
+    if sure or before == added:
+        return added
+    if likely:
+        return added if before in (None, "", _ARRAY) or UNSURE in str(before) else str(before)
+    if not array:
+        return UNSURE
+    elements = value.removeprefix(_ARRAY).split(_BETWEEN)
+    doubted = [f"{name}={UNSURE}" if mark else UNSURE for name, mark, _ in (e.partition("=") for e in elements)]
+    return _ARRAY + _BETWEEN.join(filter(None, [(before or "").removeprefix(_ARRAY), *doubted]))
 
 
 class _Scanner:
@@ -63,51 +107,81 @@ class _Scanner:
     def __init__(self, text: str, known: Mapping[str, str], level: int = 0) -> None:
         self.text, self.known, self.at, self.level = text, known, 0, level
         self.start, self.end = 0, 0  # of the statement that was yielded last
+        self.after = ""  # the separators before it
 
     def statements(self) -> Iterator[list[str]]:
         words: list[str] = []
         word: str | None = None
+        separators = ""
         while self.at < len(self.text):
             char = self.text[self.at]
-            if char == "\\":
-                if self.text.startswith("\r\n", self.at + 1):
-                    self.at += 1
-                elif self.text[self.at + 1 : self.at + 2] != "\n":
-                    word = (word or "") + self.text[self.at + 1 : self.at + 2]
-                self.at += 2
-            elif char == "'":
-                end = self._end_of("'")
-                word = (word or "") + self.text[self.at + 1 : end]
-                self.at = end + 1
-            elif char == '"':
+            if (new := self._longer(word)) is not None:
+                word = new[0]
+            elif char == "(" and word is not None and _ASSIGNMENT.fullmatch(word) and word.endswith("="):
                 self.at += 1
-                word = (word or "") + self._double_quoted()
-            elif char in "$`":
-                word = (word or "") + self._expanded()
-            elif char == "#" and word is None:
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif char in _SEPARATORS or char.isspace() or char in "<>()":
+                word += _ARRAY + _BETWEEN.join(self._elements())
+            else:
                 if word is not None:
                     words.append(word)
                     word = None
                 if char in "<>":
                     words.append(char)
                 if char in _SEPARATORS and words:
-                    self.end = self.at
+                    self.end, self.after, separators = self.at, separators, ""
                     yield _without_redirections(words)
                     words = []
                 self.at += 1
-                if char in _SEPARATORS and not words:
+                if char in _SEPARATORS:
+                    separators += char
                     self.start = self.at
-            else:
-                word = (word or "") + char
-                self.at += 1
         if word is not None:
             words.append(word)
-        self.end = len(self.text)
+        self.end, self.after = len(self.text), separators
         if words:
             yield _without_redirections(words)
+
+    def _longer(self, word: str | None) -> tuple[str | None] | None:
+        """(the word with what comes next,), of which comments and continued lines are nothing; None where it ends."""
+        text, char = self.text, self.text[self.at]
+        if char == "\\":
+            if text.startswith("\r\n", self.at + 1):
+                self.at += 1
+            elif text[self.at + 1 : self.at + 2] != "\n":
+                word = (word or "") + text[self.at + 1 : self.at + 2]
+            self.at += 2
+        elif char == "'":
+            end = self._end_of("'")
+            word = (word or "") + text[self.at + 1 : end]
+            self.at = end + 1
+        elif char == '"':
+            self.at += 1
+            word = (word or "") + self._double_quoted()
+        elif char in "$`":
+            found = _BETWEEN.join(self._expanded().split(" "))  # bash splits what is not quoted
+            word = word if found == "" else (word or "") + found
+        elif char == "#" and word is None:
+            end = text.find("\n", self.at)
+            self.at = len(text) if end < 0 else end
+        elif char in _SEPARATORS or char.isspace() or char in "<>(":
+            return None
+        else:
+            word = (word or "") + char
+            self.at += 1
+        return (word,)
+
+    def _elements(self) -> Iterator[str]:
+        """The elements of an array, up to its closing parenthesis."""
+        word: str | None = None
+        while self.at < len(self.text):
+            if (new := self._longer(word)) is not None:
+                word = new[0]
+                continue
+            if word is not None:
+                yield word
+                word = None
+            self.at += 1
+            if self.text[self.at - 1] == ")":
+                return
 
     def _end_of(self, mark: str) -> int:
         end = self.text.find(mark, self.at + 1)
@@ -136,9 +210,10 @@ class _Scanner:
             self.at = end + 1
             return self._of_command(text[start + 1 : end])
         if text.startswith("$((", start):
-            end = text.find("))", start)
-            self.at = len(text) if end < 0 else end + 2
-            return _sum(self._filled(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", text[start + 3 : end])))
+            end = self._closing(start + 3, "(", ")")
+            self.at = end + 2
+            sum_ = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", text[start + 3 : end])
+            return _sum(_Scanner(f'{sum_}"', self.known, self.level + 1)._double_quoted())
         if text.startswith("$(", start):
             end = self._closing(start + 2, "(", ")")
             self.at = end + 1
@@ -146,17 +221,27 @@ class _Scanner:
         if text.startswith("${", start):
             end = self._closing(start + 2, "{", "}")
             self.at = end + 1
-            name, mark, usual = text[start + 2 : end].partition(":-")
-            value = self.known.get(name)
-            if mark and value in (None, ""):
-                return self._filled(usual)
-            return value if value is not None and name.isidentifier() else UNSURE
+            return self._variable(text[start + 2 : end])
         found = _NAME.match(text, start + 1)
         if found is None:
             self.at += 1
             return "$"
         self.at = found.end()
         return self.known.get(found[0], UNSURE)
+
+    def _variable(self, text: str) -> str:
+        """What `${text}` stands for."""
+        found = _VARIABLE.fullmatch(text)
+        if found is None:
+            return UNSURE
+        name, elements, colon, mark, other = found.groups()
+        value = self.known.get(name)
+        if elements and value is not None:
+            return value.removeprefix(_ARRAY)
+        missing = value is None or (bool(colon) and value == "")
+        if mark is not None and (missing if mark in "-=" else not missing):
+            return self._filled(other)
+        return ("" if mark == "+" else UNSURE) if value is None else value
 
     def _closing(self, start: int, opens: str, closes: str) -> int:
         depth = 1
@@ -170,7 +255,7 @@ class _Scanner:
         if self.level > _DEEPEST:
             return UNSURE
         words = [word for words in _Scanner(text, self.known, self.level + 1).statements() for word in words]
-        return " ".join(words)
+        return " ".join(words).replace(_BETWEEN, " ")
 
     def _of_command(self, text: str) -> str:
         """What a command prints: the sum of `expr`; of all others it is not known."""
@@ -192,20 +277,30 @@ def _without_redirections(words: list[str]) -> list[str]:
 
 
 def _sum(text: str) -> str:
-    """The value of whole numbers with + - * / %, from left to right by their rank; UNSURE for anything else."""
-    parts = re.findall(r"\d+|[-+*/%]|\S", text)
-    if not parts or not all(re.fullmatch(r"\d+", part) for part in parts[::2]) or len(parts) % 2 == 0:
+    """The value of whole numbers with + - * / % and parentheses; UNSURE for anything else."""
+    try:
+        return str(_number(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return UNSURE
-    terms = [int(parts[0])]
-    for operator, digits in zip(parts[1::2], parts[2::2], strict=True):
-        value = int(digits)
-        if operator in "/%" and value == 0:
-            return UNSURE
-        if operator in "+-":
-            terms.append(value if operator == "+" else -value)
-        elif operator in "*/%":
-            last = terms.pop()
-            terms.append(last * value if operator == "*" else int(last / value) if operator == "/" else last % value)
-        else:
-            return UNSURE
-    return str(sum(terms))
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("no sum of whole numbers")
+    left, right = _number(node.left), _number(node.right)
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.FloorDiv():  # bash rounds towards zero
+            return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+        case ast.Mod():
+            return (abs(left) % abs(right)) * (-1 if left < 0 else 1)
+    raise ValueError("no sum of whole numbers")

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import axolotl, flat, llama_factory, ms_swift, shell, verl, verl_recipe, words
+from autofit.frontends import axolotl, flat, llama_factory, ms_swift, verl, verl_recipe, verl_script, words
+from autofit.frontends.command import script_text
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of, tools_of
@@ -33,8 +34,8 @@ def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Fo
 
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
-    text = shell.script_text(path) if text is None else text
-    if shell.starts_verl(text):
+    text = script_text(path) if text is None else text
+    if verl_script.starts_verl(text):
         return _named(VERL, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent, ranks=ranks))
 
@@ -98,8 +99,8 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
 
 
 def _script(path: Path, ranks: int | None) -> Explanation:
-    text = shell.script_text(path)
-    if not shell.starts_verl(text):
+    text = script_text(path)
+    if not verl_script.starts_verl(text):
         folder = path.resolve().parent
         try:
             training = ms_swift.training(text, folder=folder)
@@ -111,7 +112,7 @@ def _script(path: Path, ranks: int | None) -> Explanation:
         return _with_recipe(
             flat.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
         )
-    found, unread = shell.overrides(text)
+    found, unread = verl_script.overrides(text)
     found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs

@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 
 from autofit.frontends import words
+from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import SCRIPTS, read_script, read_values
-from autofit.frontends.shell import script_text
 from autofit.frontends.writing import can_write
 from autofit.recipe.source import Source, Stated, read_source
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.frontends import shell
+from autofit.frontends import verl_script
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus
 
@@ -89,8 +89,8 @@ _ON, _OFF = ("true", "1"), ("false", "0", "none", "null", "")
 
 def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
-    found, unread = shell.overrides(text)
-    likely = {key: UNSURE if value is None else value for key, value in shell.likely_overrides(text).items()}
+    found, unread = verl_script.overrides(text)
+    likely = {key: UNSURE if value is None else value for key, value in verl_script.likely_overrides(text).items()}
     return recipe({**likely, **found}, ranks=ranks, unread=unread)
 
 

@@ -16,9 +16,9 @@ import yaml
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import axolotl, llama_factory, ms_swift
+from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import SCRIPTS, read
-from autofit.frontends.shell import script_text
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
 
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.

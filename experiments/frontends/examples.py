@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.frontends import flat, shell, verl
+from autofit.frontends import flat, verl, verl_script
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, Tool, tool_of
 from autofit.recipe.yaml_file import parse_yaml
 
@@ -85,11 +85,11 @@ def scripts(checkout: Path) -> dict[str, int]:
             (folder / "bin" / stub).chmod(0o755)
         for path in sorted((checkout / "examples").rglob("*.sh")):
             text = path.read_text("utf-8")
-            truth = arguments(path, folder) if shell.starts_verl(text) else None
+            truth = arguments(path, folder) if verl_script.starts_verl(text) else None
             if truth is None:
-                counts["starts no verl" if not shell.starts_verl(text) else "bash starts nothing"] += 1
+                counts["starts no verl" if not verl_script.starts_verl(text) else "bash starts nothing"] += 1
                 continue
-            found, unread = shell.overrides(text)
+            found, unread = verl_script.overrides(text)
             keys = [key for key in verl.DEFAULTS if (key in truth or key in found) and key not in unread]
             wrong = [key for key in keys if truth.get(key) != found.get(key)]
             named = any(key in verl.DEFAULTS for key in unread)
