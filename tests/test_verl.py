@@ -15,13 +15,13 @@ from autofit.api.reading import source_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl_recipe
+from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.source import Source
-from autofit.space.describe import tool_overrides
 from autofit.trainers.verl import TRAINER
 from autofit.trainers.verl_settings import Settings
 
@@ -66,15 +66,19 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
 
 
-def test_a_nested_yaml_says_the_same_as_the_script() -> None:
-    nested: dict[str, Any] = {}
-    for path, value in QWEN.items():
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, value in values.items():
         *outer, last = path.split(".")
-        place = nested
+        place = found
         for part in outer:
             place = place.setdefault(part, {})
         place[last] = value
-    assert verl_recipe.recipe(nested).values == verl_recipe.of_script(script(QWEN)).values
+    return found
+
+
+def test_a_nested_yaml_says_the_same_as_the_script() -> None:
+    assert verl_recipe.recipe(nested(QWEN)).values == verl_recipe.of_script(script(QWEN)).values
 
 
 def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_too() -> None:
@@ -89,12 +93,8 @@ def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_to
     assert max(sizes) * settings.tokens <= 24576
 
 
-def test_every_setting_of_the_recipe_is_a_field_of_the_trainer_and_has_verls_default() -> None:
-    known = {field: getattr(Settings(model_path="m"), field) for field in Settings.__dataclass_fields__}
-    for key, named in verl_recipe.KEYS.items():
-        assert key in known
-        if named.usual is not None:
-            assert known[key] == named.usual, key
+def test_every_key_of_the_reader_is_a_setting_of_the_trainer() -> None:
+    assert verl_recipe.KEYS.keys() <= Settings.__dataclass_fields__.keys()
 
 
 def test_what_hangs_on_a_condition_is_taken_with_a_note() -> None:
@@ -145,12 +145,54 @@ def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[
         TRAINER.small_trainings({}, tmp_path, most_samples=1, most_steps=1)
 
 
-def test_a_change_is_told_as_an_override_of_verl_without_what_follows_from_it() -> None:
-    names = {named.path: key for key, named in verl_recipe.KEYS.items()}
-    changes = {"ppo_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 20, "param_offload": True}
-    told = tool_overrides(changes, names)
-    assert told == f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true"
-    assert tool_overrides({"lora_r": 8}, {"rank": "lora_r"}) == ""
+CHANGES = {
+    "ppo_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 20, "steps_per_generation": 80,
+    "param_offload": True, "attn_implementation": "sdpa",
+}  # fmt: skip
+
+
+def origin_of(path: Path) -> Mapping[str, object]:
+    return source_of(path).foreign
+
+
+def test_changes_are_told_as_overrides_and_written_into_the_users_script(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "set -x\nmicro=16\n" + script({**QWEN, f"{ACTOR}.ppo_micro_batch_size_per_gpu": "${micro}"}) + "date\n"
+    )
+    origin = origin_of(path)
+    assert own_words(origin, CHANGES) == (
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true "
+        "++actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+    )
+    assert own_words(origin, {"launch.sharding": "fsdp2"}) == "sharding fsdp2 (in its launch)"
+    text = own_text(origin, CHANGES)
+    assert f"  {ACTOR}.ppo_micro_batch_size_per_gpu=8 \\\n" in text
+    assert f" $@ \\\n    {FSDP}.param_offload=true \\\n    ++actor" in text
+    assert text.endswith("=sdpa\ndate\n")
+    again = verl_recipe.of_script(text).values
+    assert {key: again[key] for key in CHANGES} == CHANGES
+    assert OwnFile.of(origin, CHANGES).command == "bash"
+
+
+def test_an_override_that_stands_in_several_places_is_set_behind_them(tmp_path: Path) -> None:
+    path, key = tmp_path / "run.sh", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    path.write_text("common=(\n" + "\n".join(f"  {k}={v}" for k, v in QWEN.items())
+                    + f'\n)\npython3 -m verl.trainer.main_ppo "${{common[@]}}" {key}=4\n')  # fmt: skip
+    text = own_text(origin_of(path), CHANGES)
+    assert text.count(f"{key}=") == 3
+    assert verl_recipe.of_script(text).values["ppo_micro_batch_size_per_gpu"] == 8
+
+
+def test_changes_are_written_into_a_yaml_at_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(nested(QWEN)) + "# the end\n")
+    text = own_text(origin_of(path), CHANGES)
+    assert text.endswith("# the end\n")
+    values = verl_recipe.recipe(yaml.safe_load(text)).values
+    assert {key: values[key] for key in CHANGES} == CHANGES
+    with pytest.raises(ConfigError, match="max_steps: 9 has no key in verl"):
+        in_own_keys(verl_recipe.recipe(QWEN), {"max_steps": 9})
 
 
 # -- the phases -------------------------------------------------------------------------------------------------------

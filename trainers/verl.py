@@ -326,7 +326,6 @@ class VerlTrainer(LoopTrainer):
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
             resolved=asdict(settings), version=verl_recipe.VERSION,
-            other_names={named.path: key for key, named in verl_recipe.KEYS.items()},
         )  # fmt: skip
 
     def _keep_model(self, settings: Settings, inspection: Inspection) -> int:

@@ -1,7 +1,13 @@
 """The keys of a recipe for verl, and the micro-batches that follow from them. No torch here."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from autofit.frontends.verl_recipe import KEYS
+
+_USUAL: Mapping[str, Any] = {key: named.usual for key, named in KEYS.items()}  # verl's own defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,52 +18,52 @@ class Settings:
     ppo_micro_batch_size_per_gpu: int = 1
     gradient_accumulation_steps: int = 1  # micro-batches of an optimizer step on each rank
     steps_per_generation: int = 1  # micro-batches of a generation on each rank
-    rollout_n: int = 1
-    ppo_epochs: int = 1
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    rollout_n: int = _USUAL["rollout_n"]
+    ppo_epochs: int = _USUAL["ppo_epochs"]
+    max_prompt_length: int = _USUAL["max_prompt_length"]
+    max_response_length: int = _USUAL["max_response_length"]
     max_steps: int = 1
     # -- sizes
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = 16384
+    use_dynamic_bsz: bool = _USUAL["use_dynamic_bsz"]
+    ppo_max_token_len_per_gpu: int = _USUAL["ppo_max_token_len_per_gpu"]
     log_prob_micro_batch_size_per_gpu: int = 1
-    log_prob_max_token_len_per_gpu: int = 16384
+    log_prob_max_token_len_per_gpu: int = _USUAL["log_prob_max_token_len_per_gpu"]
     ref_log_prob_micro_batch_size_per_gpu: int = 1
-    ref_log_prob_max_token_len_per_gpu: int = 16384
+    ref_log_prob_max_token_len_per_gpu: int = _USUAL["ref_log_prob_max_token_len_per_gpu"]
     # -- what is computed
     reference: bool = False
-    use_kl_loss: bool = False
+    use_kl_loss: bool = _USUAL["use_kl_loss"]
     calculate_entropy: bool = False  # in the update
-    use_fused_kernels: bool = False
-    enable_gradient_checkpointing: bool = True
-    lora_rank: int = 0
-    lora_alpha: int = 16
-    target_modules: str | list[str] = "all-linear"
-    attn_implementation: str = "flash_attention_2"
-    use_torch_compile: bool = True
-    entropy_from_logits_with_chunking: bool = False
-    entropy_from_logits_chunk_size: int = 2048
-    entropy_checkpointing: bool = False
-    trust_remote_code: bool = False
+    use_fused_kernels: bool = _USUAL["use_fused_kernels"]
+    enable_gradient_checkpointing: bool = _USUAL["enable_gradient_checkpointing"]
+    lora_rank: int = _USUAL["lora_rank"]
+    lora_alpha: int = _USUAL["lora_alpha"]
+    target_modules: str | list[str] = _USUAL["target_modules"]
+    attn_implementation: str = _USUAL["attn_implementation"]
+    use_torch_compile: bool = _USUAL["use_torch_compile"]
+    entropy_from_logits_with_chunking: bool = _USUAL["entropy_from_logits_with_chunking"]
+    entropy_from_logits_chunk_size: int = _USUAL["entropy_from_logits_chunk_size"]
+    entropy_checkpointing: bool = _USUAL["entropy_checkpointing"]
+    trust_remote_code: bool = _USUAL["trust_remote_code"]
     # -- how the model is held
-    model_dtype: str = "fp32"
+    model_dtype: str = _USUAL["model_dtype"]
     param_dtype: str = "bf16"
-    ref_model_dtype: str = "fp32"
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    forward_prefetch: bool = False
-    use_no_sync_for_gradient_accumulation: bool = True
-    lr: float = 1e-6
+    ref_model_dtype: str = _USUAL["ref_model_dtype"]
+    param_offload: bool = _USUAL["param_offload"]
+    optimizer_offload: bool = _USUAL["optimizer_offload"]
+    forward_prefetch: bool = _USUAL["forward_prefetch"]
+    use_no_sync_for_gradient_accumulation: bool = _USUAL["use_no_sync_for_gradient_accumulation"]
+    lr: float = _USUAL["lr"]
     clip_grad: float = 1.0
     # -- vLLM
-    gpu_memory_utilization: float = 0.5
-    tensor_model_parallel_size: int = 2
-    free_cache_engine: bool = True
-    enforce_eager: bool = False
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = _USUAL["gpu_memory_utilization"]
+    tensor_model_parallel_size: int = _USUAL["tensor_model_parallel_size"]
+    free_cache_engine: bool = _USUAL["free_cache_engine"]
+    enforce_eager: bool = _USUAL["enforce_eager"]
+    max_num_seqs: int = _USUAL["max_num_seqs"]
+    max_num_batched_tokens: int = _USUAL["max_num_batched_tokens"]
     max_model_len: int | None = None
-    update_weights_bucket_megabytes: int = 2048
+    update_weights_bucket_megabytes: int = _USUAL["update_weights_bucket_megabytes"]
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,6 @@ from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.space.describe import tool_overrides
 from autofit.tracking.front_frame import Picture
 from autofit.tracking.front_plot import front_figure, title_of
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
@@ -53,7 +52,6 @@ class SearchResult(Shown):
     margin: Margin | None = None  # what the winner leaves free
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
     relaxed: str = ""  # what a lower of the allowed tiers offers, where it is clearly faster
-    overrides: str = ""  # the winner's changes behind the command of the tool whose config the recipe is
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
     outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
@@ -68,10 +66,9 @@ class SearchResult(Shown):
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
         target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
-        kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "", overrides: str = "",
+        kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
-        proof: str = "",
-        promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
+        proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -90,7 +87,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof, card=card, own=own, overrides=overrides,
+            proof=proof, card=card, own=own,
         )  # fmt: skip
 
     @property
@@ -145,8 +142,7 @@ class SearchResult(Shown):
         notes = [f"{note[:1].upper()}{note[1:]}." for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
             f"{self.why}.",
-            f"In your file: {self.own}." if self.own else "",
-            f"Behind your command: {self.overrides}" if self.overrides else "",
+            f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
             f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
@@ -179,7 +175,6 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         screened=record.screened, stop=stop,
         why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
-        overrides="" if best is None else tool_overrides(best.changes, record.other_names),
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
         trainer=record.trainer, card=record.card, predicted=Cloud.from_json(record.predicted),
         own="" if best is None else own_words(record.foreign, best.yaml_changes),

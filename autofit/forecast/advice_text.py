@@ -9,7 +9,7 @@ from autofit.forecast.ending import Ending
 from autofit.forecast.margin import WORST_ERROR_FRAC, is_tight, most_used_bytes
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_changes, tool_overrides
+from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
 
 _FLOAT32 = 3.5  # bytes of a parameter, from which on most of them are float32
@@ -76,7 +76,7 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
     if advice.faster:
         lines.append("what would make it faster, predicted:")
         for change in advice.faster:
-            lines += [f"  {change_line(change, recipe, result.median_step_s)}", *_overrides(change, recipe)]
+            lines.append(f"  {change_line(change, recipe, result.median_step_s)}")
     lines += [_untried(change, recipe) for change in advice.untried]
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
@@ -89,7 +89,6 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
         yield f"the cheapest changes that {what}, predicted:"
         for change in advice.changes:
             yield f"  {change_line(change, recipe)}"
-            yield from _overrides(change, recipe)
         return
     tried = f"no change {'of the recipe' if advice.proven else 'that was tried of the recipe'}'s settings"
     tried += " leaves more room" if fits else " makes it fit"
@@ -117,12 +116,6 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     used = format_bytes(change.device_used_bytes)
     what = describe_changes(change.changes, recipe.resolved)
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
-
-
-def _overrides(change: Change, recipe: Recipe) -> list[str]:
-    """The change behind the user's own command, where the recipe is of another tool; [] where it is not."""
-    found = tool_overrides(change.changes, recipe.other_names)
-    return [f"    behind your command: {found}"] if found else []
 
 
 def _untried(change: Change, recipe: Recipe) -> str:

@@ -22,23 +22,27 @@ _FSDP = f"{_A}.fsdp_config"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of verl that the recipe takes over: its path, and verl's default or the path whose value is its default."""
+    """A key of verl that the recipe takes over: its path, verl's default of it, and a path whose value comes before."""
 
     path: str
-    usual: object = None
+    other: object = None  # verl's default of a key that is not among those of the batch
     like: str | None = None
+
+    @property
+    def usual(self) -> object:
+        return DEFAULTS.get(self.path, self.other)
 
 
 # {key of the recipe: verl's}
 KEYS: Mapping[str, Key] = {
     "model_path": Key(f"{_M}.path"),
     "ppo_micro_batch_size_per_gpu": Key(f"{_A}.ppo_micro_batch_size_per_gpu"),
-    "rollout_n": Key(f"{_R}.n", 1),
-    "ppo_epochs": Key(f"{_A}.ppo_epochs", 1),
-    "max_prompt_length": Key("data.max_prompt_length", 512),
-    "max_response_length": Key("data.max_response_length", 512),
-    "use_dynamic_bsz": Key(f"{_A}.use_dynamic_bsz", False),
-    "ppo_max_token_len_per_gpu": Key(f"{_A}.ppo_max_token_len_per_gpu", 16384),
+    "rollout_n": Key(f"{_R}.n"),
+    "ppo_epochs": Key(f"{_A}.ppo_epochs"),
+    "max_prompt_length": Key("data.max_prompt_length"),
+    "max_response_length": Key("data.max_response_length"),
+    "use_dynamic_bsz": Key(f"{_A}.use_dynamic_bsz"),
+    "ppo_max_token_len_per_gpu": Key(f"{_A}.ppo_max_token_len_per_gpu"),
     "log_prob_micro_batch_size_per_gpu": Key(f"{_R}.log_prob_micro_batch_size_per_gpu"),
     "log_prob_max_token_len_per_gpu": Key(
         f"{_R}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
@@ -47,10 +51,10 @@ KEYS: Mapping[str, Key] = {
     "ref_log_prob_max_token_len_per_gpu": Key(
         f"{_F}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
     ),
-    "use_kl_loss": Key(f"{_A}.use_kl_loss", False),
+    "use_kl_loss": Key(f"{_A}.use_kl_loss"),
     "use_fused_kernels": Key(f"{_M}.use_fused_kernels", False),
     "enable_gradient_checkpointing": Key(f"{_M}.enable_gradient_checkpointing", True),
-    "lora_rank": Key(f"{_M}.lora_rank", 0, f"{_M}.lora.rank"),
+    "lora_rank": Key(f"{_M}.lora_rank", like=f"{_M}.lora.rank"),
     "lora_alpha": Key(f"{_M}.lora_alpha", 16),
     "target_modules": Key(f"{_M}.target_modules", "all-linear"),
     "attn_implementation": Key(f"{_M}.override_config.attn_implementation", "flash_attention_2"),
@@ -71,7 +75,7 @@ KEYS: Mapping[str, Key] = {
     "use_no_sync_for_gradient_accumulation": Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", True),
     "lr": Key(f"{_A}.optim.lr", 1e-6),
     "gpu_memory_utilization": Key(f"{_R}.gpu_memory_utilization", 0.5),
-    "tensor_model_parallel_size": Key(f"{_R}.tensor_model_parallel_size", 2),
+    "tensor_model_parallel_size": Key(f"{_R}.tensor_model_parallel_size"),
     "free_cache_engine": Key(f"{_R}.free_cache_engine", True),
     "enforce_eager": Key(f"{_R}.enforce_eager", False),
     "max_num_seqs": Key(f"{_R}.max_num_seqs", 256),
@@ -220,6 +224,21 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
 def _references(config: VerlConfig) -> bool:
     """verl/trainer/ppo/utils.py, need_reference_policy."""
     return config.is_on(f"{_A}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
+
+
+# -- back in verl's own keys -------------------------------------------------------------------------------------------
+
+# {key of the recipe: verl's} of those that verl derives from its batch
+_FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
+_ABSENT = f"{_M}.override_config."  # keys below it are not in verl's config, which hydra must be told
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{verl's key: value} of changes of a recipe. Raises ConfigError for what verl has no key for."""
+    if unknown := [key for key in changes if key not in KEYS and key not in _FOLLOW]:
+        raise ConfigError(f"{unknown[0]}: {changes[unknown[0]]} has no key in verl")
+    own = {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
+    return {f"++{path}" if path.startswith(_ABSENT) else path: value for path, value in own.items()}
 
 
 # -- what is not simulated --------------------------------------------------------------------------------------------

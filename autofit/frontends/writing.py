@@ -15,17 +15,19 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift
+from autofit.frontends import axolotl, llama_factory, ms_swift, verl_recipe, verl_script
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import SCRIPTS, read
-from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL
 
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
     LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
+    VERL.name: verl_recipe.say,
 }  # fmt: skip
-_RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl train", MS_SWIFT.name: "swift sft"}
+_RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl train", MS_SWIFT.name: "swift sft",
+         VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
@@ -61,7 +63,7 @@ def written(
     if foreign is None:
         raise ConfigError(f"{path} is no file of another tool")
     own = in_own_keys(foreign, changes)
-    edit = _in_script if path.suffix in SCRIPTS else _in_yaml
+    edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if foreign.tool == VERL.name else _in_script
     for key, value in own.items():
         text = edit(text, key, value)
     again = read(path, text=text, ranks=ranks)
@@ -76,14 +78,21 @@ def written(
 
 
 def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> str:
-    """`cutoff_len: 1024, optim: sgd`: changes of a recipe in the keys of the file that it was; "" if it was none."""
+    """`cutoff_len: 1024, optim: sgd`: changes of a recipe in the keys of the file that it was; "" if it was none.
+
+    Those of verl stand as overrides, `a.b=1 a.c=2`, to paste behind its command.
+    """
     if not origin:
         return ""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
     changes = dict(_flat(changes))
     said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
     others = {key: value for key, value in changes.items() if key not in said and value is not None}
-    parts = [f"{key}: {_flow(value)}" for key, value in in_own_keys(foreign, said).items()]
+    own = in_own_keys(foreign, said)
+    if foreign.tool == VERL.name:
+        parts = [" ".join(_override(key, value) for key, value in own.items())] if own else []
+    else:
+        parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
     for key, value in others.items():
         name = key.removeprefix(_ENV).removeprefix(_LAUNCH)
         where = "the environment" if key.startswith(_ENV) else "its launch" if key.startswith(_LAUNCH) else ""
@@ -150,10 +159,17 @@ def _read_origin(path: str, text: str, ranks: int | None) -> Foreign:
 
 def _in_yaml(text: str, key: str, value: object) -> str:
     """`text` with the YAML's `key`, which may be a.b, set to `value`; comments stay."""
+    key = key.lstrip("+")  # of a command
     *above, last = key.split(".")
     node = yaml.compose(text)
-    for name in above:
+    if above and isinstance(node, yaml.MappingNode) and _pair(node, key) is not None:
+        above, last = [], key  # a file of dotted keys
+    for place, name in enumerate(above):
         pair = _pair(node, name) if isinstance(node, yaml.MappingNode) else None
+        if pair is None and isinstance(node, yaml.MappingNode) and node.value:
+            value = functools.reduce(lambda inner, outer: {outer: inner}, reversed([*above[place + 1 :], last]), value)
+            last = name
+            break
         node = None if pair is None else pair[1]
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{key} cannot be written: {above[-1] if above else 'the file'} is no mapping")
@@ -202,6 +218,25 @@ def _in_script(text: str, key: str, value: object) -> str:
         found = places[-1]
         return f"{text[: found.start()]}--{key} {shown}{text[found.end() :]}"
     return f"{text[:end].rstrip()} \\\n    --{key} {shown}{text[end:]}"
+
+
+def _in_verls_script(text: str, key: str, value: object) -> str:
+    """`text` with the override `key=` set to `value`: where it stands once, else behind the first training's command.
+
+    The last of several overrides of a key is the one that counts.
+    """
+    name, shown = key.lstrip("+"), _override(key, value)
+    places = list(re.finditer(rf"""(?<=[\s(])(['"]?)(\+{{0,2}}){re.escape(name)}=(?:(?=\s)|{_WORD}|[^\s'"]*)""", text))
+    if len(places) == 1 and not places[0][1] and text.count(f"{name}=") == 1:
+        found = places[0]
+        return f"{text[: found.start()]}{found[2]}{shown.lstrip('+')}{text[found.end() :]}"
+    _, end = verl_script.span(text)
+    return f"{text[:end].rstrip()} \\\n    {shown}{text[end:]}"
+
+
+def _override(key: str, value: object) -> str:
+    """`a.b=8`, as hydra takes it in a shell."""
+    return shlex.quote(f"{key}={'null' if value is None else _flow(value)}")
 
 
 def _shell(value: object) -> str:

@@ -42,15 +42,6 @@ def set_options(changes: Mapping[str, object]) -> str:
     return " ".join(f"--set {shlex.quote(f'{key}={_as_yaml(value)}')}" for key, value in changes.items())
 
 
-def tool_overrides(changes: Mapping[str, object], other_names: Mapping[str, str]) -> str:
-    """The changes as another tool's command takes them, `actor_rollout_ref.rollout.n=8`; "" where it has no such keys.
-
-    `other_names` has the tool's own paths of the recipe's keys; a key without one follows from the others.
-    """
-    paths = {key: path for path, key in other_names.items() if path.count(".") > 1}
-    return " ".join(shlex.quote(f"{paths[key]}={_as_yaml(value)}") for key, value in changes.items() if key in paths)
-
-
 def _as_yaml(value: object) -> str:
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value if isinstance(value, list | tuple) else dict(value))  # JSON is YAML
