@@ -1,5 +1,6 @@
 """verl's configs as recipes, and its phases on a simulated card."""
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +13,17 @@ import yaml
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
+from autofit.api.verl_log import rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl_recipe
+from autofit.frontends.verl_log import read_log
 from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
+from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.source import Source
 from autofit.trainers.verl import TRAINER
@@ -193,6 +197,55 @@ def test_changes_are_written_into_a_yaml_at_their_place(tmp_path: Path) -> None:
     assert {key: values[key] for key in CHANGES} == CHANGES
     with pytest.raises(ConfigError, match="max_steps: 9 has no key in verl"):
         in_own_keys(verl_recipe.recipe(QWEN), {"max_steps": 9})
+
+
+# -- a log ------------------------------------------------------------------------------------------------------------
+
+LOG = """
+(TaskRunner pid=9) step:1 - perf/max_memory_allocated_gb:1.5 - timing_s/gen:30.0 - timing_s/step:99.0
+(TaskRunner pid=9) step:2 - actor/loss:-1e-3 - perf/max_memory_allocated_gb:2.0 - perf/max_memory_reserved_gb:3.0 \
+- timing_s/gen:np.float64(20.0) - timing_s/update_actor:5.0 - timing_s/step:25.0
+Training Progress: step:3 of 9
+""".replace("\\\n", "")
+
+
+def test_a_log_of_verl_is_read_from_the_console_and_from_jsonl_alike(tmp_path: Path) -> None:
+    console, jsonl = tmp_path / "train.log", tmp_path / "run.jsonl"
+    console.write_text(LOG)
+    memory = "perf/max_memory_allocated_gb"
+    steps = [{memory: 1.5, "timing_s/gen": 30, "timing_s/step": 99},
+             {memory: 2.0, "perf/max_memory_reserved_gb": 3.0, "timing_s/gen": 20, "timing_s/update_actor": 5.0,
+              "timing_s/step": 25, "name": "x"}]  # fmt: skip
+    jsonl.write_text("".join(json.dumps({"step": n, "data": data}) + "\n" for n, data in enumerate(steps)) + "{torn")
+    assert read_log(console) == read_log(jsonl)
+    found = read_log(console)
+    assert (found.steps, found.allocated_bytes, found.reserved_bytes) == (2, 2 << 30, 3 << 30)  # verl's gb are GiB
+    assert found.seconds == {"gen": 20.0, "update_actor": 5.0, "step": 25.0}  # of the steps behind the first
+    console.write_text("step:1 - nothing:1\n")
+    with pytest.raises(ConfigError, match="has no step with perf/max_memory_allocated_gb"):
+        read_log(console)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_log(tmp_path / "none")
+
+
+def test_a_log_is_held_against_the_actors_bytes_and_all_optimizer_steps_of_a_generation(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG)
+    peaks = {"rollout": 9 << 30, "update": 3 << 30, "loading": 4 << 30}
+    promised = ProbeResult(
+        status=ProbeStatus.FIT, device="sim:h100",
+        phases=tuple(PhasePeak(name=name, peak_allocated_bytes=size, peak_reserved_bytes=size, device_used_bytes=size)
+            for name, size in peaks.items()),
+        categories={"rollout": {"vLLM": 8 << 30}, "update": {"vLLM": 1 << 29, "logits": 1 << 30}},
+        phase_s={"rollout": 22.0, "update": 1.0, "optimizer": 0.25, "loading": 0.5},
+    )  # fmt: skip
+    rows = {row.name: row for row in rows_of(read_log(tmp_path / "log"), promised, 4)}
+    assert rows["allocated"].promised == 5 << 29  # of the update: vLLM is a process of its own
+    assert rows["allocated"].off == pytest.approx(0.25)
+    assert rows["timing_s/gen"].off == pytest.approx(0.1)
+    assert rows["timing_s/update_actor"].promised == 5.5
+    assert rows["reserved"].off is None
+    assert "timing_s/ref" not in rows
+    assert rows["timing_s/gen"].text().split() == ["timing_s/gen", "22.0", "s", "20.0", "s", "+10.0%"]
 
 
 # -- the phases -------------------------------------------------------------------------------------------------------

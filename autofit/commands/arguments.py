@@ -161,6 +161,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("study", nargs="?", help="name of the study (default: the one used last)")
     report.add_argument("--html", type=Path, metavar="FILE",
                         help="also write it as one web page, which needs nothing else")  # fmt: skip
+    report.add_argument("--verl-log", type=Path, metavar="FILE",
+                        help="compare what verl printed, or wrote as jsonl, with a trial's promise")  # fmt: skip
+    report.add_argument("--trial", help="with --verl-log, the trial that verl ran (default: best)")
     report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     studies = _command(commands, "studies", "list the studies in a folder, with their winners and promoted runs")

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS, dir_option, say, show, show_line
+from autofit.errors import ConfigError
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.storage import check_there, database_of
 
@@ -13,9 +14,18 @@ if TYPE_CHECKING:
 
 
 def report(options: argparse.Namespace) -> int:
+    if options.trial is not None and options.verl_log is None:
+        raise ConfigError("--trial goes with --verl-log: give the log of the run too, or omit --trial")
     check_there(database_of(options.dir.absolute()))  # before imports that take a second
     from autofit import api
 
+    if options.verl_log is not None:
+        from autofit.api.verl_log import compare_verl_log
+
+        found = compare_verl_log(options.verl_log, study=options.study, folder=options.dir,
+                                 trial=options.trial or "best")  # fmt: skip
+        print(json.dumps(found.to_dict()) if options.json else found)
+        return DONE
     result = api.report(options.study, folder=options.dir, html=options.html)
     if options.html is not None:
         say(f"wrote {options.html}")

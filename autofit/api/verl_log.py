@@ -1,0 +1,111 @@
+"""A run under verl against what a trial of its study promised: memory, and seconds by phase."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from autofit.api.arguments import named_as_arguments, studies_folder
+from autofit.errors import ConfigError
+from autofit.frontends.tools import VERL
+from autofit.frontends.verl_log import VerlLog, read_log
+from autofit.probing.result import ProbeResult
+from autofit.promotion.promotion import choose
+from autofit.recipe.recipe import merge
+from autofit.tuning.record import record_of
+from autofit.tuning.study import load_study, trials_of
+from autofit.units import format_bytes, format_seconds
+
+_SERVED = "vLLM"  # the category of what is verl's server process's, which verl's log does not count
+# {verl's timer: the phases of a simulated step that it covers}; those of an optimizer step come several times
+_PHASES: Mapping[str, tuple[str, ...]] = {
+    "gen": ("rollout",), "old_log_prob": ("old log-probs",), "ref": ("reference",), "update_weights": ("sync",),
+}  # fmt: skip
+_ONCE, _EACH = ("loading",), ("update", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of the promise and of the run: bytes, or seconds. None where the one or the other has none."""
+
+    name: str
+    promised: float | None
+    actual: float | None
+
+    @property
+    def off(self) -> float | None:
+        """The promise over the run, less 1."""
+        return self.promised / self.actual - 1 if self.promised is not None and self.actual else None
+
+    def text(self) -> str:
+        words = format_seconds if self.name.startswith("timing") else lambda value: format_bytes(round(value))
+        shown = ["-" if value is None else words(value) for value in (self.promised, self.actual)]
+        off = "" if self.off is None else f"{self.off:+.1%}"
+        return f"{self.name:<32}{shown[0]:>12}{shown[1]:>12}{off:>10}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlComparison:
+    """The rows of a run's log against the promise of a trial."""
+
+    trial: int
+    steps: int  # in the log
+    optimizer_steps: int  # of each
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.steps} steps of verl, each of {self.optimizer_steps} optimizer steps, against the promise of trial "
+            f"{self.trial}; bytes are those of the actor's process, without vLLM's"
+        )
+        columns = f"{'':<32}{'promised':>12}{'actual':>12}{'off':>10}"
+        return "\n".join([head, columns, *(row.text() for row in self.rows)])
+
+    def to_dict(self) -> dict[str, object]:
+        rows = [{"name": row.name, "promised": row.promised, "actual": row.actual, "off": row.off} for row in self.rows]
+        return {"trial": self.trial, "steps": self.steps, "optimizer_steps": self.optimizer_steps, "rows": rows}
+
+
+def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str = "best") -> VerlComparison:
+    """The log at `path` against a trial of a study (its number, or "best"). Raises ConfigError."""
+    with named_as_arguments():
+        log = read_log(path)
+        found = load_study(studies_folder(folder), study)
+        record = record_of(found)
+        if record.trainer != VERL.name:
+            raise ConfigError(f"--verl-log needs a study of a verl config; {found.study_name} is of {record.trainer}")
+        chosen = choose(trials_of(found), trial, record.rule, fitting=False)
+        if chosen.result is None or chosen.result.peak_allocated_bytes is None:
+            raise ConfigError(f"trial {chosen.number} of {found.study_name} promises nothing: {chosen.status}")
+        values = merge(record.resolved, chosen.yaml_changes)
+        counts = [cast(int, values[key]) for key in ("steps_per_generation", "gradient_accumulation_steps")]
+        steps = max(1, counts[0] // counts[1]) * cast(int, values["ppo_epochs"])
+        rows = tuple(rows_of(log, chosen.result, steps))
+    return VerlComparison(trial=chosen.number, steps=log.steps, optimizer_steps=steps, rows=rows)
+
+
+def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Row]:
+    """The memory and the phases, those that verl timed or the promise has."""
+    yield Row("allocated", _allocated(promised), log.allocated_bytes)
+    yield Row("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
+    took = promised.phase_s
+    for timer, phases in _PHASES.items():
+        if timer in log.seconds or any(name in took for name in phases):
+            yield Row(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
+    each, once = _sum(took, _EACH), _sum(took, _ONCE) or 0.0
+    yield Row("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
+              log.seconds.get("update_actor"))  # fmt: skip
+
+
+def _sum(seconds: Mapping[str, float], names: tuple[str, ...]) -> float | None:
+    found = [seconds[name] for name in names if name in seconds]
+    return sum(found) if found else None
+
+
+def _allocated(promised: ProbeResult) -> int | None:
+    """The largest peak of a phase without what vLLM holds in it."""
+    parts = promised.categories
+    return max(
+        (p.peak_allocated_bytes - parts[p.name].get(_SERVED, 0) for p in promised.phases if parts.get(p.name)),
+        default=None,
+    )
