@@ -246,6 +246,9 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
         works = [n for n in range(1, batch.each + 1) if batch.each % n == 0 and n <= 2 * batch.micro][-4:]
         yield (f"ppo_micro_batch_size_per_gpu {batch.micro} must divide the {batch.each} samples of a data-parallel "
                f"rank; verl ends after the first rollout; {', '.join(map(str, works))} work")  # fmt: skip
+    if batch.prompts > batch.mini_prompts and batch.prompts % batch.mini_prompts:  # tensordict_utils.py, line 588
+        yield (f"train_batch_size {batch.prompts:,} must be a multiple of ppo_mini_batch_size {batch.mini_prompts:,}; "
+               "verl ends at the first update")  # fmt: skip
     lengths = [config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response")]
     budget = config.whole(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     if dynamic and budget is not None and budget * sp < sum(lengths):  # utils/seqlen_balancing.py, line 384
