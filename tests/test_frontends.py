@@ -208,7 +208,12 @@ def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_p
 
 
 def test_a_script_with_another_engine_is_not_taken_for_fsdp(tmp_path: Path) -> None:
-    for option in ("model_engine=megatron", "--config-name='ppo_megatron_trainer.yaml'"):
+    others = (
+        "model_engine=megatron",
+        "--config-name='ppo_megatron_trainer.yaml'",
+        "actor@actor_rollout_ref.actor=megatron",
+    )
+    for option in others:
         (tmp_path / "run.sh").write_text(SCRIPT.replace("algorithm.adv", f"{option} algorithm.adv"))
         assert "megatron" in dict(explain(tmp_path / "run.sh").lines)["micro-batches"]
 

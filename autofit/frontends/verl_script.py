@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from autofit.errors import ConfigError
 from autofit.frontends.command import UNSURE, Command, commands
+from autofit.frontends.verl import ENGINE
 from autofit.recipe.yaml_file import parse_yaml
 
 _ENTRY = "verl.trainer.main_ppo"
@@ -65,6 +66,7 @@ def _overrides(command: Command) -> dict[str, object]:
     words = iter(command.words)
     for word in words:
         word = f"{word}={next(words, '')}" if word == "--config-name" else word
+        word = re.sub(r"^\+{0,2}\w+@actor_rollout_ref\.actor=", f"{ENGINE}=", word)  # the whole group is another one
         if found := _OVERRIDE.fullmatch(word):
             said[found[1] or found[2]] = None if UNSURE in found[3] else _parsed(found[3])
     return said

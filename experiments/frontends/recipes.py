@@ -1,9 +1,10 @@
 """The tools' own example files as recipes: read, refused by name or not recognised; batches; and written back.
 
-Run: python experiments/frontends/recipes.py --llama-factory DIR --axolotl DIR --ms-swift DIR
+Run: python experiments/frontends/recipes.py --llama-factory DIR --axolotl DIR --ms-swift DIR --verl DIR
 Each DIR is a checkout. bash runs ms-swift's scripts in an empty folder with stubs for every program: its arguments and
 environment, and swift's own rule for the accumulation, are the truth of the batch. Of ms-swift only the scripts whose
-path has an even CRC-32 are read. Writes recipes.json.
+path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
+images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. Writes recipes.json.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from datetime import date
 from pathlib import Path
 
 import yaml
-from examples import commit_of
+from examples import STUBS, arguments, commit_of
 
 from autofit.errors import ConfigError
+from autofit.frontends import verl, verl_script
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.reading import read
+from autofit.frontends.reading import explain, read
 from autofit.frontends.writing import can_say, written
 
 HERE = Path(__file__).parent
@@ -97,6 +99,58 @@ def _batch(words: list[str], counts: list[str]) -> int:
     return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks
 
 
+# -- verl -------------------------------------------------------------------------------------------------------------
+
+OTHER_DATA = re.compile(r"_vl_|omni|video|glm4_1v")
+VERL_CHANGES: tuple[Mapping[str, object], ...] = (
+    {}, {"param_offload": True, "optimizer_offload": False}, {"gpu_memory_utilization": 0.35},
+    {"attn_implementation": "sdpa", "lora_rank": 4}, {"enable_gradient_checkpointing": False},
+)  # fmt: skip
+
+
+def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
+    """verl's scripts: explained, simulated, or refused by name; the effective batch against bash; changes written."""
+    for stub, content in STUBS.items():
+        (folder / "bin" / stub).write_text(content)
+        (folder / "bin" / stub).chmod(0o755)
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    trips: Counter[str] = Counter()
+    for path in sorted((checkout / "examples").rglob("*.sh")):
+        text = path.read_text("utf-8")
+        if OTHER_DATA.search(path.name) or not verl_script.starts_verl(text):
+            continue
+        truth = arguments(path, folder)
+        config = verl.VerlConfig.of(verl_script.overrides(text)[0])
+        if config.strategy not in ("fsdp", "fsdp2"):
+            continue
+        counts["scripts"] += 1
+        told = explain(path)
+        counts["batch told" if told.lines and not told.unread else "a key named as not certain"] += 1
+        if truth is None or told.unread:
+            counts["no truth, or not certain"] += 1
+        else:
+            same = verl.batch_of(config) == verl.batch_of(verl.VerlConfig.of(truth))
+            counts["batch as bash" if same else "wrong"] += 1
+        try:
+            foreign = read(path)
+        except ConfigError as error:
+            reasons[re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))] += 1
+            continue
+        counts["simulated"] += 1
+        for changes in VERL_CHANGES if foreign is not None else ():
+            try:
+                written(path, changes)
+                trips["the same"] += 1
+            except ConfigError as error:
+                trips["wrong"] += 1
+                print(path, changes, error)
+    return {
+        "commit": commit_of(checkout), "files": dict(counts), "round trips": dict(trips),
+        "refused": dict(reasons.most_common()),
+    }  # fmt: skip
+
+
 def batch(foreign: Foreign) -> int:
     values = foreign.values
     return int(str(values["per_device_train_batch_size"])) * int(str(values["gradient_accumulation_steps"]))
@@ -154,7 +208,7 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("llama-factory", "axolotl", "ms-swift"):
+    for name in ("llama-factory", "axolotl", "ms-swift", "verl"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     options = parser.parse_args()
     found: dict[str, object] = {"date": date.today().isoformat()}
@@ -168,6 +222,9 @@ def main() -> None:
         for tool, checkout in (("LLaMA-Factory", options.llama_factory), ("Axolotl", options.axolotl)):
             found[tool] = counted(yamls(checkout, tool), tool, checkout, folder)
         found["ms-swift"] = counted(scripts(options.ms_swift), "ms-swift", options.ms_swift, folder)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "bin").mkdir()
+        found["verl"] = verl_counted(options.verl, Path(name))
     (HERE / "recipes.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
