@@ -29,6 +29,7 @@ from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.error import COLLECTIVES, HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
 from autofit.fakegpu.specs import GpuSpec, HostCosts
+from autofit.fakegpu.traffic import Times, traffic
 
 aten = torch.ops.aten
 
@@ -37,7 +38,6 @@ NO_KERNEL = {
     "device", "is_pinned", "lift_fresh", "record_stream", "_local_scalar_dense",
 }  # fmt: skip
 MAIN = 0  # the default stream
-_GATHERS = {"embedding", "index", "gather", "index_select"}  # their cost is the rows they return, not the whole input
 
 
 class Lane(IntEnum):
@@ -76,7 +76,7 @@ class OperationLog(Protocol):
     def view(self) -> None: ...
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, backward: bool
     ) -> None: ...
 
     def decode_step(self, number: int) -> None: ...
@@ -173,7 +173,7 @@ class Clock:
             rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
-            self.log.kernel(func, (), out, work=work, gathers=False, backward=launched_by_autograd())
+            self.log.kernel(func, (), out, work=work, times=None, backward=launched_by_autograd())
             self.log.aside = False
 
     # ------------------------------------------------------------------ streams
@@ -201,7 +201,7 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside = not blocks
-            self.log.kernel(func, (), call.tensors, work=work, gathers=False, backward=launched_by_autograd())
+            self.log.kernel(func, (), call.tensors, work=work, times=None, backward=launched_by_autograd())
             self.log.aside = False
 
     def collective_s(self, call: Call) -> float:
@@ -265,10 +265,11 @@ class Clock:
         causal = family(name, shapes) == "attention" and _is_causal(func, args, kwargs)
         rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s)
         rate = rate or self._rate(dtype, by_tensor_cores=bool(flops))
-        work = Work(name, shapes, rate, dtype.itemsize, causal, flops, _bytes(name, args, out))
+        moved = traffic(func, args, out)
+        work = Work(name, shapes, rate, dtype.itemsize, causal, flops, moved.nbytes, moved.pattern)
         backward = launched_by_autograd()
         if self.log is not None:
-            self.log.kernel(func, args, out, work=work, gathers=name in _GATHERS, backward=backward)
+            self.log.kernel(func, args, out, work=work, times=moved.times, backward=backward)
         self._run(work, backward=backward)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
@@ -308,24 +309,6 @@ def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
         return int(count(*args, **kwargs, out_val=out))
     except (AssertionError, TypeError, ValueError, IndexError):
         return 0  # a shape that the registry does not support: only bytes bound the time
-
-
-def _bytes(name: str, args: Sequence[object], out: object) -> int:
-    seen: dict[int, int] = {}
-    _add_bytes(out, seen)
-    if name in _GATHERS:
-        return 2 * sum(seen.values())
-    for argument in args:
-        _add_bytes(argument, seen)
-    return sum(seen.values())
-
-
-def _add_bytes(value: object, seen: dict[int, int]) -> None:
-    if isinstance(value, torch.Tensor):
-        seen[id(value)] = value.numel() * value.element_size()
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _add_bytes(item, seen)
 
 
 def _shapes(args: Sequence[object]) -> tuple[tuple[int, ...], ...]:

@@ -149,3 +149,60 @@ def test_skipped_decode_steps_have_the_parts_of_the_last_traced_one() -> None:
         gpu.clock.advance(8.0, like={"products": 1.0, "attention": 0.0, "others": 1.0, "host": 2.0})
         parts = gpu.clock.traced_s
     assert (parts["products"], parts["others"], parts["host"]) == pytest.approx((2.0, 2.0, 4.0))
+
+
+class Bytes:
+    """A listener of the clock that adds up the bytes of each operator."""
+
+    aside = False
+
+    def __init__(self) -> None:
+        self.moved: dict[str, int] = {}
+        self.patterns: dict[str, str] = {}
+
+    def view(self) -> None: ...
+
+    def kernel(self, func: object, args: object, out: object, *, work: Work, **_: object) -> None:
+        self.moved[work.name] = self.moved.get(work.name, 0) + work.nbytes
+        self.patterns[work.name] = work.pattern
+
+
+def test_a_kernel_moves_the_bytes_of_all_its_passes_and_an_expanded_gradient_none() -> None:
+    rows, long, short = 64, 65536, 1024
+    with fake_gpu("a100-80gb") as gpu:
+        x = torch.zeros(rows, long, device="cuda", requires_grad=True)
+        y = torch.zeros(rows, short, device="cuda")
+        target = torch.zeros(rows, dtype=torch.long, device="cuda")
+        gpu.clock.log = log = Bytes()  # type: ignore[assignment]
+        torch.nn.functional.cross_entropy(x, target).backward()
+        torch.softmax(y, -1)
+        y.add_(y.clone())
+        torch.cat([y, y])
+        gpu.clock.log = None
+    of_long, of_short = rows * long * 4, rows * short * 4
+    assert log.moved["_log_softmax"] == 4 * of_long  # maximum, sum, result: each reads the row again
+    assert log.moved["_log_softmax_backward_data"] == 4 * of_long
+    assert log.moved["nll_loss_forward"] < of_short  # one element a target, not the whole input
+    assert of_long <= log.moved["nll_loss_backward"] < 1.01 * of_long
+    assert log.moved["_softmax"] == 2 * of_short
+    assert log.moved["add_"] == 3 * of_short
+
+
+@pytest.mark.parametrize(("card", "slower"), [("a100-80gb", 2.3), ("h100", 1.6), ("l40s", 1.0)])
+def test_kernels_that_work_out_addresses_are_bound_by_the_multiprocessors(card: str, slower: float) -> None:
+    kernels = KernelSeconds(gpu_spec(card), HostCosts())
+    ratio = kernels.others(0, 10**9, 1e12, "strided") / kernels.others(0, 10**9, 1e12)
+    assert ratio == pytest.approx(slower, rel=0.05)
+
+
+def test_an_optimizer_that_is_fused_reads_four_tensors_and_writes_three() -> None:
+    size = 1 << 22
+    with fake_gpu("h100") as gpu:
+        weight = torch.nn.Parameter(torch.zeros(size, device="cuda"))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        for _ in range(2):
+            weight.grad = torch.zeros_like(weight)
+            gpu.clock.log = log = Bytes()  # type: ignore[assignment]
+            optimizer.step()
+            gpu.clock.log = None
+    assert log.moved["_fused_adamw_"] == pytest.approx(7 * size * 4, rel=0.01)

@@ -14,6 +14,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import COPIES, Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
+from autofit.fakegpu.traffic import Times
 
 
 class Info(NamedTuple):
@@ -122,7 +123,7 @@ class KernelLog:
             self._host()[1] += 1
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, gathers: bool, backward: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, backward: bool
     ) -> None:
         if not self.on:
             return
@@ -130,7 +131,6 @@ class KernelLog:
         shapes: list[Shape] = []
         sizes: list[int] = []
         _add(args, shapes, sizes)
-        inputs = len(shapes)
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
         segment = ("decode" if self._decoding else self.phase) + (COPIES if self.aside else "")
@@ -138,9 +138,7 @@ class KernelLog:
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
         if kind not in self._infos:
-            outputs = len(shapes) - inputs
-            moved = (0,) * inputs + (2,) * outputs if gathers else (1,) * len(shapes)
-            self._infos[kind] = Info(work, tuple(sizes), moved)
+            self._infos[kind] = Info(work, tuple(sizes), (1,) * len(shapes) if times is None else times)
 
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""

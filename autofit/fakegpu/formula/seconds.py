@@ -60,7 +60,7 @@ class KernelRows:
             for k, of in zip(kinds, families, strict=True)
         ]
         moves = [
-            infos[k].move_seconds(k, symbols, kernels.bandwidth_bytes_per_s) if of != "attention" else {}
+            infos[k].move_seconds(k, symbols, kernels.bandwidth(infos[k].work.pattern)) if of != "attention" else {}
             for k, of in zip(kinds, families, strict=True)
         ]
         told = [size_polynomials(infos[kinds[i]].name, kinds[i], symbols) for i in numbers]

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autofit.fakegpu.rates.bandwidth import Pattern, bandwidth
 from autofit.fakegpu.rates.cards import CardRates, card_rates, rates_name
 from autofit.fakegpu.rates.gemm import Machine
 from autofit.fakegpu.rates.grid import Floats
@@ -44,6 +45,7 @@ class Work(NamedTuple):
     causal: bool
     flops: int
     nbytes: int
+    pattern: Pattern = "streaming"
 
 
 def family(name: str, shapes: Sequence[Shape]) -> Family:
@@ -88,6 +90,12 @@ class KernelSeconds:
         self.flops_frac = self.rates.flops_frac / self.costs.gpu_slowdown
         self.bandwidth_bytes_per_s = self.spec.bandwidth_bytes_per_s * self.rates.memory_frac / self.costs.gpu_slowdown
 
+    def bandwidth(self, pattern: Pattern) -> float:
+        """Bytes/s that a kernel of this pattern reaches."""
+        return bandwidth(
+            pattern, self.rates.name, self.bandwidth_bytes_per_s, self.spec.sm_count, self.costs.gpu_slowdown
+        )
+
     @property
     def shortest_s(self) -> float:
         return self.rates.shortest_s * self.costs.gpu_slowdown
@@ -96,7 +104,7 @@ class KernelSeconds:
         """Seconds of one kernel, and the family that it belongs to."""
         kind = family(work.name, work.shapes)
         if kind == "others":
-            return self.others(work.flops, work.nbytes, work.rate), kind
+            return self.others(work.flops, work.nbytes, work.rate, work.pattern), kind
         if work not in self._known:
             of = np.asarray(sizes(work.name, work.shapes), float)[:, None]
             told = self.measured(kind, work.name, of, rate=work.rate, item_bytes=work.item_bytes, causal=work.causal)
@@ -104,9 +112,9 @@ class KernelSeconds:
             self._known[work] = max(float(told[0]), cold_s)
         return self._known[work], kind
 
-    def others(self, flops: float, nbytes: float, rate: float) -> float:
+    def others(self, flops: float, nbytes: float, rate: float, pattern: Pattern = "streaming") -> float:
         """The longest of FLOPs at the card's achieved rate, bytes at its achieved bandwidth, and a short kernel."""
-        cold_s = nbytes / self.bandwidth_bytes_per_s
+        cold_s = nbytes / self.bandwidth(pattern)
         if cold_s > self.shortest_s:
             cold_s = float(self.warm(np.array(cold_s)))
         return max(flops / (rate * self.flops_frac), cold_s, self.shortest_s)
