@@ -3,15 +3,17 @@
 Products and attention take the time that was measured on the card (`rates`), other kernels their bytes at the measured
 bandwidth. The host runs ahead until an operation waits for the GPU (`.item()`, `synchronize`, a copy to the host).
 Copies between the card and pinned memory of the host on a stream of their own overlap with the kernels, and so do
-collectives with other cards (`Lane`); streams wait for each other as the program asks. Kernels of all streams are in
-the default one's lane, copies of all others in one lane. Collectives are in one of two lanes, those that reduce in the
-second; they never overlap with each other, for one communicator works them off in order.
+collectives with other cards (`Lane`), beside which kernels have the multiprocessors that NCCL leaves; streams wait for
+each other as the program asks. Kernels of all streams are in the default one's lane, copies of all others in one lane.
+Collectives are in one of two lanes, those that reduce in the second; they never overlap with each other, for one
+communicator works them off in order.
 So a rollout of small kernels is host-bound and an update is GPU-bound, as on a card. The host's costs and their sources
 are in `HostCosts`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -104,6 +106,7 @@ class Clock:
         self.exposed_s = 0.0
         self.collectives = CollectiveSeconds(spec)
         self.ranks = 1  # of the largest group that had a collective
+        self._collecting: deque[tuple[float, float]] = deque()  # times of collectives that kernels may run beside
         self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
         self.flops = 0
         self.bytes_moved = 0
@@ -192,6 +195,7 @@ class Clock:
         seconds = self.collective_s(call)
         end_s = max(ready_s, self.gathers_s, self.reductions_s) + seconds
         setattr(self, _TIMES[lane], end_s)
+        self._collecting.append((end_s - seconds, end_s))
         blocks = call.waits and stream == MAIN
         if blocks:
             self.exposed_s += end_s - ready_s
@@ -279,11 +283,28 @@ class Clock:
     def _run(self, work: Work, *, backward: bool) -> None:
         seconds, kind = self.kernels.seconds(work)
         self.host_s += self.costs.backward_launch_s if backward else self.costs.launch_s
-        self.gpu_s = max(self.gpu_s, self.host_s) + seconds
-        self.busy_s[kind] += seconds
+        start_s = max(self.gpu_s, self.host_s)
+        self.gpu_s = self._beside_collectives(start_s, seconds)
+        self.busy_s[kind] += self.gpu_s - start_s
         self.flops += work.flops
         self.bytes_moved += work.nbytes
         self.kernel_count += 1
+
+    def _beside_collectives(self, start_s: float, seconds: float) -> float:
+        """The end of a kernel that takes `seconds` alone: beside a collective it has a part of the card."""
+        while self._collecting and self._collecting[0][1] <= start_s:
+            self._collecting.popleft()
+        left_frac = self.collectives.left_frac
+        for begins_s, ends_s in self._collecting:
+            if begins_s >= start_s + seconds:
+                break
+            alone_s = max(0.0, begins_s - start_s)
+            start_s, seconds = start_s + alone_s, seconds - alone_s
+            if seconds / left_frac <= ends_s - start_s:
+                return start_s + seconds / left_frac
+            seconds -= (ends_s - start_s) * left_frac
+            start_s = ends_s
+        return start_s + seconds
 
     def _rate(self, dtype: torch.dtype, *, by_tensor_cores: bool) -> float:
         """FLOP/s of the data sheet. Kernels with FLOPs are products, convolutions and attention, on tensor cores."""

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.formula.polynomials import COPIES, Factor, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
 from autofit.fakegpu.traffic import Times
@@ -80,7 +80,9 @@ class KernelKinds:
         return {kind: self.count_per_segment(kind) for kind in self.counts}
 
     def count_per_segment(self, kind: Kind) -> float:
-        return self.counts.get(kind, 0) / max(1, self.repeats.get(self.segment(kind).removesuffix(COPIES), 1))
+        return self.counts.get(kind, 0) / max(
+            1, self.repeats.get(self.segment(kind).removesuffix(COPIES).removesuffix(COLLECTIVES), 1)
+        )
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
         launches, views, backward = self.host_counts.get(segment, HostCounts())
@@ -133,7 +135,7 @@ class KernelLog:
         _add(args, shapes, sizes)
         _add(out, shapes, sizes)
         name = func._schema.name[6:]
-        segment = ("decode" if self._decoding else self.phase) + (COPIES if self.aside else "")
+        segment = ("decode" if self._decoding else self.phase) + self._beside(work)
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
@@ -152,6 +154,12 @@ class KernelLog:
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
             position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine,
         )  # fmt: skip
+
+    def _beside(self, work: Work) -> str:
+        """What is added to a segment's name for a kernel that overlaps with the others."""
+        if not self.aside:
+            return ""
+        return COPIES if work.name == "copy_" else COLLECTIVES
 
     def _host(self) -> list[int]:
         if self._decoding:

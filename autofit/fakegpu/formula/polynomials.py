@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MULTIPLES = (8, 16, 32, 64, 128)  # to which kernels and chunked layers round a length
+COLLECTIVES = "|collectives"  # likewise, of collectives
 COPIES = "|copies"  # ends the name of a segment of kernels: copies that overlap with the others of their phase
 Shape = tuple[int, ...]
 Exponents = tuple[int, ...]

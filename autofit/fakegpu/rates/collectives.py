@@ -42,6 +42,10 @@ _NETWORK_STEP_S = 20e-6
 # NVIDIA/nccl#495), 91 and 86 of 4 x 25 (NVIDIA/nccl-tests#100, #175), 216 to 231 and 200 of 8 x 50 (NVIDIA/nccl#2409,
 # called slow there, and #1218). The middle one of these five.
 NETWORK_SHARE = 0.75
+# Blocks of NCCL, each of which has a multiprocessor for itself (github NVIDIA/nccl#689): 24 on an A100 (#1225) and on a
+# H100 (forums.developer.nvidia.com/t/337991); where PCIe links the cards, two are enough (#689).
+_BLOCKS_BY_NVLINK, _BLOCKS_BY_PCIE = 24, 2
+_NVLINK_BYTES_PER_S = 100e9  # PCIe 5.0 has 64 GB/s
 
 
 @cache
@@ -76,6 +80,17 @@ class CollectiveSeconds:
         if key not in self._known:
             self._known[key] = self._seconds(kind, max(nbytes, 1.0), ranks)
         return self._known[key]
+
+    @property
+    def left_frac(self) -> float:
+        """The part of the card's multiprocessors that a collective leaves to the kernels beside it.
+
+        Their memory traffic leaves about as much: twice the bytes of the bus (github NVIDIA/nccl#1428) are 24 % of an
+        A100's bandwidth and 22 % of a H100's. Single kernels were slower by far, where their tiles need a wave more:
+        1.8 times on an A100 (#1428), 1.7 times on a H100 (the forum's page).
+        """
+        by_nvlink = self.spec.peer_bytes_per_s > _NVLINK_BYTES_PER_S
+        return 1.0 - (_BLOCKS_BY_NVLINK if by_nvlink else _BLOCKS_BY_PCIE) / self.spec.sm_count
 
     def is_measured(self, ranks: int) -> bool:
         """Whether a table has the collectives over so many cards."""
@@ -120,7 +135,7 @@ class CollectiveSeconds:
             slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
             return [
                 f"the seconds of collectives are those measured with NCCL on one machine of {spec.name} cards{slow}; "
-                "kernels beside them are not slowed down"
+                f"kernels beside them run at {self.left_frac:.0%} of their speed, without the multiprocessors of NCCL"
             ]
         if ranks <= self.per_machine:
             return [
