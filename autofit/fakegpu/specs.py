@@ -51,6 +51,7 @@ class Links:
 # PCIe: what nccl-tests' all-reduce reached over the host's bridges, without NVLink bridges.
 _NVLINK_2 = Links(0.74 * 150e9, "74 % of NVLink 2's 150 GB/s in one direction (data sheet of the V100)")
 _NVLINK_3 = Links(0.74 * 300e9, "74 % of NVLink 3's 300 GB/s in one direction")
+_NVLINK_3_OF_A800 = Links(0.74 * 200e9, "74 % of the 200 GB/s in one direction of an A800's NVLink 3 (data sheet)")
 _NVLINK_4 = Links(0.74 * 450e9, "74 % of NVLink 4's 450 GB/s in one direction")
 _NVLINK_5 = Links(0.68 * 900e9, "68 % of NVLink 5's 900 GB/s in one direction")
 _PCIE_3 = Links(6e9, "half of PCIe 3's 12 GB/s, for cards of one host share its bridges; estimate, machines differ")
@@ -202,6 +203,10 @@ _ALL = (
           tflops=(312, 156, 19.5), capability=(8, 0), links=_NVLINK_3, sm_count=108,
           capacity_source=_printed("79.14 GiB, 81051 MiB",
                                    "lianqi1008/Control-GIC#6, ultralytics/ultralytics#22877")),
+    _spec("a800", "NVIDIA A800-SXM4-80GB", capacity_mib=81229, context_mib=543, gb_per_s=2039,
+          context_source=_seen("0.49 to 0.51", " (A100, the same chip)"),
+          tflops=(312, 156, 19.5), capability=(8, 0), links=_NVLINK_3_OF_A800, sm_count=108,
+          capacity_source=_printed("79.33 GiB twice", "hahnyuan/PB-LLM#3, MoonshotAI/Kimi-VL#51")),
     _spec("rtx3090", "NVIDIA GeForce RTX 3090", capacity_mib=24124, context_mib=482, gb_per_s=936,
           context_source=_seen("0.25 to 0.33, 0.47 with cuDNN"),
           tflops=(71, 35.6, 35.6), capability=(8, 6), links=_PCIE_4_HOST, sm_count=82,
@@ -254,6 +259,9 @@ _ALL = (
           tflops=(756, 378, 51), capability=(9, 0), links=_PCIE_5, network_gbit_per_s=400, sm_count=114, pcie=5,
           capacity_source=_printed("81008 MiB",
                                    "a public torch log")),
+    _spec("h20", "NVIDIA H20", capacity_mib=97280, context_mib=666, gb_per_s=4000,
+          context_source=_SCALED.format(666, "H100"),
+          tflops=(148, 74, 44), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=78, pcie=5),
     _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=666, gb_per_s=4800,
           context_source=_seen("0.65", " (H100, the same chip)"),
           tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
@@ -311,6 +319,10 @@ def gpu_spec(name: str) -> GpuSpec:
     found = _BY_PLAIN_NAME.get(_plain(name))
     if found is not None:
         return found
+    if re.match(r"(amd)?(radeon)?(instinct)?mi\d{2,3}", _plain(name)):
+        raise UnknownGpuError(
+            f"the GPU {name!r} is AMD's and not simulated, for kernels and their times are CUDA's; name one of NVIDIA's"
+        )
     near = difflib.get_close_matches(_plain(name), list(_BY_PLAIN_NAME), n=4, cutoff=0.4)
     names = list(dict.fromkeys(_BY_PLAIN_NAME[key].name for key in near))
     hint = f"did you mean {', '.join(names)}?" if names else f"known: {', '.join(sorted(GPU_SPECS))}"

@@ -90,3 +90,9 @@ def test_libraries_older_than_lazy_loading_count_the_worst_case(
     with fake_gpu("a100-80gb") as gpu:
         assert (gpu.spec.context_bytes > gpu_spec("a100-80gb").context_bytes) is noted
         assert any(f"transformers {version} is of the time of CUDA 12.1" in note for note in gpu.notes) is noted
+
+
+def test_a_card_of_amd_is_said_not_to_be_simulated() -> None:
+    for name in ("MI300X", "AMD Instinct MI250"):
+        with pytest.raises(UnknownGpuError, match="AMD's and not simulated"):
+            gpu_spec(name)
