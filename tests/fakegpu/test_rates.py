@@ -129,6 +129,9 @@ def test_an_interval_is_as_wide_as_the_parts_that_a_step_has() -> None:
     spec = gpu_spec("l40s")
     assert log_error(spec, {"products": 1.0}) == pytest.approx(math.hypot(0.15, 0.1))
     assert log_error(spec, {"products": 0.5, "host": 0.5}) == pytest.approx(math.hypot(0.15, 0.05, 0.35))
+    assert log_error(spec, {"products": 1.0}, 8) == pytest.approx(
+        math.hypot(0.15, 0.1, 0.0917), rel=1e-3
+    )  # the slowest
     assert log_error(gpu_spec("rtx4090"), {"products": 1.0}) > log_error(spec, {"products": 1.0})
 
 
