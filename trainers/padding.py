@@ -1,4 +1,4 @@
-"""Padding in the batches of a probe: one sample of full length, the others a token shorter."""
+"""Padding in the batches of a probe: samples of full length, and others a token shorter."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from autofit.fakegpu.specs import gpu_spec
 from autofit.plugin.padding import is_padded
 
-from .common import dtype_of
+from .common import documents, dtype_of
 from .trl_config import TrlConfig
 
 Row = dict[str, Any]
@@ -55,8 +55,17 @@ class Collator:
 
 
 def shorter_sample(row: Row, place: int) -> Row:
-    """A sample of SFT without its last token, unless it is the first of its batch."""
-    return row if place == 0 else {k: v[:-1] if isinstance(v, list) and len(v) > 1 else v for k, v in row.items()}
+    """A sample of SFT, without its last token if it is the second of its batch: the most of a batch that differs.
+
+    Where rows are laid one after the other without padding, their sum is then no multiple of 8, which kernels with a
+    mask pad it to, as it is of most batches.
+    """
+    if place != 1 or len(row["input_ids"]) < 2:
+        return row
+    cut = {name: list(value[:-1]) for name, value in row.items() if isinstance(value, list) and name != "seq_lengths"}
+    if "seq_lengths" in row:
+        cut["seq_lengths"] = documents(row["seq_lengths"], len(cut["input_ids"]))
+    return row | cut
 
 
 def shorter_pair(row: Row, place: int, limit: int | None = None) -> Row:

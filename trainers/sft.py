@@ -13,6 +13,7 @@ from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection
 
 from .common import (
+    Counts,
     documents,
     fitted,
     lengths,
@@ -43,12 +44,29 @@ class _Prepared(SFTTrainer):  # type: ignore[misc]
         return dataset
 
 
+def _packing(config: TrlConfig) -> list[object] | None:
+    """What packs the rows, their limit and the way; None without packing."""
+    training = config.training
+    return [training.max_length, training.packing_strategy] if training.packing else None
+
+
+def _slowest(rows: Dataset, counts: Counts) -> int:
+    """Index of the longest row; of packed ones, that whose samples attend to the most tokens."""
+    longest = (counts == counts.max()).nonzero()[0].tolist()
+    if "seq_lengths" in rows.column_names:
+        packs = rows.select(longest)["seq_lengths"]
+        squares = [sum(length * length for length in pack) for pack in packs]
+        return int(longest[squares.index(max(squares))])
+    return int(longest[0])
+
+
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     """The longest row under the candidate's `max_length`; of full length if the recipe's `max_length` cut it."""
     row = dict(worst_case["rows"][0])
     limit = limit_of(config, worst_case)
     count = len(row["input_ids"])
-    full = worst_case["cut"] or config.training.packing  # packed rows are filled up
+    packing = _packing(config)  # rows that this packing did not make are filled up
+    full = worst_case["cut"] or (packing is not None and packing != worst_case.get("packed"))
     if limit is not None and (count > limit or full):
         count = limit
     end = config.training.truncation_mode == "keep_end" and count < len(row["input_ids"])
@@ -116,7 +134,7 @@ class SftTrainer(SamplesTrainer):
             return probed(SFTTrainer, trl_sft, config, row, processing_class=processor_of(config))
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
-        if padded(config, worst_case) and not trainer.padding_free:
+        if padded(config, worst_case):
             trainer.data_collator = Collator(trainer.data_collator, shorter_sample)
         return trainer
 
@@ -138,8 +156,9 @@ class SftTrainer(SamplesTrainer):
         limit = config.training.max_length
         rows, largest = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
         counts = lengths(rows, "input_ids")
-        longest, index = int(counts.max()), int(counts.argmax())
+        longest, index = int(counts.max()), _slowest(rows, counts)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
+        facts["packed"] = _packing(config)
         facts |= place_of(
             index, rows, raw, largest, mixed=bool(config.training.packing or config.training.shuffle_dataset)
         )

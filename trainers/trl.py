@@ -229,6 +229,8 @@ class SamplesTrainer(TrlTrainer):
             unmasked_is_larger=unmasked_is_larger(config, inspection.device),
         )  # fmt: skip
         facts["lengths"] = lengths.to_json()
+        if made_up:
+            facts.pop("packed", None)  # of the samples that it stands for, rows are full
         keep(row, facts, inspection.worst_case)
         digest = hashlib.sha256(repr((facts, row[0])).encode())
         told = {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
