@@ -25,6 +25,8 @@ class ModelFacts:
 
     parameters: int
     weights_bytes: int
+    vocab_size: int | None
+    embedding_parameters: int | None
     balances_experts: bool  # True: the loss has a term over each micro-batch's expert routing
     counts_padding: bool  # True: positions are learned and include the padding of a rollout to its longest prompt
     sees: bool  # True: the model takes images
@@ -124,10 +126,24 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
     parameters = sum(p.numel() for p in model.parameters())
     dtype = dtype_of(config.model.dtype, found)
     quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
+    vocabulary, heads = _embeddings(model)
     return ModelFacts(
+        vocab_size=vocabulary, embedding_parameters=heads,
         parameters=parameters, weights_bytes=int(parameters * quantised), counts_padding=_counts_padding(model),
         balances_experts=_balances_experts(found.get_text_config(), config), sees=sees(found),
     )  # fmt: skip
+
+
+def _embeddings(model: Any) -> tuple[int | None, int | None]:
+    """(vocabulary, parameters of the input embeddings and of a head of its own); None where the model has none."""
+    try:
+        inner, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None, None
+    weights = {id(one.weight): one.weight for one in (inner, head) if getattr(one, "weight", None) is not None}
+    if inner is None or not weights:
+        return None, None
+    return int(inner.weight.shape[0]), sum(weight.numel() for weight in weights.values())
 
 
 def _balances_experts(model: Any, config: TrlConfig) -> bool:

@@ -141,6 +141,7 @@ class TrlTrainer:
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,
+            vocab_size=model.vocab_size, embedding_parameters=model.embedding_parameters,
             **longest,  # type: ignore[arg-type]
         )  # fmt: skip
 

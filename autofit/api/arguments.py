@@ -22,9 +22,10 @@ T = TypeVar("T")
 FOLDER = "autofit-studies"
 _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
-    "advice-time", "allow", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain", "only",
-    "out", "parallel", "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study", "target-vram",
-    "time-budget", "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus", "executor",
+    "advice-time", "allow", "as-of", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain",
+    "only", "out", "parallel", "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study",
+    "target-vram", "time-budget", "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus",
+    "executor",
 )  # fmt: skip
 _VALUE = r"local|slurm|debug|auto|cpu|cuda|sim|grpo|sft|dpo|reward|neutral|approximate|recipe|[a-z]\w*\d[\w-]*"
 # An option with a URL is of the command of another program, as of Optuna's.

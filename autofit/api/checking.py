@@ -13,13 +13,14 @@ from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
-from autofit.forecast.advice_text import ending_words, float32_words
+from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.as_of import Then
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
@@ -37,6 +38,7 @@ class Check(Shown):
     result: ProbeResult  # of the simulation
     crash: Crash | None = None  # where it runs out of memory; None where it fits
     advice: Advice | None = None  # changes that make it fit with room to spare; None where none was looked for
+    then: Then | None = None  # what older libraries did with it; None where none were named
 
     @property
     def mend(self) -> Change | None:
@@ -78,11 +80,13 @@ class Check(Shown):
             "change": None if self.mend is None else self.mend.to_json(),
             "changes": [change.to_json() for change in (() if self.advice is None else self.advice.changes)],
             "advice_ended_by": None if self.advice is None or self.advice.ending is None else str(self.advice.ending),
+            **({} if self.then is None else {"as_of": self.then.to_json()}),
         }
 
     def parts(self) -> list[Table | str]:
         """The line, why the weights take so much, and what to change."""
-        return [self.line, *self._of_weights, *self.advised]
+        older = then_lines(self.then, self.result, self.capacity_bytes)
+        return [self.line, *self._of_weights, *older, *self.advised]
 
     @property
     def _of_weights(self) -> list[str]:
@@ -144,6 +148,7 @@ def check(
     num_processes: int | None = None,
     gpus: int | None = None,
     advice_time: str | float = ADVICE_TIME,
+    as_of: str | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
@@ -165,14 +170,14 @@ def check(
         )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline, launch=launch,
+        deadline=deadline, launch=launch, as_of=as_of,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
         fits = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
         found = Check(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
-            crash=None if fits else crash_of(result, made.recipe, made.capacity_bytes),
+            crash=None if fits else crash_of(result, made.recipe, made.capacity_bytes), then=asked.then(made.recipe),
         )  # fmt: skip
         if on_result is not None:
             on_result(found)

@@ -21,7 +21,7 @@ from autofit.api.reading import (
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
-from autofit.forecast.advice_text import advice_lines, caution, float32_words
+from autofit.forecast.advice_text import advice_lines, caution, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.margin import is_tight
@@ -30,6 +30,7 @@ from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.recipe.as_of import Then, read_libraries, then_of
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
@@ -52,6 +53,7 @@ class Estimate(Shown):
     capacity_bytes: int  # what may be used of it
     result: ProbeResult  # every figure of the simulated probe
     advice: Advice | None = None  # what would make it fit, or faster; None where it was not asked for
+    then: Then | None = None  # what older libraries did with it; None where none were named
 
     @property
     def fits(self) -> bool:
@@ -90,14 +92,16 @@ class Estimate(Shown):
 
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit estimate --json` prints: plain values only."""
-        return estimate_json(self.result, self.capacity_bytes, self.advice)
+        then = {} if self.then is None else {"as_of": self.then.to_json()}
+        return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then}
 
     def parts(self) -> list[Table | str]:
         """The phases by category, whether it fits, and what would make it fit, or faster."""
         table, sentence = estimate_table(self.result, self.capacity_bytes)
         careful = caution(self.result, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
-        return [table, sentence, *([careful] if careful else []), *halves, *self.advised]
+        older = then_lines(self.then, self.result, self.capacity_bytes)
+        return [table, sentence, *([careful] if careful else []), *halves, *older, *self.advised]
 
     @property
     def interrupted(self) -> bool:
@@ -127,6 +131,11 @@ class Asked:
     prompt_tokens: int | None
     deadline: str | float
     launch: LaunchOptions = NO_OPTIONS
+    as_of: str | None = None
+
+    def then(self, recipe: Recipe) -> Then | None:
+        """What the older libraries that were named did with `recipe`; None where none were."""
+        return None if self.as_of is None else then_of(recipe, self.as_of)
 
 
 @contextlib.contextmanager
@@ -134,6 +143,8 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
     """The estimator of one recipe on one simulated card; without a `server` its own lives as long as the block."""
     with named_as_arguments(), Scratch("estimate-") as folder:
         at_least_one("--prompt-tokens", asked.prompt_tokens)
+        if asked.as_of is not None:
+            read_libraries(asked.as_of)
         asked_bytes = size("--target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("--deadline", asked.deadline) or 0
@@ -186,6 +197,7 @@ def estimate(
     gpus: int | None = None,
     advice: bool = True,
     advice_time: str | float = ADVICE_TIME,
+    as_of: str | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
     on_result: Callable[[Estimate], None] | None = None,
@@ -198,7 +210,8 @@ def estimate(
     looks for the cheapest changes that fit where it does not, or with too little to spare, else for changes that make
     it faster, and for another card; each is simulated, for `advice_time` at most (seconds, or "20s"; 0: none).
     `on_result` hears the estimate before that, without advice. Ctrl-C ends the search for advice and keeps what was
-    found, with `interrupted` set. `deadline` (seconds, or "15m") bounds one simulation.
+    found, with `interrupted` set. `as_of` names older libraries ("trl 0.14"): what they did with the recipe that the
+    installed ones do not is said too. `deadline` (seconds, or "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
@@ -210,13 +223,16 @@ def estimate(
         )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline, launch=launch,
+        deadline=deadline, launch=launch, as_of=as_of,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))
-        found = Estimate(recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result)
+        found = Estimate(
+            recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
+            then=asked.then(made.recipe),
+        )  # fmt: skip
         if on_result is not None:
             on_result(found)
         if not advice or not advice_s:

@@ -188,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
+    _as_of(doctor)
     _launch(doctor)
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
@@ -302,9 +303,15 @@ def _card(parser: _Parser) -> None:
     _add_trainer(parser)
     _launch(parser)
     parser.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
+    _as_of(parser)
     parser.add_argument("--advice-time", default="20s", metavar="TIME",
                         help="time for changes to be tried after the verdict (default: 20s; 0: none); Ctrl-C ends it "
                              "and keeps what was found")  # fmt: skip
+
+
+def _as_of(parser: _Parser) -> None:
+    parser.add_argument("--as-of", metavar="LIBRARIES",
+                        help='say what older libraries did with the recipe, for example "trl 0.14"')  # fmt: skip
 
 
 def _launch(parser: _Parser, *, other: bool = True) -> None:

@@ -22,6 +22,6 @@ def check(options: argparse.Namespace) -> int:
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        advice_time=options.advice_time, on_event=hears, on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, on_event=hears, on_result=shown,
     )  # fmt: skip
     return ended(found, as_json=options.json)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line
+from autofit.errors import ConfigError
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def doctor(options: argparse.Namespace) -> int:
         _calibrate()
     if options.recipe is not None:
         return _of_recipe(options)
+    if options.as_of is not None:
+        raise ConfigError("--as-of is about a recipe; name one: autofit doctor run.yaml --as-of ...")
     return DONE if options.calibrate else _of_machine()
 
 
@@ -74,8 +77,11 @@ def _of_recipe(options: argparse.Namespace) -> int:
     from autofit.cluster.executor_findings import executor_findings
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
+    from autofit.recipe.as_of import read_libraries, then_of
     from autofit.scratch import Scratch
 
+    if options.as_of is not None:
+        read_libraries(options.as_of)
     source = source_of(options.recipe, launch=launch)
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
@@ -93,6 +99,8 @@ def _of_recipe(options: argparse.Namespace) -> int:
     found = [*_findings(options, source.values, recipe, device), *beside]
     for finding in found:
         show_line(f"{finding.severity:>16}: {finding}")
+    if options.as_of is not None:
+        show_line(f"{'as of':>16}: {then_of(recipe, options.as_of).line()}")
     recipe.check()
     for name, text in recipe.describe():
         show_line(f"{name:>16}: {text}")

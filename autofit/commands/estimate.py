@@ -24,6 +24,7 @@ def estimate(options: argparse.Namespace) -> int:
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
-        advice_time=options.advice_time, deadline=options.deadline, on_event=hears, on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, deadline=options.deadline, on_event=hears,
+        on_result=shown,
     )  # fmt: skip
     return ended(found, as_json=options.json)

@@ -7,7 +7,9 @@ from autofit.forecast.cards import Card
 from autofit.forecast.change import Change
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import WORST_ERROR_FRAC, is_tight, most_used_bytes
+from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.as_of import Then
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
 from autofit.units import format_bytes, format_seconds
@@ -56,6 +58,18 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
         f"the weights are float32, as TRL loads a model whose `dtype` is not given: {format_bytes(nbytes)} for "
         f"{count / 1e9:.2f} B parameters; dtype: bfloat16 takes half of that"
     ]
+
+
+def then_lines(then: Then | None, result: ProbeResult, capacity_bytes: int) -> list[str]:
+    """What older libraries did with the recipe, in a line; [] where none were named."""
+    if then is None:
+        return []
+    fits = result.status is ProbeStatus.FIT
+    fitted = None
+    if then.held_bytes:
+        update = max((phase.device_used_bytes for phase in result.phases if phase.name == UPDATE), default=0)
+        fitted = max(result.device_used_bytes or 0, update + then.held_bytes) <= capacity_bytes
+    return [then.line(fits=fits, fitted=fitted)]
 
 
 def ending_words(advice: Advice) -> list[str]:

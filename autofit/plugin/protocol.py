@@ -54,6 +54,8 @@ class Facts:
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
+    vocab_size: int | None = None
+    embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
     forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}

@@ -49,6 +49,8 @@ class Recipe:
     num_prompts: int | None = None
     model_parameters: int | None = None
     weights_bytes: int | None = None
+    vocab_size: int | None = None
+    embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None
     forecasts: bool = True
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}

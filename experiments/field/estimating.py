@@ -25,12 +25,18 @@ def answer(thread: Thread, *, advice: bool) -> dict[str, object]:
     rewards = REWARD if thread.trainer == "grpo" else {}
     estimate = autofit.estimate(
         {**rewards, **thread.recipe}, gpu=thread.gpu, target_vram=thread.target_vram, trainer=thread.trainer,
-        prompt_tokens=thread.prompt_tokens, advice=advice, on_event=lambda event: notes.append(event.text),
+        prompt_tokens=thread.prompt_tokens, advice=advice, as_of=thread.as_of,
+        on_event=lambda event: notes.append(event.text),
     )  # fmt: skip
     said = json.loads(json.dumps(estimate.to_dict()))
     own = {key: estimate.recipe.resolved.get(key) for fix in thread.accepted for key in fix}
     return {
         **{key: said[key] for key in KEPT},
+        **(
+            {}
+            if estimate.then is None
+            else {"as_of": next(str(p) for p in estimate.parts() if str(p).startswith("with "))}
+        ),
         "own": own,
         **({"advice": pieces(said, slow="rollout_share_above" in thread.symptom)} if advice else {}),
         "notes": notes[1:],  # the first names the model and the card

@@ -35,6 +35,7 @@ class Thread:
     symptom: Mapping[str, object]  # one of CLAIMS, and its bounds
     accepted: tuple[Mapping[str, object], ...]  # each of them alone is an accepted fix; () where none is known
     older_library: str | None = None  # why the symptom cannot occur with today's libraries; the thread does not count
+    as_of: str | None = None  # its libraries, as `--as-of` takes them
     target_vram: str | None = None  # where the card is not in the catalogue, or smaller than the one that stands for it
 
     def __post_init__(self) -> None:
