@@ -435,3 +435,63 @@ def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_fil
     given = yaml.safe_load(tuned)
     assert given["micro_batch_size"] * given["gradient_accumulation_steps"] == 8
     assert {key: given["trl"][key] for key in inner} == inner
+
+
+# -- scripts of TRL ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "ranks", "values"),
+    [
+        ("trl sft --model_name_or_path m --use_peft --per_device_train_batch_size 2", "sft", None,
+         {"use_peft": True, "per_device_train_batch_size": 2}),
+        ("n=4\naccelerate launch --num_processes $n --zero_stage 2 trl/scripts/dpo.py --model_name_or_path m", "dpo", 4,
+         {"zero_stage": 2, "num_processes": 4}),
+        ("torchrun --nproc_per_node=8 --nnodes 2 --master_port 1 examples/scripts/sft.py \\\n --model_name_or_path m",
+         "sft", 16, {"num_processes": 16}),
+        ("deepspeed --num_gpus 2 examples/scripts/reward_modeling.py --model_name_or_path m --deepspeed z.json",
+         "reward", 2, {}),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch a/src/open_r1/grpo.py --config r.yaml --max_length 7 "
+         "--output_dir $OUT", "grpo", 2, {"max_length": 7, "learning_rate": 1e-05}),
+        ("python -m trl.scripts.sft --model_name_or_path m --lora_target_modules q_proj v_proj", "sft", 1,
+         {"lora_target_modules": ["q_proj", "v_proj"]}),
+        ("accelerate launch --config_file a.yaml trl/scripts/sft.py --model_name_or_path m", "sft", None, {}),
+    ],
+)  # fmt: skip
+def test_a_script_of_trl_is_the_recipe_of_its_arguments_and_of_its_launch(
+    text: str, trainer: str, ranks: int | None, values: Mapping[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "z.json").write_text("{}")
+    (tmp_path / "r.yaml").write_text("model_name_or_path: m\nmax_length: 9\nlearning_rate: 1.0e-5\nbenchmarks: [a]\n")
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    found = of_script(tmp_path, text)
+    assert (found.tool, found.trainer, found.ranks) == ("TRL", trainer, ranks)
+    assert {**found.values, "model_name_or_path": "m", **values} == dict(found.values)
+    for key, name in (("deepspeed", "z.json"), ("accelerate_config", "a.yaml")):
+        assert found.values.get(key) in (None, str(tmp_path / name))
+    assert not {"benchmarks", "config", "output_dir"} & found.values.keys()
+
+
+def test_a_script_of_trl_is_launched_as_its_accelerate_config_says_and_explained(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    (tmp_path / "run.sh").write_text("accelerate launch --config_file a.yaml my/sft.py --per_device_train_batch_size 3")
+    source = source_of(tmp_path / "run.sh")
+    assert launched(source.values, own=source.launch).launch.ranks == 8
+    assert any("my/sft.py is taken for TRL's own sft" in note for note in source.notes)
+    said = dict(explain(tmp_path / "run.sh", ranks=8).lines)
+    assert said["effective batch"].endswith("= 3 samples x 8 ranks = 24")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("python run_kto.py --beta 1", "training with kto is not simulated"),
+        ("accelerate launch --num_processes $N sft.py --beta 1", "does not say num_processes"),
+        ("trl sft --learning_rate $LR", "does not say learning_rate"),
+        ("trl sft --config gone.yaml", "there is no file"),
+        ("python examples/scripts/sft_vlm.py --beta 1", "trains on images"),
+    ],
+)
+def test_a_script_of_trl_that_is_not_simulated_is_refused_by_name(text: str, wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        of_script(tmp_path, text)

@@ -69,7 +69,7 @@ def training(text: str, *, folder: Path) -> Training:
     if not found:
         raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
     command, kind, words = found[0]
-    values, environment = _arguments(words, folder), dict(command.variables)
+    values, environment = arguments(words, folder), dict(command.variables)
     environment |= {str(key): str(value) for key, value in _env(values).items()}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
     return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment), notes=notes)
@@ -137,7 +137,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if mark else following
 
 
-def _arguments(words: Sequence[str], folder: Path) -> dict[str, object]:
+def arguments(words: Sequence[str], folder: Path) -> dict[str, object]:
     """{name: value} of arguments, as ms-swift's parser takes them; a YAML or JSON may stand for the first ones."""
     found: dict[str, object] = {}
     rest = list(words)

@@ -5,11 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import axolotl, flat, llama_factory, ms_swift, verl, verl_recipe, verl_script, words
+from autofit.frontends import (
+    axolotl,
+    flat,
+    llama_factory,
+    ms_swift,
+    trl_script,
+    verl,
+    verl_recipe,
+    verl_script,
+    words,
+)
 from autofit.frontends.command import script_text
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, Tool, tool_of, tools_of
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
@@ -36,8 +46,11 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
     """The recipe of the training that a script starts. Raises ConfigError."""
     text = script_text(path) if text is None else text
     if verl_script.starts_verl(text):
-        return _named(VERL, path, lambda: verl_recipe.of_script(text, ranks=ranks))
-    return _named(MS_SWIFT, path, lambda: ms_swift.of_script(text, folder=path.resolve().parent, ranks=ranks))
+        return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
+    folder = path.resolve().parent
+    if trl_script.starts_trl(text):
+        return _named(trl_script.TOOL, path, lambda: trl_script.of_script(text, folder=folder, ranks=ranks))
+    return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
 
 
 def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None = None) -> Foreign | None:
@@ -50,14 +63,14 @@ def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None =
     made = None if tool is None else _RECIPES.get(tool.name)
     if tool is None or made is None:
         return None
-    return _named(tool, path, lambda: made(values, folder=path.resolve().parent, ranks=ranks))
+    return _named(tool.name, path, lambda: made(values, folder=path.resolve().parent, ranks=ranks))
 
 
-def _named(tool: Tool, path: Path, made: Callable[[], Foreign]) -> Foreign:
+def _named(tool: str, path: Path, made: Callable[[], Foreign]) -> Foreign:
     try:
         return made()
     except ConfigError as error:
-        raise ConfigError(f"{path}, read as a file of {tool.name}: {error}") from error
+        raise ConfigError(f"{path}, read as a file of {tool}: {error}") from error
 
 
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:
@@ -102,11 +115,13 @@ def _script(path: Path, ranks: int | None) -> Explanation:
     text = script_text(path)
     if not verl_script.starts_verl(text):
         folder = path.resolve().parent
+        if trl_script.starts_trl(text):
+            return trl_script.explain(text, folder=folder, ranks=ranks)
         try:
             training = ms_swift.training(text, folder=folder)
         except ConfigError as error:
             raise ConfigError(
-                f"the script {path} must start ms-swift or `python -m verl.trainer.main_ppo`: {error}"
+                f"the script {path} must start ms-swift, TRL or `python -m verl.trainer.main_ppo`: {error}"
             ) from error
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(

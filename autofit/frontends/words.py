@@ -26,7 +26,10 @@ def lines(foreign: Foreign) -> Iterator[Line]:
 
 def summary(foreign: Foreign) -> str:
     """The trainer and the weights in half a sentence."""
-    return f"{_TRAINED_BY.get(foreign.trainer, foreign.trainer)}, {_weights(foreign)}"
+    trained_by = _TRAINED_BY.get(foreign.trainer, f"{foreign.tool}'s {foreign.trainer.upper()} trainer")
+    return (
+        f"{trained_by}, {_weights(foreign)}" if "dtype" in foreign.values or foreign.trainer == "verl" else trained_by
+    )
 
 
 def _weights(foreign: Foreign) -> str:

@@ -110,7 +110,7 @@ def launched(
     rest = dict(values)
     kept = {} if of_trl else {key: rest.pop(key) for key in values if key != LAUNCH}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
-    flags = {key: rest.pop(key) for key in list(rest) if key in _flag_names() or key in TYPES or key in _REFUSED}
+    flags = {key: rest.pop(key) for key in list(rest) if is_launch_key(key)}
     _apply_flags(found, flags)
     _apply_trainers(found, {key: rest.pop(key) for key in _TRAINERS if key in rest})
     _apply_ranks(found, "num_processes" in flags, options, environment)
@@ -133,6 +133,11 @@ def launched(
         found.notes.append("one rank has nothing to share, so fsdp has no effect; give --num_processes N or --gpus N")
         launch = replace(launch, sharding="ddp", offload="none", reshard_after_forward=True)
     return Launched(launch=launch, values={**rest, **kept}, notes=tuple(found.notes))
+
+
+def is_launch_key(key: str) -> bool:
+    """Whether `key` is a flag of `accelerate launch`, which a recipe of TRL may have among its keys."""
+    return key in _flag_names() or key in TYPES or key in _REFUSED
 
 
 def _flag_names() -> Iterator[str]:

@@ -1,0 +1,187 @@
+"""Scripts that train with TRL's command line: `trl sft`, or a script of TRL started by a launcher. No torch here.
+
+`accelerate launch`, `torchrun`, `deepspeed`, `python` and `uv run` are read, and a config of TRL (`--config FILE`),
+over which the arguments are laid as TRL's own parser lays them. A script of another project with such a name (open-r1)
+takes TRL's arguments too, with some of its own: these are named, and left out.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends.command import UNSURE, Command, commands
+from autofit.frontends.explanation import Explanation, Line
+from autofit.frontends.foreign import Foreign
+from autofit.frontends.ms_swift import arguments
+from autofit.frontends.sharing import near
+from autofit.recipe.launching import is_launch_key
+from autofit.recipe.trainer_keys import OF_TRL
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+
+TOOL = "TRL"
+_OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
+_KINDS = "|".join((*OF_TRL, *_OTHERS))
+_SCRIPT = re.compile(rf"(?:.*/)?(?:run_)?({_KINDS})(?:_modeling|_vlm\w*)?\.py")
+_MODULE = re.compile(rf"(?:trl|open_r1)(?:\.scripts)?\.({_KINDS})")
+_TRLS = re.compile(r"(?:^|/)(?:trl|examples)/scripts/[a-z_]+\.py$")
+# Arguments of open-r1's own (src/open_r1/configs.py at 078c5e17) that reach neither the model nor the batch.
+_NAMES = """
+benchmarks callbacks chat_template system_prompt hub_model_revision num_completions_to_print overwrite_hub_revision
+push_to_hub_revision wandb_entity wandb_project wandb_run_group wandb_log_unique_prompts cosine_min_value_wrong
+cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
+repetition_max_penalty code_language code_eval_test_batch_size parallel_code_exec_per_proc dataset_prompt_column
+e2b_router_url morph_router_url code_provider ioi_provider
+"""
+_OTHERS_OWN = frozenset(_NAMES.split())
+# Options of launchers that change neither the ranks nor the sharding.
+_OPTIONS = """
+main_process_port main_process_ip master_port master_addr rdzv_backend rdzv_endpoint rdzv_id rdzv_conf machine_rank
+node_rank role max_restarts tee num_machines multi_gpu same_network hostfile gpu_ids num_cpu_threads_per_process
+debug standalone log_dir with deepspeed_multinode_launcher dynamo_backend module
+"""
+_WITHOUT = frozenset(_OPTIONS.split())
+# Arguments that may hang on the environment: neither memory nor the batch depends on them.
+_HARMLESS = ("output_dir", "run_name", "logging_dir", "hub_model_id", "report_to", "hub_token", "save_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training that a script starts: TRL's trainer, its values with those of the launch, and what to know of it."""
+
+    kind: str
+    values: Mapping[str, object]
+    ranks: int | None
+    words: str  # how it is started
+    notes: tuple[str, ...]
+
+
+def starts_trl(text: str) -> bool:
+    """Whether a script starts a training with TRL's arguments."""
+    return next(_started(text), None) is not None
+
+
+def training(text: str, *, folder: Path) -> Training:
+    """The first training that a script starts. Raises ConfigError."""
+    found = list(_started(text))
+    if not found:
+        raise ConfigError("no `trl sft` and no script sft.py, dpo.py, grpo.py, reward.py or rloo.py is started in it")
+    command, kind, place = found[0]
+    if kind not in OF_TRL:
+        raise ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are")
+    before, script = command.words[:place], command.words[place]
+    if "_vlm" in script:
+        raise ConfigError(f"{script} trains on images, and only training on text is read")
+    notes = [f"the script starts {len(found)} trainings; the first is read"] if len(found) > 1 else []
+    given = arguments(command.words[place + 1 :], folder)
+    if (config := given.pop("config", None)) is not None:
+        path = near(_certain("config", config), folder)
+        given = {**read_yaml_mapping(path, what="config of TRL"), **given}
+    own = [key for key in given if key in _OTHERS_OWN]
+    values = {key: value for key, value in given.items() if key not in own}
+    if before[-1:] != ("trl",) and not _TRLS.search(script) and not script.startswith("trl."):
+        left_out = f"; its {', '.join(own)} are left out" if own else ""
+        notes.append(f"{script} is taken for TRL's own {kind}: what it does besides is not simulated{left_out}")
+    launch, unread = _launch(before)
+    if unread:
+        notes.append(f"{', '.join(unread)} of {before[0]} is not read")
+    values |= launch
+    for key in ("accelerate_config", "config_file", "deepspeed", "deepspeed_config_file", "fsdp_config"):
+        if isinstance(name := values.get(key), str) and name.endswith((".yaml", ".yml", ".json")):
+            values[key] = str(near(_certain(key, name), folder))
+    ranks = values.get("num_processes")
+    if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
+        ranks = _visible(command, before)
+    unsure = [key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS]
+    if unsure:
+        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    values = {key: value for key, value in values.items() if UNSURE not in str(value)}
+    return Training(
+        kind=kind, values=values, ranks=ranks if isinstance(ranks, int) else None, notes=tuple(notes),
+        words=" ".join((*before[:2], script)) if before else script,
+    )  # fmt: skip
+
+
+def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of the first training that a script starts, on its ranks or those that are told beside it."""
+    found = training(text, folder=folder)
+    return Foreign(
+        tool=TOOL, trainer=found.kind, values=found.values, ranks=found.ranks if ranks is None else ranks,
+        keys={key: key for key in found.values}, notes=found.notes,
+    )  # fmt: skip
+
+
+def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
+    """How the training is started, TRL's trainer, and the effective batch by transformers' defaults."""
+    found = training(text, folder=folder)
+    ranks = found.ranks if ranks is None else ranks
+    micro = found.values.get("per_device_train_batch_size", 8)
+    steps = found.values.get("gradient_accumulation_steps", 1)
+    batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
+    if isinstance(micro, int) and isinstance(steps, int):
+        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
+        batch += f" = {micro * steps} {'completions' if found.kind in ('grpo', 'rloo') else 'samples'} {each}"
+    lines = (
+        Line("tool", f"{TOOL}, started by `{found.words}`"), Line("trainer", f"{found.kind} of TRL"),
+        Line("effective batch", batch),
+    )  # fmt: skip
+    return Explanation(tool=TOOL, lines=lines, notes=found.notes)
+
+
+def _started(text: str) -> Iterator[tuple[Command, str, int]]:
+    """(a command that trains, what it trains with, the place of the word that says so)."""
+    for command in commands(text):
+        words = command.words
+        if words[:1] == ("trl",) and len(words) > 1 and words[1] in (*OF_TRL, *_OTHERS):
+            yield command, words[1], 1
+        elif words and words[0] in ("accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun"):
+            for place, word in enumerate(words):
+                if "swift" not in word and (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
+                    yield command, match[1], place
+                    break
+
+
+def _launch(before: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """({key of an accelerate launch: value} of the words before the script, options that are not read)."""
+    options = dict(_options(before))
+    found: dict[str, object] = {}
+    unread: list[str] = []
+    counts = {"num_processes", "nproc_per_node", "num_gpus"} & options.keys()
+    nodes = next((options[key] for key in ("nnodes", "num_nodes") if key in options), "1")
+    for key in counts:
+        each = options[key]
+        if not each.isdecimal() or not nodes.isdecimal():
+            raise ConfigError(f"the script does not say {key} of {before[0]} for certain; write the value there")
+        found["num_processes"] = int(each) * int(nodes)
+    for key, text in options.items():
+        if key == "config_file":
+            found["accelerate_config"] = text
+        elif key in counts or key in ("nnodes", "num_nodes") or key in _WITHOUT:
+            continue
+        elif is_launch_key(key):
+            found[key] = parse_yaml(text) if text else True
+        else:
+            unread.append(f"--{key}")
+    return found, unread
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word.startswith("--") and len(word) > 2:
+            name, mark, value = word[2:].partition("=")
+            yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following
+
+
+def _visible(command: Command, before: Sequence[str]) -> int | None:
+    """Ranks where the launcher does not say: one of a plain `python`, else the cards that the environment names."""
+    if before[:1] in (("python",), ("python3",), ("uv",)) and "torch.distributed.run" not in before:
+        return 1
+    shown = command.variables.get("CUDA_VISIBLE_DEVICES", "")
+    return len(shown.split(",")) if shown and UNSURE not in shown else None
+
+
+def _certain(key: str, value: object) -> str:
+    if not isinstance(value, str) or UNSURE in value:
+        raise ConfigError(f"the script does not say {key} for certain; write the file there; got {quoted(value)}")
+    return value
