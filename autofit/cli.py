@@ -17,6 +17,7 @@ from autofit.commands.completion import completion
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
 from autofit.commands.explain import explain
+from autofit.commands.fit_check import fit_check
 from autofit.commands.init import init
 from autofit.commands.jobs import jobs
 from autofit.commands.monitor import monitor
@@ -37,7 +38,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
-    "studies": studies, "advise": advise, "jobs": jobs, "explain": explain,
+    "studies": studies, "advise": advise, "jobs": jobs, "explain": explain, "fit-check": fit_check,
     "server": server, "init": init, "completion": completion,
     "web": web,
 }  # fmt: skip

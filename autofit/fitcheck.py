@@ -156,7 +156,7 @@ def fit_check(
 
     costs, _ = host_costs(f"sim:{spec.name}")
     with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
-        loop = _Loop(card)
+        loop = Loop(card)
         loop.run(build, step, steps)
         return loop.result(target_bytes)
 
@@ -186,6 +186,12 @@ def _checked(
     if wrong or spec is None or target is None or build is None:
         raise ConfigError("; ".join(wrong))
     return spec, target, build
+
+
+def checked_card(gpu: object, target_vram: object) -> tuple[GpuSpec, int]:
+    """The card, and the bytes of it that may be used. Raises ConfigError."""
+    spec = _spec(gpu)
+    return spec, _target(spec, _size(target_vram))
 
 
 def _spec(gpu: object) -> GpuSpec:
@@ -254,14 +260,14 @@ def _mover(model: "torch.nn.Module") -> "Callable[[FakeGpu], object]":
 
 
 # ---------------------------------------------------------------------- the run
-class _Loop:
+class Loop:
     """One run of a training loop on a simulated card."""
 
     def __init__(self, card: "FakeGpu") -> None:
         self._card = card
-        self._step_s: float | None = None
-        self._out_of_memory: str | None = None
-        self._optimizer_steps = 0
+        self.step_s: float | None = None
+        self.out_of_memory: str | None = None
+        self.steps = 0
 
     def run(self, build: "Callable[[FakeGpu], object]", step: Callable[..., object], steps: int) -> None:
         import torch
@@ -277,14 +283,14 @@ class _Loop:
                     with card.phase(f"step {number}"):
                         began_s = card.elapsed_s
                         step(*arguments)
-                        self._step_s = card.elapsed_s - began_s
+                        self.step_s = card.elapsed_s - began_s
         except torch.OutOfMemoryError as error:
-            self._out_of_memory = str(error)
+            self.out_of_memory = str(error)
         if not card.peak_allocated_bytes:
             raise ConfigError(f"the model must be on the card, and nothing was allocated there; {_BUILD}")
         if steps == 1:
             card.note("one step only: optimizer state made at its end is not yet there at the peak; steps=2 shows it")
-        if not self._optimizer_steps and self._out_of_memory is None:
+        if not self.steps and self.out_of_memory is None:
             card.note(
                 "no step of a torch.optim optimizer was seen: its state is counted only if step made it otherwise"
             )
@@ -295,7 +301,7 @@ class _Loop:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def before_step(optimizer: "torch.optim.Optimizer", args: object, kwargs: object) -> None:
-            self._optimizer_steps += 1
+            self.steps += 1
             if any(not isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
                 raise ConfigError(
                     f"an optimizer must hold the parameters of the model on the card; the {type(optimizer).__name__} "
@@ -319,12 +325,12 @@ class _Loop:
             peak_allocated_bytes=card.peak_allocated_bytes,
             peak_reserved_bytes=card.peak_reserved_bytes,
             device_used_bytes=card.device_used_bytes,
-            least_capacity_bytes=card.least_capacity_bytes if self._out_of_memory is None else None,
-            step_s=self._step_s,
+            least_capacity_bytes=card.least_capacity_bytes if self.out_of_memory is None else None,
+            step_s=self.step_s,
             peak_phase=report.phase,
             alive_at_peak=_alive([(i.category, i.place, i.nbytes, i.count) for i in report.items]),
             notes=tuple(card.notes),
-            out_of_memory=self._out_of_memory,
+            out_of_memory=self.out_of_memory,
         )
 
 

@@ -14,7 +14,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.fakegpu",),
     ("autofit.recipe", "autofit.hardware"),
     ("autofit.frontends",),
-    ("autofit.fitcheck", "autofit.demo", "autofit.plugin", "autofit.space"),
+    ("autofit.fitcheck", "autofit.fitscript", "autofit.demo", "autofit.plugin", "autofit.space"),
     ("autofit.trainers", "autofit.search_spaces"),
     ("autofit.cluster",),
     ("autofit.probing",),

@@ -193,10 +193,19 @@ def parser() -> argparse.ArgumentParser:
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
     explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl or ms-swift, or a shell "
-                         "script that starts verl")  # fmt: skip
+                         "script that starts verl, ms-swift or TRL")  # fmt: skip
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
     explain.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+
+    script = _command(commands, "fit-check", "run a training script of your own on a simulated card for a few steps")
+    script.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb; before SCRIPT")
+    script.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
+    script.add_argument("--steps", type=int, default=2, metavar="N",
+                        help="optimizer steps after which the script is ended (default: 2)")  # fmt: skip
+    script.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    script.add_argument("script", type=Path, metavar="SCRIPT", help="a Python script; it sees no network")
+    script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
     server = _command(commands, "server", "show or stop the kept server that makes the next command answer at once")
     server.add_argument("action", nargs="?", choices=("status", "stop"), default="status",

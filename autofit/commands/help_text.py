@@ -14,7 +14,7 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted; the same command goes on",
 }
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Ask, without a GPU": ("check", "estimate", "advise", "doctor", "explain"),
+    "Ask, without a GPU": ("check", "estimate", "advise", "doctor", "explain", "fit-check"),
     "Search and prove": ("search", "verify", "report", "studies"),
     "Train": ("promote", "run", "monitor", "jobs"),
     "Track": ("ui", "sync"),
@@ -26,6 +26,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "advise": ("advise run.yaml", "advise run.yaml --cards a100-80gb,h100 --counts 1,8"),
     "doctor": ("doctor", "doctor run.yaml --gpu 4xa100-80gb"),
     "explain": ("explain verl.sh", "explain llama_factory.yaml --num-processes 8"),
+    "fit-check": ("fit-check --gpu rtx4090 train.py", "fit-check --gpu h100 --steps 3 train.py --batch-size 8"),
     "search": (
         "search run.yaml --target-vram 40GB",
         "search run.yaml --gpu h100 --allow approximate",
