@@ -4,7 +4,8 @@ Run: python experiments/frontends/recipes.py --llama-factory DIR --axolotl DIR -
 Each DIR is a checkout. bash runs ms-swift's scripts in an empty folder with stubs for every program: its arguments and
 environment, and swift's own rule for the accumulation, are the truth of the batch. Of ms-swift only the scripts whose
 path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
-images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. Writes recipes.json.
+images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. A file of the others is
+of a text model unless it is refused for images, video or sound. Writes recipes.json.
 """
 
 import argparse
@@ -36,6 +37,7 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "
 TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
 # What a file of each tool has that trains on text: others infer, export, or configure a launcher.
 OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
+SEES = "images, video or sound"  # in the reason for which a file of a model that sees or hears is refused
 CHANGES: tuple[Mapping[str, object], ...] = (
     {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
     {"gradient_checkpointing": True, "max_length": 640},
@@ -200,8 +202,11 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
         if kind != "the same":
             print(kind, "batch:", path, truth, ours)
         trips += round_trips(path, foreign)
+    of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason)
     return {
-        "commit": commit_of(checkout), "files": dict(counts), "effective batch": dict(batches),
+        "commit": commit_of(checkout), "files": dict(counts),
+        "of text models": {"files": of_text, "read": counts["read"], "share": round(counts["read"] / of_text, 3)},
+        "effective batch": dict(batches),
         "round trips": dict(trips), "refused": dict(reasons.most_common()),
     }  # fmt: skip
 
