@@ -32,7 +32,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "search run.yaml --gpu h100 --allow approximate",
     ),
     "verify": ("verify best", "verify 3 --study grpo-40.00GB"),
-    "report": ("report", "report --html result.html", "report --verl-log train.log"),
+    "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),
     "promote": ("promote best", "promote 3 --out tuned.yaml --write-only"),
     "run": ("run pipeline.yaml --plan", "run pipeline.yaml --only sft --set sft.max_steps=100"),

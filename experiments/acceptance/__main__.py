@@ -1,0 +1,91 @@
+"""Make every claim again and write page.md: `python -m experiments.acceptance run`; `status` says how old each is."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from experiments.acceptance import page
+from experiments.acceptance.parts import Part, chosen
+
+PACKAGES = ("torch", "transformers", "trl", "peft")
+_LONGEST = 4  # times the minutes that a part takes on idle cores, after which it is ended
+
+
+def main() -> None:
+    """Run, show or write, as the command line asks."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.acceptance", description=__doc__)
+    parser.add_argument(
+        "what", choices=("run", "status", "page"), help="make claims again, say their age, or write page.md"
+    )
+    parser.add_argument("--only", action="append", metavar="PART", help="a part's name, may be given again")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no part that would end after these")
+    parser.add_argument("--again", action="store_true", help="also the parts that this commit has made already")
+    options = parser.parse_args()
+    if options.what == "status":
+        print("\n".join(status(part) for part in chosen(options.only)))
+        return
+    if options.what == "run":
+        run(chosen(options.only), until=time.monotonic() + 60 * options.minutes, again=options.again)
+    page.PAGE.write_text(page.page(page.made()), encoding="utf-8")
+    print(f"written: {page.PAGE}")
+
+
+def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
+    """Run the parts that this commit has not made, one after the other; each is kept as soon as it has ended."""
+    head = page.git("rev-parse", "--short", "HEAD")
+    for part in parts:
+        if not again and page.made().get(part.name, {}).get("commit") == head:
+            print(f"{part.name}: made by this commit already")
+        elif time.monotonic() + 60 * part.minutes > until:
+            print(f"{part.name}: left for the next run, it takes about {part.minutes:g} minutes")
+        else:
+            print(f"{part.name}: {' '.join(part.command[1:])} ({part.minutes:g} minutes)", flush=True)
+            print(f"{part.name}: {made_again(part, head)}", flush=True)
+
+
+def made_again(part: Part, head: str) -> str:
+    """Run one part and keep its figures; what happened, in a line."""
+    began, longest_s = time.monotonic(), 60 * _LONGEST * part.minutes
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        environment = {**os.environ, "PYTHONPATH": str(page.ROOT), "HF_HUB_OFFLINE": "1"}
+        try:
+            done = subprocess.run(
+                part.command, cwd=page.ROOT, env=environment, stdout=log, stderr=log, timeout=longest_s
+            )
+        except subprocess.TimeoutExpired:
+            return f"given up after {longest_s:.0f} s"
+        if done.returncode:
+            lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines() or ["it said nothing"]
+            needs = f" (it needs {part.needs})" if part.needs else ""
+            return f"failed with exit code {done.returncode}{needs}: {lines[-1]}"
+    runs = page.made()
+    before = runs.get(part.name, {}).get("figures") or []
+    runs[part.name] = {
+        "commit": head, "date": datetime.date.today().isoformat(), "wall_s": round(time.monotonic() - began, 1),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "figures": page.as_json(part.figures()), "before": before,
+    }  # fmt: skip
+    page.MADE.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    return f"done in {time.monotonic() - began:.0f} s"
+
+
+def status(part: Part) -> str:
+    """The age of a part's figures, in commits of the measured code."""
+    made = page.made().get(part.name)
+    commit = made["commit"] if made else page.last_commit(part)[0]
+    if not commit:
+        return f"{part.name}: not made yet"
+    return f"{part.name}: results of commit {commit}; {page.commits_since(commit)} commits have changed the code since"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The figures of each part, read from the results that its experiment has written."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.accuracy import table as accuracy_table
+from experiments.accuracy.rows import SETS
+from experiments.field import judge
+from experiments.field import table as field_table
+from experiments.field.threads import read_threads
+
+EXPERIMENTS = Path(__file__).parents[1]
+_UNDISTURBED = ("done", "weights_equal", "final_loss_equal")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One claim: what it is of, what was found, and whether the stated goal is kept (None: there is no goal)."""
+
+    claim: str
+    found: str
+    goal: str = ""
+    holds: bool | None = None
+
+
+def search_figures() -> list[Figure]:
+    """Wall seconds of README's search, with nothing cached and again."""
+    kept = _read("acceptance/first_search.json")
+    return [
+        Figure("README's search, nothing cached", f"{kept['cold_s']:.0f} s", "<= 20 s", kept["cold_s"] <= 20),
+        Figure("README's search, the second time", f"{kept['warm_s']:.0f} s", "<= 3 s", kept["warm_s"] <= 3),
+        Figure("the winner's completions a second, over the baseline's, predicted", f"{kept['speed_up']:.2f}x"),
+    ]
+
+
+def seed_figures() -> list[Figure]:
+    """What is predicted of each seed's configuration, beside what the seed says."""
+    return [_seed(name, row) for name, row in sorted(_read("seeds/results.json").items())]
+
+
+def _seed(name: str, row: dict[str, Any]) -> Figure:
+    seed, found = row["seed"], row["predicted"]
+    ranks = f"{seed['ranks']} ranks" if "ranks" in seed else "one rank"
+    claim = f"{name} ({ranks}): the seed says {seed['says']}"
+    if "error" in found:
+        return Figure(claim, str(found["error"]))
+    beside = row["beside_bytes"]
+    models = f" and {beside / 1e9:.1f} GB of models beside" if beside else ""
+    fits = found["least_capacity_bytes"] + beside <= found["capacity_bytes"]
+    return Figure(claim, f"{found['device_used_bytes'] / 1e9:.1f} GB{models}: {'fits' if fits else 'does not fit'}")
+
+
+def thread_figures() -> list[Figure]:
+    """Symptoms and accepted fixes of users' threads."""
+    threads = [thread for thread in read_threads() if thread.counts]
+    answers = {thread.name: field_table.read(EXPERIMENTS / "field" / "results", thread) for thread in threads}
+    ran = [(thread, answer) for thread in threads if (answer := answers[thread.name]) is not None]
+    seen = [judge.symptom_predicted(thread, answer) is True for thread, answer in ran]
+    fixed = [judge.fix_found(thread, answer) is not None for thread, answer in ran if thread.accepted]
+    return [
+        _share("threads whose symptom is predicted", sum(seen), len(seen), 0.9),
+        _share(f"threads whose accepted fix is among the first {judge.FIRST}", sum(fixed), len(fixed), 0.85),
+    ]
+
+
+def measured_figures() -> list[Figure]:
+    """Errors against the peaks and seconds that others measured on cards."""
+    found = []
+    for name, measured in SETS.items():
+        for column in measured.compared:
+            errors = [value for _, value in accuracy_table.pairs(measured, column)]
+            if errors:
+                sizes = [abs(value) for value in errors]
+                mean, worst = f"{statistics.mean(sizes):.2%}", f"{max(sizes):.2%}"
+                found.append(Figure(f"{name}, {column}, {len(errors)} rows: mean, worst", f"{mean}, {worst}"))
+    return found
+
+
+def efficiency_figures() -> list[Figure]:
+    """Probes that a search needs, ours and those of Optuna's own samplers."""
+    kept = _read("search_efficiency/summary.json")
+    found = []
+    for name, row in kept.items():
+        probes, reached = row["probes_to_95_median"], row["reached_95_frac"]
+        claim = f"{name}: probes until 95 % of the best speed, median of {row['searches']} searches"
+        ours = {"goal": "<= 2", "holds": probes <= 2} if name == "autofit" else {}
+        found.append(Figure(claim, f"{probes:g}" if reached >= 0.5 else f"over {row['probes']}", **ours))
+    return found
+
+
+def neutrality_figures() -> list[Figure]:
+    """The largest difference of gradients that counts as rounding, and the smallest that does not."""
+    kept = _read("neutrality/results.json")
+    values = [value for row in kept["rows"] for value in row["cells"].values()]
+    rounding = max(value for value in values if value <= kept["bound"])
+    real = min(value for value in values if value > kept["bound"])
+    return [
+        Figure(f"{len(values)} cells: largest difference within rounding", f"{rounding:.1e}", f"< {kept['bound']:.0e}",
+               rounding < kept["bound"]),
+        Figure("smallest difference of a change that is not neutral", f"{real:.1e}"),
+    ]  # fmt: skip
+
+
+def fault_figures() -> list[Figure]:
+    """Full runs that ended as if they had not been disturbed, by fault."""
+    kept = _read("faults/results.json")["kinds"]
+    found = []
+    for name, kind in kept.items():
+        rows = kind["rows"]
+        same = sum(
+            all(row.get(key, True) is True for key in ("done", "weights_equal", "final_loss_equal")) for row in rows
+        )
+        found.append(_share(f"{name}: full runs that end as if undisturbed", same, len(rows), 1.0))
+    return found
+
+
+def rank_figures() -> list[Figure]:
+    """The largest error of the tracked peak of a rank against its own allocator."""
+    errors = [abs(row["error_percent"]) for row in _read("ranks/peaks.json")]
+    worst = max(errors)
+    return [Figure(f"peak bytes of {len(errors)} real ranks: worst", f"{worst:.4f} %", "<= 0.1 %", worst <= 0.1)]
+
+
+def _share(claim: str, some: int, of: int, goal: float) -> Figure:
+    return Figure(claim, f"{some} of {of}", f">= {goal:.0%}", of > 0 and some / of >= goal)
+
+
+def _read(path: str) -> Any:
+    return json.loads((EXPERIMENTS / path).read_text(encoding="utf-8"))

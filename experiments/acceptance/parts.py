@@ -1,0 +1,58 @@
+"""The parts of the acceptance: which command makes which results again, and what is read from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.acceptance import figures
+from experiments.acceptance.figures import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An experiment: its command, the file or folder that it writes, its figures, and minutes on two idle cores."""
+
+    name: str
+    says: str
+    command: tuple[str, ...]
+    results: str  # below experiments/
+    figures: Callable[[], list[Figure]]
+    minutes: float
+    needs: str = ""  # what a machine must have besides this repository
+
+
+def _python(*words: str) -> tuple[str, ...]:
+    return (sys.executable, *words)
+
+
+# In the order of their worth: what does not fit into the minutes is left for the next run.
+PARTS = (
+    Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
+         "acceptance/first_search.json", figures.search_figures, 3),
+    Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
+         "seeds/results.json", figures.seed_figures, 5),
+    Part("threads", "users' threads: symptom and accepted fix", _python("-m", "experiments.field", "--again"),
+         "field/results", figures.thread_figures, 25),
+    Part("neutrality", "which settings keep the gradient", _python("experiments/neutrality/run.py"),
+         "neutrality/results.json", figures.neutrality_figures, 16),
+    Part("ranks", "peaks of real ranks", _python("-m", "experiments.ranks.peaks"), "ranks/peaks.json",
+         figures.rank_figures, 5),
+    Part("faults", "full runs under faults", _python("-m", "experiments.faults"), "faults/results.json",
+         figures.fault_figures, 25),
+    Part("search efficiency", "probes that a search needs", _python("experiments/search_efficiency/run.py"),
+         "search_efficiency/summary.json", figures.efficiency_figures, 60),
+    Part("measured", "peaks and seconds that others measured on cards",
+         _python("-m", "experiments.accuracy", "run", "litgpt_a10g", "--again"), "accuracy/results",
+         figures.measured_figures, 20, needs="the internet: it runs the projects' own code"),
+)  # fmt: skip
+
+
+def chosen(names: list[str] | None) -> tuple[Part, ...]:
+    """The parts of these names, or all. Raises SystemExit for a name that there is not."""
+    known = {part.name: part for part in PARTS}
+    for name in names or ():
+        if name not in known:
+            raise SystemExit(f"--only must be one of {', '.join(known)}; got {name}")
+    return tuple(known[name] for name in names) if names else PARTS
