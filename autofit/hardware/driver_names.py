@@ -12,8 +12,7 @@ from autofit.fakegpu.specs import GpuSpec, gpu_spec
 _SAME_CHIP = {
     "NVIDIA A100-PCIE-40GB": ("a100-40gb", "250 W in place of 400"),
     "NVIDIA A100 80GB PCIe": ("a100-80gb", "300 W in place of 400, memory 5 % slower"),
-    "NVIDIA A800-SXM4-80GB": ("a100-80gb", "a slower NVLink"),
-    "NVIDIA A800 80GB PCIe": ("a100-80gb", "300 W in place of 400, memory 5 % slower"),
+    "NVIDIA A800 80GB PCIe": ("a800", "300 W in place of 400, memory 5 % slower"),
     "NVIDIA H800": ("h100", "a slower NVLink"),
     "NVIDIA H800 PCIe": ("h100-pcie", "a slower NVLink"),
     "NVIDIA H200 NVL": ("h200", "600 W in place of 700, arithmetic 16 % slower"),

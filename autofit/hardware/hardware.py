@@ -21,6 +21,7 @@ Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 # A100, which is slower than the H100, so that predicted times are not too optimistic for the older card.
 _SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
 _USUAL_CARDS = ("t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
+_BY_NAME_ONLY = ("a800", "h20")  # sold in China alone: no size means them
 _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
 NO_NEEDS = CardNeeds()
 _GIVE = "give --target-vram SIZE (40GB selects the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
@@ -124,7 +125,7 @@ def card_of_size(size_bytes: int, needs: CardNeeds = NO_NEEDS) -> GpuSpec:
     and the driver reports a little less ("40 GB" A100: 39.4 GiB, which is 42.3e9 bytes; "16 GB" T4: 14.6 GiB, 15.6e9
     bytes), so both 40GB and 40GiB select the 40 GB card. Raises ConfigError if no card is large enough.
     """
-    able = [spec for spec in GPU_SPECS.values() if needs.met_by(spec)]
+    able = [spec for spec in GPU_SPECS.values() if spec.name not in _BY_NAME_ONLY and needs.met_by(spec)]
     named = [spec for spec in able if _is_named_by(spec, size_bytes)]
     usual = [spec for spec in named if spec.name in _USUAL_CARDS]
     if usual or named:

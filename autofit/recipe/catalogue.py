@@ -13,6 +13,9 @@ import yaml
 from autofit.files import read_json
 
 Config = Mapping[str, object]
+# Owners whose models are copies of others' under the same name, or with "Meta-" before it. Copies in 4 bits are other
+# files: their config.json says so, and a plain config would be taken for 16 bits.
+_MIRRORS = ("unsloth", "nousresearch", "llm-research", "ai-modelscope", "modelscope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +33,19 @@ def names() -> tuple[str, ...]:
 
 
 def architecture(name: str) -> Architecture | None:
-    """The entry of the model `name`, in any case, or None."""
+    """The entry of the model `name`, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B), or None."""
     found = _all()
-    return found.get(name) or {key.lower(): value for key, value in found.items()}.get(name.lower())
+    if name in found:
+        return found[name]
+    owner, _, model = name.lower().partition("/")
+    if owner not in _MIRRORS:
+        return {key.lower(): value for key, value in found.items()}.get(name.lower())
+    same = [value for key, value in found.items() if _without_owner(key) == model.removeprefix("meta-")]
+    return same[0] if same and all(one.config == same[0].config for one in same) else None
+
+
+def _without_owner(name: str) -> str:
+    return name.lower().partition("/")[2].removeprefix("meta-")
 
 
 def text_config(model: str) -> Config:
