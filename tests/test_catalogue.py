@@ -40,6 +40,23 @@ def test_the_models_of_the_field_notes_are_known_and_one_that_never_was_is_not()
     assert catalogue.architecture("Qwen/Qwen3-1.8B") is None
 
 
+@pytest.mark.parametrize(
+    ("mirror", "model"),
+    [
+        ("unsloth/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("NousResearch/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("unsloth/gemma-2-9b-it", "google/gemma-2-9b-it"),
+        ("LLM-Research/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", None),  # its weights are in 4 bits
+        ("somebody/Llama-2-7b-hf", None),
+    ],
+)
+def test_a_mirror_has_the_shape_of_the_model_that_it_copies(mirror: str, model: str | None) -> None:
+    found, expected = catalogue.architecture(mirror), None if model is None else catalogue.architecture(model)
+    assert (found is None) == (model is None)
+    assert found is None or (expected is not None and found.config == expected.config)
+
+
 def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:
     base, instruct = map(catalogue.architecture, ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"))
     assert base is not None

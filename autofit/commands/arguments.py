@@ -158,7 +158,8 @@ def parser() -> argparse.ArgumentParser:
     sync.add_argument("--rebuild", action="store_true", help="delete the study's trial runs first")
 
     report = _command(commands, "report", "show the result of a study again")
-    report.add_argument("study", nargs="?", help="name of the study (default: the one used last)")
+    report.add_argument("study", nargs="?", default=argparse.SUPPRESS, help="the same as --study")
+    report.add_argument("--study", help="name of the study (default: the one used last)")
     report.add_argument("--html", type=Path, metavar="FILE",
                         help="also write it as one web page, which needs nothing else")  # fmt: skip
     report.add_argument("--verl-log", type=Path, metavar="FILE",

@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -88,4 +87,4 @@ def status(part: Part) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -141,10 +141,10 @@ def plot() -> str:
         y = 20 + LANE * number
         parts.append(f'<text x="4" y="{y + 14}">{title}</text>')
         for index, (name, value) in enumerate(dots):
-            x = middle + max(-6.5, min(6.5, 100 * value)) * PER_PERCENT
+            place = middle + max(-6.5, min(6.5, 100 * value)) * PER_PERCENT
             colour = COLOURS[kinds.index(known.get(name, "none named")) % len(COLOURS)]
             parts.append(
-                f'<circle cx="{x:.1f}" cy="{y + 24 + index % 6 * 5}" r="3.5" fill="{colour}" fill-opacity="0.7">'
+                f'<circle cx="{place:.1f}" cy="{y + 24 + index % 6 * 5}" r="3.5" fill="{colour}" fill-opacity="0.7">'
                 f"<title>{name} {value:+.2%}</title></circle>"
             )
     for number, kind in enumerate(kinds):
