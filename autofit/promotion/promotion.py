@@ -17,6 +17,7 @@ from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
 from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.checkpoints import checkpoints
+from autofit.promotion.edited import edit_note
 from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
@@ -103,6 +104,8 @@ def plan_promotion(
     with database_errors(folder):  # the proof is kept there
         proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
+    if edited := edit_note(record, cwd):
+        say(edited)
     sure = confirmation_note([chosen], record.rule)
     say(sure)
     given = record.values
