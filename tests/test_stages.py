@@ -241,7 +241,11 @@ def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
         autofit.run({"stages": {"a": {"values": {"dataset_name": "d"}}}, "device": "sim"})
     with pytest.raises(ConfigError, match="grpo uses what sft trained, and sft is not done"):
         autofit.run(path, only="grpo")
+    with pytest.raises(ConfigError, match="gpu names a simulated card, on which nothing trains; it goes with --plan"):
+        autofit.run(path, changes=right, gpu="rtx4090")
+    elsewhere = autofit.run(path, changes=right, plan=True, gpu="rtx4090")
     planned = autofit.run(path, changes=right, plan=True, device="cpu", target_vram="1GB")
+    assert [stage.what for stage in elsewhere.stages] == [stage.what for stage in planned.stages]
     assert [(s.name, s.status, s.what) for s in planned.stages] == [
         ("sft", "planned", "search, then train"),
         ("grpo", "planned", "search, then train, after sft"),

@@ -14,6 +14,7 @@ from autofit.api.pipeline_results import PipelineResult, StageResult, Status
 from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.cluster.executor import Executor
+from autofit.errors import ConfigError
 from autofit.promotion.merged import is_adapter, whole_model
 from autofit.promotion.stages import Known, State
 from autofit.recipe.pipeline import Stage, read_pipeline
@@ -25,6 +26,7 @@ def run(
     pipeline: str | os.PathLike[str] | Mapping[str, object], *,
     target_vram: str | float | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
+    gpu: str | None = None,
     trials: int | None = None,
     changes: Mapping[str, object] | None = None,
     only: str | None = None,
@@ -49,7 +51,8 @@ def run(
     Each stage is searched (`search=False`: only probed as it is), and its winner is trained as `autofit.promote` does.
     Called again, the pipeline goes on where it was: stages that are done are kept, a started training resumes from its
     last checkpoint. A stage whose recipe, data, code or earlier stages changed is trained again. `only` trains that one
-    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen.
+    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen,
+    on this machine or on a simulated card, `gpu`.
 
     Everything that can be wrong with a stage is looked for before anything trains: each recipe is read with its data,
     with the base model of an earlier stage in place of what that stage will train. `executor` says where probes and
@@ -57,6 +60,8 @@ def run(
     returns, with the status "interrupted". Raises ConfigError, and EnvironmentFault when a search or a training fails.
     """
     with named_as_arguments():
+        if gpu is not None and not plan:
+            raise ConfigError("--gpu names a simulated card, on which nothing trains; it goes with --plan")
         where = executor_asked(executor, debugging=False)
         folder = studies_folder(folder)
         use_storage(folder, storage)
@@ -64,7 +69,7 @@ def run(
         read = read_pipeline(given, changes=changes)
         if only is not None:
             read.stage(only)
-        over = {"target_vram": target_vram, "device": device, "trials": trials}
+        over = {"target_vram": target_vram, "device": device, "gpu": gpu, "trials": trials}
         options = {key: value for key, value in over.items() if value is not None}
         about = Knowledge.of(read, folder, options, search=search)
         driver = _Driver(

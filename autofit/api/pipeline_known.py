@@ -104,13 +104,16 @@ class Knowledge:
     def options(self, stage: Stage) -> dict[str, Any]:
         """The arguments of the search of `stage`. Raises ConfigError where there is no device to train on."""
         found: dict[str, Any] = {**stage.options, **self.given}
-        if found.get("device", "auto") == "auto":
+        if "gpu" in self.given:  # a plan for a card elsewhere
+            found["device"] = "sim"
+        elif found.get("device", "auto") == "auto":
             if not gpus():
                 raise ConfigError(
-                    f"a pipeline trains on a CUDA card, and {why_none()}; give --device cpu to train on the CPU"
+                    f"a pipeline trains on a CUDA card, and {why_none()}; give --device cpu to train on the CPU, or "
+                    "--plan --gpu NAME for what would happen on a card elsewhere"
                 )
             found["device"] = "cuda"
-        if found["device"] == "sim":
+        elif found["device"] == "sim":
             raise ConfigError("a pipeline trains, so its device must be cpu or cuda; got sim: use `autofit search`")
         if not self.is_searched(stage):
             found |= {"trials": 1, "confirm": False, "advice": False}

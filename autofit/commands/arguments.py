@@ -250,6 +250,7 @@ def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
                      "times")  # fmt: skip
     run.add_argument("--target-vram", metavar="SIZE", help="memory that each stage fits into: 40GB or 40GiB")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it trains (default: cuda)")
+    run.add_argument("--gpu", metavar="NAME", help="with --plan: what would happen on this simulated card")
     run.add_argument("--trials", type=int, metavar="N", help="stop each search after N trials")
     run.add_argument("--only", metavar="STAGE", help="train this stage alone; those that it uses must be done")
     run.add_argument("--restart", action="store_true", help="train again from step 0; with --only that stage alone")

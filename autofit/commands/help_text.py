@@ -35,7 +35,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),
     "promote": ("promote best", "promote 3 --out tuned.yaml --write-only"),
-    "run": ("run pipeline.yaml --plan", "run pipeline.yaml --only sft --set sft.max_steps=100"),
+    "run": ("run pipeline.yaml --plan --gpu h100", "run pipeline.yaml --only sft --set sft.max_steps=100"),
     "monitor": ("monitor", "monitor --once --json"),
     "jobs": ("jobs", "jobs tail 12 --follow"),
     "ui": ("ui", "ui --port 5000"),

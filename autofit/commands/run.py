@@ -25,8 +25,9 @@ def run(options: argparse.Namespace) -> int:
 
     terminate_like_interrupt()
     result = api.run(
-        options.pipeline, target_vram=options.target_vram, device=options.device, trials=options.trials,
-        changes=settings(options.set), only=options.only, restart=options.restart, search=not options.no_search,
+        options.pipeline, target_vram=options.target_vram, device=options.device, gpu=options.gpu,
+        trials=options.trials, changes=settings(options.set), only=options.only, restart=options.restart,
+        search=not options.no_search,
         plan=options.plan, folder=options.dir, mlflow=not options.no_mlflow,
         executor=where, on_event=lambda event: say(str(event)),
         on_step=lambda step: say(step_line(step)),
