@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import yaml
 
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
-from autofit.frontends import flat, verl, verl_script
+from autofit.frontends import command, flat, llama_factory, verl, verl_recipe, verl_script
 from autofit.frontends.reading import explain, refusal
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
 from autofit.plugin.registry import trainer_for
@@ -278,3 +279,18 @@ def test_explain_says_the_batch_and_ends_with_1_where_a_rule_is_broken(
 def test_explain_loads_no_torch() -> None:
     code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'optuna'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "value", [math.inf, math.nan, 10**400, "1e400", "nan"], ids=["inf", "nan", "int", "1e", "text"]
+)
+def test_a_number_that_is_not_finite_is_refused_by_its_key_and_never_raises(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cutoff_len must be a whole number of 1 or more"):
+        llama_factory.recipe(LLAMA | {"cutoff_len": value}, folder=tmp_path)
+    with pytest.raises(ConfigError, match="lr must be a number"):
+        verl_recipe._finite("lr", value)
+
+
+def test_a_sum_of_a_script_rounds_as_the_shell_does_and_has_no_size_at_which_it_breaks() -> None:
+    assert command._sum("7 / 2 * 3") == "9"
+    assert command._sum("9" * 5000) == command._sum(f"{'9' * 400} / 3") == command.UNSURE

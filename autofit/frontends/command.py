@@ -277,9 +277,10 @@ def _without_redirections(words: list[str]) -> list[str]:
 
 
 def _sum(text: str) -> str:
-    """The value of whole numbers with + - * / % and parentheses; UNSURE for anything else."""
+    """The value of whole numbers with + - * / % and parentheses; UNSURE for anything else, and beyond 64 bits."""
     try:
-        return str(_number(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
+        found = _number(ast.parse(text.strip().replace("/", "//"), mode="eval").body)
+        return str(found) if abs(found) < 2**63 else UNSURE
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return UNSURE
 

@@ -4,6 +4,7 @@ Each key of the file is taken (it has a place in the recipe), ignored (by the to
 memory), named in a note, or refused in one sentence. What is then left is no key of the tool.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -196,15 +197,14 @@ def said(
 
 
 def number(given: object) -> float | None:
-    """A number, also where YAML has text, such as 1e-5."""
-    if isinstance(given, bool) or given is None:
+    """A finite number, also where YAML has text, such as 1e-5."""
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
         return None
-    if isinstance(given, int | float):
-        return float(given)
     try:
-        return float(given) if isinstance(given, str) else None
-    except ValueError:
+        found = float(given)
+    except (ValueError, OverflowError):
         return None
+    return found if math.isfinite(found) else None
 
 
 def truth(given: object) -> bool | None:

@@ -107,7 +107,9 @@ def _ranks(command: Command, environment: Mapping[str, str]) -> int | None:
     options = dict(_options(words))
     each = options.get("nproc_per_node") or options.get("num_processes") or environment.get("NPROC_PER_NODE")
     machines = options.get("nnodes") or environment.get("NNODES") or "1"
-    counts = [int(text) if text is not None and text.isdecimal() else None for text in (each, machines)]
+    counts = [
+        int(text) if text is not None and text.isdecimal() and len(text) < 10 else None for text in (each, machines)
+    ]
     shown = environment.get("CUDA_VISIBLE_DEVICES", "")
     cards = len(shown.split(",")) if shown and UNSURE not in shown else None
     started = words[0] not in ("accelerate", "deepspeed")

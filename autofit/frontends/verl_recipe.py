@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 from autofit.frontends import verl_script
+from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus
 
@@ -156,33 +157,33 @@ def _value(config: VerlConfig, named: Key) -> object:
     if isinstance(named.usual, bool):
         return _truth(named.path, given)
     if isinstance(named.usual, float) and isinstance(given, int | float | str):
-        try:
-            return float(given)
-        except ValueError:
-            raise ConfigError(f"{named.path} must be a number; got {given!r}") from None
+        return _finite(named.path, given)
     if isinstance(named.usual, int) and (isinstance(given, bool) or not isinstance(given, int)):
-        raise ConfigError(f"{named.path} must be a whole number; got {given!r}")
+        raise ConfigError(f"{named.path} must be a whole number; got {quoted(given)}")
     return given
 
 
 def _truth(path: str, given: object) -> bool:
     text = str(given).lower()
     if text not in (*_ON, *_OFF):
-        raise ConfigError(f"{path} must be True or False; got {given!r}")
+        raise ConfigError(f"{path} must be True or False; got {quoted(given)}")
     return text in _ON
 
 
 def _number(config: VerlConfig, path: str) -> float:
-    given = config.said.get(path, 0)
-    try:
-        return float(str(given))
-    except ValueError:
-        raise ConfigError(f"{path} must be a number; got {given!r}") from None
+    return _finite(path, config.said.get(path, 0))
+
+
+def _finite(path: str, given: object) -> float:
+    found = number(given)
+    if found is None:
+        raise ConfigError(f"{path} must be a number; got {quoted(given)}")
+    return found
 
 
 def _dtype(key: str, given: str) -> str:
     if given not in _DTYPES:
-        raise ConfigError(f"{KEYS[key].path} must be fp32 or bf16; got {given!r}")
+        raise ConfigError(f"{KEYS[key].path} must be fp32 or bf16; got {quoted(given)}")
     return _DTYPES[given]
 
 
