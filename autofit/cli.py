@@ -46,10 +46,10 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
-    _open_missing_streams()
-    if (stranger := stranger_in(Path(__file__).parents[1])) is not None:
-        say(f"autofit: {stranger}")
     try:
+        _open_missing_streams()
+        if (stranger := stranger_in(Path(__file__).parents[1])) is not None:
+            say(f"autofit: {stranger}")
         options = parser().parse_args(argv)
         _check_working_folder()
         if getattr(options, "storage", None) is not None:

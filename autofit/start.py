@@ -12,6 +12,7 @@ def main() -> int:
         if code is not None:
             return code
         from autofit.cli import main as run
-    except KeyboardInterrupt:  # nothing has begun
+
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # before the command has begun, or after it has ended
         return 130
-    return run(sys.argv[1:])

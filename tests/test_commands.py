@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autofit import cli, start
 from autofit.cli import _COMMANDS
 from autofit.commands.arguments import parser
 from autofit.commands.common import say, terminate_like_interrupt
@@ -100,3 +101,17 @@ def test_an_output_that_is_full_is_one_line(command: list[str], tmp_path: Path) 
     assert done.stderr.splitlines() == [
         "autofit: the output cannot be written: No space left on device; what the command did is kept, so run it again"
     ]
+
+
+def test_ctrl_c_before_the_command_has_begun_is_an_interrupt_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "stranger_in", interrupted)
+    assert cli.main(["studies"]) == 130
+    assert capsys.readouterr().err == "autofit: interrupted; run the same command again to go on\n"
+    monkeypatch.setattr(cli, "main", interrupted)
+    monkeypatch.setattr(sys, "argv", ["autofit", "studies"])
+    assert start.main() == 130

@@ -415,6 +415,8 @@ def _run_command(message: Mapping[str, Any], descriptors: list[int], keeper: int
         code = importlib.import_module("autofit.cli").main(message["command"])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:  # before the command had begun to catch it
+        code = 130
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(BaseException):
