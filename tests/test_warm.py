@@ -1,11 +1,13 @@
 """The kept server: who may use it, that a command in it is the command, and that nothing depends on it."""
 
+import contextlib
 import errno
 import json
 import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -131,6 +133,55 @@ def test_a_variable_that_a_library_may_read_makes_another_server(server: Server)
     assert server.run("tell", SEEN="1")[0] == NOT_RUN
     assert server.run("tell", CUDA_VISIBLE_DEVICES="0")[0] == NOT_RUN
     assert server.run("tell")[0] == 7
+
+
+@pytest.mark.parametrize("limits", [["nice", "-n", "3"], ["setpriv", "--no-new-privs"]], ids=lambda words: words[0])
+def test_a_process_with_less_time_or_fewer_rights_does_not_get_those_of_the_server(
+    server: Server, limits: list[str]
+) -> None:
+    asked = subprocess.run([*limits, sys.executable, "-c", _ASKS, "tell"], env=server.env, stdin=subprocess.DEVNULL)
+    assert asked.returncode == NOT_RUN
+
+
+def test_a_message_that_is_none_ends_no_server_and_leaves_no_descriptor(server: Server) -> None:
+    (path,) = server.sockets
+    files = Path(f"/proc/{server.process.pid}/fd")
+    open_before = len(list(files.iterdir()))
+    for message in (b"[1]\n", b'["ask"]\n', b"5\n", b"[" * 50_000 + b"\n", b"\xff\n", b"\n", b"x" * 2**23 + b"\n", b""):
+        with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+            connection.connect(str(path))
+            socket.send_fds(connection, [message[:9] or b"\n"], [0, 0, 0, 0])
+            connection.sendall(message[9:])
+            connection.recv(1)
+    assert server.run("tell")[0] == 7
+    assert len(list(files.iterdir())) == open_before
+
+
+def test_a_package_that_is_installed_is_a_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.setattr(sys, "path", [str(packages)])
+    before = kept_server._marks()
+    (packages / "deepspeed").mkdir()
+    assert kept_server._marks()[str(packages)] != before[str(packages)]
+
+
+def test_without_proc_there_is_no_server_and_no_fault(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
+    def missing() -> list[object]:
+        raise FileNotFoundError("/proc/self/ns")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    assert kept_place.socket_path() is not None
+    monkeypatch.setattr(kept_place, "_environment", missing)
+    assert kept_place.socket_path() is None
+
+
+def test_a_folder_in_the_place_of_a_socket_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    own = kept_place.own_folder()
+    assert own is not None
+    (own / "folder").mkdir()
+    assert kept_place.sweep() == []
 
 
 @pytest.mark.parametrize("off", [{"AUTOFIT_SERVER": "0"}, {"AUTOFIT_SERVER": ""}])

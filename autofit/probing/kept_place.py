@@ -1,9 +1,11 @@
 """Where the kept server of imported libraries is, and whether this process may use it or leave one behind.
 
-There is one for each user, Python and environment: any variable, limit or namespace that differs makes another place,
-but for those that no library reads. The folder is the user's alone, and both ends ask the kernel who the other is.
+There is one for each user, Python and environment: any variable, limit, priority, capability or namespace that differs
+makes another place, but for variables that no library reads. The folder is the user's alone, and both ends ask the
+kernel who the other is.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ _OF_TERMINALS = {
 }  # fmt: skip
 _FAMILIES = ("SSH_", "TMUX", "VSCODE_", "TERM_", "XDG_SESSION", "GNOME_", "KITTY_", "WEZTERM_", "ITERM_", "WT_", "JPY_")
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-_NAMESPACES = ("mnt", "pid", "net", "user", "ipc")
+_OF_STATUS = ("Cap", "NoNewPrivs", "Seccomp")  # lines of /proc/self/status: what this process may do
 _MOST_OF_A_PATH = 107  # characters of a socket's path
 _PRIVATE = 0o700
 _YOUNG_S = 60.0  # a socket that is being made has another name
@@ -60,7 +62,10 @@ def socket_path() -> Path | None:
         return None
     flags = [sys.flags.optimize, sys.flags.utf8_mode, sys.flags.dev_mode]
     python = _hash([sys.prefix, sys.version, flags, str(Path(__file__).parent)])
-    path = folder / f"{python}-{_hash(_environment())}"
+    try:
+        path = folder / f"{python}-{_hash(_environment())}"
+    except OSError:  # no /proc, or a part of it
+        return None
     return path if len(str(path)) < _MOST_OF_A_PATH - len(".new") else None
 
 
@@ -106,8 +111,9 @@ def sweep() -> list[Path]:
                 connection.settimeout(2.0)
                 connection.connect(str(path))
         except ConnectionRefusedError:  # it is bound before it listens, for an instant
-            if not path.suffix or time.time() - path.lstat().st_mtime > _YOUNG_S:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder
+                if not path.suffix or time.time() - path.lstat().st_mtime > _YOUNG_S:
+                    path.unlink()
             continue
         except OSError:
             continue
@@ -126,9 +132,11 @@ def _environment() -> list[object]:
     """What a process inherits, as far as it may matter to a library or to who pays for it."""
     variables = {name: value for name, value in os.environ.items() if _matters(name)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in _LIMITS]
-    spaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in _NAMESPACES]
-    group = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    return [variables, limits, spaces, group, umask(), sorted(os.sched_getaffinity(0)), os.getgroups(), os.getgid()]
+    spaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in sorted(os.listdir("/proc/self/ns"))]
+    group, status = (Path(f"/proc/self/{name}").read_text(encoding="utf-8") for name in ("cgroup", "status"))
+    may = [line for line in status.splitlines() if line.startswith(_OF_STATUS)]
+    turn = [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), sorted(os.sched_getaffinity(0))]
+    return [variables, limits, spaces, group, may, umask(), turn, os.getgroups(), os.getgid()]
 
 
 def umask() -> int:

@@ -6,8 +6,8 @@ answered by {"ready": true}; nothing runs before the caller says "go", so a call
 itself, and never twice. After that the caller sends signals, a byte each, and the reply is {"code"} or {"signal"}.
 {"hold": true} keeps the server while the connection is open, {"ask": "status" or "stop"} is answered at once.
 
-It ends after some minutes without a request, or when a file of a module that it has imported has changed. It never
-computes, opens no database and starts no CUDA, as a fork server.
+It ends after some minutes without a request, or when a module that it has imported, or what is installed, has changed.
+It never computes, opens no database and starts no CUDA, as a fork server.
 """
 
 import atexit
@@ -42,6 +42,7 @@ _OF_COMMANDS = (
     "autofit.cluster.executor_findings", "datasets.streaming", "datasets.packaged_modules.json.json",
     "datasets.packaged_modules.cache.cache", "datasets.packaged_modules.arrow.arrow",
 )  # fmt: skip
+_OF_PACKAGES = ("site-packages", "dist-packages")
 _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH,
     signal.SIGTSTP, signal.SIGCONT,
@@ -204,9 +205,13 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
 
 
 def _marks() -> dict[str, tuple[int, int] | None]:
-    """{file: (bytes, when it was changed)} of every imported module."""
+    """{file: (bytes, when it was changed)} of every imported module, and of folders in which packages are installed.
+
+    Libraries ask once which others are there: after `pip install deepspeed` the next command must not hear "missing".
+    """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file: _mark(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
+    found = {file: _mark(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
+    return found | {folder: _mark(folder) for folder in sys.path if os.path.basename(folder) in _OF_PACKAGES}
 
 
 def _mark(file: str) -> tuple[int, int] | None:
@@ -273,7 +278,7 @@ class _Server:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             if kept_place.peer(connection)[1] == os.getuid() and self._answer(connection, listener):
                 return
         connection.close()
@@ -281,10 +286,13 @@ class _Server:
     def _answer(self, connection: socket.socket, listener: socket.socket) -> bool:
         """Whether the connection is kept open: a request is read, and answered here or by a fork."""
         connection.settimeout(_REQUEST_WITHIN_S)
-        message, descriptors = _request(connection)
+        data, descriptors = _request(connection)
         connection.settimeout(None)
         self._used = time.monotonic()
         try:
+            message = json.loads(data)
+            if not isinstance(message, dict):
+                raise ValueError("a request is an object")
             if "ask" in message:
                 self._stopping = self._stopping or message["ask"] == "stop"
                 _reply(connection, self._status())
@@ -340,13 +348,13 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """(the request, the descriptors that came with it)."""
+def _request(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """(the line of the request, the descriptors that came with it)."""
     data, descriptors, _, _ = socket.recv_fds(connection, 2**16, 4)
     while data and not data.endswith(b"\n"):
         part = connection.recv(2**16)
         data = b"" if not part or len(data) > _MOST_BYTES else data + part
-    return cast("dict[str, Any]", json.loads(data)), list(descriptors)
+    return data, list(descriptors)
 
 
 def _reply(connection: socket.socket, answer: Mapping[str, object]) -> None:
