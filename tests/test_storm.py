@@ -14,6 +14,8 @@ from storm.kills import kill_creations, kill_searches
 from storm.neighbours import NAME, meet_neighbours
 from storm.readers import READERS
 from storm.torn import tear_files
+from storm.whole import NAME as WHOLE
+from storm.whole import Ledger, attack_commands
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
@@ -67,3 +69,13 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
     found = meet_neighbours(tmp_path, meetings=1, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried[NAME] > 100
     assert not found.wrong
+
+
+@pytest.mark.slow
+def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.json")
+    for first in (0, 20):
+        assert ledger.next_of(17) == first
+        found = attack_commands(tmp_path, inputs=20, seed=17, until=time.monotonic() + 90, ledger=ledger)
+        assert found.tried[WHOLE] == 20
+        assert not found.wrong

@@ -31,6 +31,8 @@ from storm.places import NAME as PLACES  # noqa: E402
 from storm.places import call_from_places  # noqa: E402
 from storm.readers import READERS  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
+from storm.whole import NAME as WHOLE  # noqa: E402
+from storm.whole import Ledger, attack_commands  # noqa: E402
 
 KILLS = {
     "kills of creations": kill_creations, "kills of searches": kill_searches, "kills of mirrors": kill_mirrors,
@@ -45,6 +47,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="kills, as many of each kind")
     parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
     parser.add_argument("--calls", type=int, default=200, help="commands from other folders, as other users; by root")
+    parser.add_argument("--commands", type=int, default=200, help="whole commands with hostile options and files")
+    parser.add_argument(
+        "--ledger", type=Path, help="file with the number of commands tried by seed; goes on from there"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -61,6 +67,12 @@ def main() -> int:
             "torn files": partial(tear_files, files=options.torn - options.torn // 5, dice=dice),
             "torn checkpoints": partial(tear_checkpoints, files=options.torn // 5, dice=dice),
             **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
+            WHOLE: partial(
+                attack_commands,
+                inputs=options.commands,
+                seed=options.seed,
+                ledger=None if options.ledger is None else Ledger(options.ledger.resolve()),
+            ),
             PLACES: partial(call_from_places, calls=options.calls if os.geteuid() == 0 else 0, dice=dice),
             NAME: partial(meet_neighbours, meetings=options.meetings if os.geteuid() == 0 else 0, dice=dice),
         }

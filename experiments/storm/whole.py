@@ -1,0 +1,278 @@
+"""Whole commands with hostile options and files, each forked by one warm server, as an interrupted shell's are too.
+
+Input N of a seed is always the same, so a storm goes on where the last one ended: `Ledger` keeps the counts.
+A server that leaks, hangs or dies under them is one of the things that are looked for.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+import yaml
+from search_driver import main as drive
+
+from autofit.cli import main
+from autofit.commands.arguments import parser
+from autofit.files import read_json, write_json
+from storm.inputs import Found
+from storm.odd_files import ODD_WORDS as ODD
+from storm.odd_files import SECRET, write_files
+
+NAME = "whole commands"
+_SERVES = ("ui", "web")  # until they are interrupted
+_NOT = ("server",)  # `server stop` would end the one that runs the inputs
+_WRITES = ("--out", "--plot")  # named inside the input's folder: the storm may run as root
+_ALWAYS = {"search": ["--trials", "1", "--no-confirm", "--no-advice", "--no-mlflow"], "run": ["--plan"], 
+           "promote": ["--write-only"],           "check": ["--advice-time", "0s"], "estimate": ["--no-advice"],
+           "monitor": ["--once"], "advise": ["--cards", "t4,h100", "--counts", "1"]}  # fmt: skip
+_RECIPES = ("check", "estimate", "doctor", "search", "explain", "run")
+_OF_STUDIES = ("verify", "report", "studies", "promote", "monitor", "jobs", "ui", "sync")
+_SLOW = ("sync", "ui", "advise")  # seconds each: a tenth as often
+_SIMULATED = ("check", "estimate", "search", "doctor")
+_USED = {"run": "pipeline.yaml", "--accelerate_config": "accelerate.yaml", "--prices": "prices.yaml",
+         "--space": "space.yaml", "--guards": "guards.yaml", "--trainer": "trainer.py:TRAINER",
+         "--storage": "file:storage", "--dir": "studies"}  # fmt: skip
+_SET = ("lora_r", "env.A", "launch.ranks", "max_steps", "deepspeed", "x.y", "model_name_or_path")
+_SECONDS, _INTERRUPTED_AFTER_S = 90.0, 2.5
+_WARM_S = 300.0
+_LONGEST_LINE = 1000
+
+
+@dataclass(slots=True)
+class Ledger:
+    """How many inputs of each seed were tried, in a file that the next storm reads."""
+
+    path: Path
+
+    def next_of(self, seed: int) -> int:
+        return int(str((read_json(self.path) or {}).get(str(seed), 0)))
+
+    def keep(self, seed: int, count: int) -> None:
+        write_json(self.path, (read_json(self.path) or {}) | {str(seed): count})
+
+
+def attack_commands(folder: Path, *, inputs: int, seed: int, until: float, ledger: Ledger | None = None) -> Found:
+    """`inputs` whole commands, from where `ledger` says the last storm of `seed` ended."""
+    found = Found()
+    first = ledger.next_of(seed) if ledger is not None else 0
+    template = _template(folder)
+    with _warm(folder) as server:
+        for number in range(first, first + inputs):
+            if time.monotonic() > until:
+                break
+            _try(server, template, folder / "input", seed, number, found)
+            if ledger is not None and (number % 20 == 19 or number == first + inputs - 1):
+                ledger.keep(seed, number + 1)
+    return found
+
+
+def arguments(dice: random.Random) -> list[str]:
+    """The words of a command: those of its own options and files, and hostile ones."""
+    commands = _parsers()
+    name = dice.choice([*(name for name in commands if name not in _SLOW or dice.random() < 0.1), *_RECIPES])
+    words = [name]
+    for action in commands[name]._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        if not action.option_strings:
+            words += [_positional(name, action, dice)] if action.nargs != "?" or dice.random() < 0.8 else []
+        elif dice.random() < _chance(name, action.option_strings[0]):
+            words += _option(action, dice)
+    if dice.random() < 0.03:
+        words.insert(dice.randint(0, len(words)), dice.choice(ODD))
+    given = {word.partition("=")[0] for word in words}
+    more = _ALWAYS.get(name, [])
+    return [*words, *([] if given & {word for word in more if word.startswith("--")} else more)]
+
+
+def _chance(command: str, option: str) -> float:
+    """How often an option is given: without its card or its studies a command ends at once."""
+    if (option == "--gpu" and command in _SIMULATED) or (option == "--dir" and command in _OF_STUDIES):
+        return 0.85
+    return 0.05
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    group = next(one for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
+    return {name: one for name, one in group.choices.items() if name not in _NOT}
+
+
+def _positional(command: str, action: argparse.Action, dice: random.Random) -> str:
+    if dice.random() < 0.05:
+        return dice.choice(ODD)
+    if action.choices is not None:
+        return str(dice.choice(list(action.choices)))
+    if command == "run":
+        return "pipeline.yaml"
+    if command == "explain":
+        return dice.choice(["foreign.yaml", "foreign.sh", "foreign.yaml", "run.yaml"])
+    if command in (*_RECIPES, "advise"):
+        return dice.choice(["run.yaml", "run.yaml", "run.yaml", "foreign.yaml", "foreign.sh", "config.json"])
+    return dice.choice(["best", "0", "1", "baseline", "-1", "x"])
+
+
+def _option(action: argparse.Action, dice: random.Random) -> list[str]:
+    name = action.option_strings[0]
+    if action.nargs == 0:
+        return [name]
+    if name in _WRITES:
+        return [name, dice.choice(["out.x", "no/such/out", "data", "/dev/full", ""])]
+    if name == "--gpu" and dice.random() < 0.8:
+        return [name, dice.choice(["a100-40gb", "rtx4090", "2xh100", "t4"])]
+    if dice.random() < 0.2 and name != "--dir":
+        return [name, dice.choice(ODD)]
+    if action.choices is not None:
+        return [name, str(dice.choice(list(action.choices)))]
+    if name == "--set":
+        return [name, f"{dice.choice(_SET)}={dice.choice(ODD)}"]
+    if name in _USED:
+        return [name, _USED[name]]
+    if action.type is int and dice.random() < 0.9:
+        return [name, dice.choice(["1", "2", "3", "8", "0", "-1", "1000000000", "9" * 30])]
+    return [name, dice.choice(["1", "2", "8", "40GB", "10m", "a100-40gb", "rtx4090", "2xh100", "1,2", "5s", "0.1"])]
+
+
+# -- one input --------------------------------------------------------------------------------------------------------
+
+
+def _try(server: Path, template: Path, home: Path, seed: int, number: int, found: Found) -> None:
+    dice = random.Random(f"{seed}:{number}")
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.copytree(template, home, symlinks=True)
+    changed = write_files(home, dice)
+    words = arguments(dice)
+    interrupted_s = dice.uniform(0, _INTERRUPTED_AFTER_S) if words[0] in _SERVES or dice.random() < 0.1 else None
+    began = time.monotonic()
+    code, said = _called(server, words, home, interrupted_s)
+    found.tried[NAME] += 1
+    found.refused += code == 2
+    found.slowest_s = max(found.slowest_s, time.monotonic() - began)
+    for what in _wrong(code, said, home, interrupted=interrupted_s is not None):
+        found.add_wrong(f"{words[0] if words else ''}: {what}", (seed, number, words, changed, said[-1500:]))
+
+
+def _called(server: Path, words: Sequence[str], home: Path, interrupted_s: float | None) -> tuple[int, str]:
+    """(exit code, output) of a command that the server runs in `home`; -1 where it did not end, -2 without an end."""
+    environment = os.environ | {"AUTOFIT_CACHE": str(home.parent / "cache"), "HOME": str(home), "COLUMNS": "100"}
+    request = {"command": list(words), "env": environment, "ignored": []}
+    with tempfile.TemporaryFile() as told, socket.socket(socket.AF_UNIX) as connection:
+        at, nothing = os.open(home, os.O_PATH), os.open(os.devnull, os.O_RDONLY)
+        try:
+            connection.settimeout(_SECONDS)
+            connection.connect(str(server))
+            data = json.dumps(request).encode("utf-8", "surrogatepass") + b"\n"
+            sent = socket.send_fds(connection, [data], [nothing, told.fileno(), told.fileno(), at])
+            connection.sendall(data[sent:])
+            if b"ready" not in connection.recv(64):
+                return -2, "the server did not take it"
+            connection.sendall(b"go\n")
+            answer = _answer(connection, interrupted_s)
+        except TimeoutError:
+            answer = {"code": -1}
+        except OSError as error:
+            return -2, str(error)
+        finally:
+            os.close(at)
+            os.close(nothing)
+        told.seek(0)
+        said = told.read().decode(errors="replace")
+    return int(answer.get("code", -int(answer.get("signal", 2)))), said
+
+
+def _answer(connection: socket.socket, interrupted_s: float | None) -> dict[str, Any]:
+    if interrupted_s is not None:
+        connection.settimeout(interrupted_s)
+        try:
+            return _read(connection)
+        except TimeoutError:
+            connection.sendall(bytes([signal.SIGINT]))
+            connection.settimeout(_SECONDS)
+    return _read(connection)
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    found = connection.recv(4096)
+    return dict(json.loads(found)) if found else {}
+
+
+def _wrong(code: int, said: str, home: Path, *, interrupted: bool) -> list[str]:
+    """What must not be, of how the command ended."""
+    errors = [line for line in said.splitlines() if line.startswith("autofit: ")]
+    usage = any(line.startswith("autofit") and ": error: " in line for line in said.splitlines())
+    checks = {
+        "it did not end": code == -1,
+        "no answer": code == -2,
+        "a traceback": "Traceback (most recent" in said,
+        f"exit code {code}": code not in (0, 1, 2, -1, -2) and not (interrupted and code in (130, -2)),
+        "an error that is not one line": code == 2 and len(errors) != 1 and not usage,
+        "an error longer than a paragraph": any(len(line) > _LONGEST_LINE for line in errors),
+        "characters that move the cursor": any(ord(letter) < 32 and letter not in "\n\t\r" for letter in said),
+        "a secret of the recipe": SECRET in said,
+        "a secret in a file": any(_has_secret(path) for path in home.rglob("*")),
+    }
+    return [what for what, wrong in checks.items() if wrong]
+
+
+def _has_secret(path: Path) -> bool:
+    """Whether a file that autofit wrote has the secret; the inputs' own files, and a tuned YAML (0600), may."""
+    own = path.suffix in (".yaml", ".sh") or path.is_symlink() or not path.is_file() or "cache" in path.parts
+    return not own and SECRET.encode() in path.read_bytes()
+
+
+# -- the server and the files -----------------------------------------------------------------------------------------
+
+
+def _template(folder: Path) -> Path:
+    """A folder with a small study, a model and its data; recipes are written for each input."""
+    template = folder / "template"
+    if not template.exists():
+        template.mkdir(parents=True)
+        drive(template / "studies", 2, 0)
+        main(["sync", "--dir", str(template / "studies")])  # to make its tables takes MLflow ten seconds
+        tiny.write_recipe(template, tiny.write_model(template / "model"))
+        values = yaml.safe_load((template / "run.yaml").read_text())
+        values |= {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
+        (template / "run.yaml").write_text(yaml.safe_dump(values))
+    return template
+
+
+@contextmanager
+def _warm(folder: Path) -> Iterator[Path]:
+    """The socket of a kept server of this storm's own."""
+    own = Path(tempfile.mkdtemp(prefix="w-", dir="/tmp"))  # a socket's path has at most 107 characters
+    os.environ |= {"TMPDIR": str(own), "AUTOFIT_SERVER": "1"}
+    tempfile.tempdir = str(own)
+    path = own / "kept"
+    (own / "first").mkdir()  # the server deletes it when it goes over to `path`
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "autofit.probing.fork_server", str(own / "first" / "warm"), f"stays={path}"],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd=own,
+        )  # fmt: skip
+    try:
+        assert server.stdin is not None
+        server.stdin.close()
+        deadline = time.monotonic() + _WARM_S
+        while not path.exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError((folder / "server.log").read_text())
+            time.sleep(0.1)
+        yield path
+    finally:
+        server.kill()
+        server.wait()
+        shutil.rmtree(own, ignore_errors=True)
