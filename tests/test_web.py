@@ -17,7 +17,7 @@ import pytest
 
 from autofit.cli import main
 from autofit.commands.arguments import parser
-from autofit.commands.web import _check
+from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.recipe.yaml_file import parse_yaml
 from autofit.web.allowed import allowed
@@ -352,6 +352,13 @@ def test_a_yaml_that_would_blow_up_is_refused_without_its_place(text: str, tmp_p
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_answers_to_the_address_that_it_prints() -> None:
+    for host, asked in (("127.0.0.2", "127.0.0.2:7860"), ("::1", "[::1]:7860"), ("localhost", "localhost")):
+        access = _access(parser().parse_args(["web", "--host", host]))
+        assert access.refusal(asked, None) is None
+        assert access.refusal("evil.example:7860", None) is not None
 
 
 def test_another_address_than_this_machines_needs_the_flag_of_strangers() -> None:

@@ -68,7 +68,7 @@ def _access(options: argparse.Namespace) -> "Access":
 
     if options.public:
         return Access(hosts=frozenset(), framed_by="*", behind_proxy=options.behind_proxy)
-    return Access(hosts=frozenset({"localhost", "127.0.0.1", "[::1]"}))
+    return Access(hosts=frozenset({"localhost", "127.0.0.1", "[::1]", _shown(options.host)}))
 
 
 def _shown(host: str) -> str:
