@@ -103,9 +103,10 @@ def write_files(home: Path, dice: random.Random) -> str:
     if dice.random() < 0.05:
         name = dice.choice(["run.yaml", "pipeline.yaml", "studies/studies.db", "data/train.jsonl", "ds.json"])
         (home / name).unlink()
-        dice.choice(
-            [(home / name).mkdir, lambda: os.mkfifo(home / name), lambda: (home / name).symlink_to("/dev/zero")]
-        )()
+        kinds: list[Callable[[], None]] = [
+            (home / name).mkdir, lambda: os.mkfifo(home / name), lambda: (home / name).symlink_to("/dev/zero"),
+        ]  # fmt: skip
+        dice.choice(kinds)()
         odd.add(f"{name} (not a file)")
     return ", ".join(sorted(odd))
 
