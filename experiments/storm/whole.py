@@ -47,6 +47,8 @@ _USED = {"run": "pipeline.yaml", "--accelerate_config": "accelerate.yaml", "--pr
          "--space": "space.yaml", "--guards": "guards.yaml", "--trainer": "trainer.py:TRAINER",
          "--storage": "file:storage", "--dir": "studies"}  # fmt: skip
 _SET = ("lora_r", "env.A", "launch.ranks", "max_steps", "deepspeed", "x.y", "model_name_or_path")
+_WORKS = ("search", "check", "estimate", "advise", "run", "verify")  # a whole one may take minutes: it is interrupted
+_LONGEST_S = {True: 30.0, False: 90.0}
 _SECONDS, _INTERRUPTED_AFTER_S = 90.0, 2.5
 _WARM_S = 300.0
 _LONGEST_LINE = 1000
@@ -161,7 +163,8 @@ def _try(server: Path, template: Path, home: Path, seed: int, number: int, found
     found.tried[NAME] += 1
     found.refused += code == 2
     found.slowest_s = max(found.slowest_s, time.monotonic() - began)
-    for what in _wrong(code, said, home, interrupted=interrupted_s is not None):
+    interrupted = interrupted_s is not None or words[0] in _WORKS
+    for what in _wrong(code, said, home, interrupted=interrupted):
         found.add_wrong(f"{words[0] if words else ''}: {what}", (seed, number, words, changed, said[-1500:]))
 
 
@@ -180,7 +183,7 @@ def _called(server: Path, words: Sequence[str], home: Path, interrupted_s: float
             if b"ready" not in connection.recv(64):
                 return -2, "the server did not take it"
             connection.sendall(b"go\n")
-            answer = _answer(connection, interrupted_s)
+            answer = _answer(connection, _LONGEST_S[words[0] in _WORKS] if interrupted_s is None else interrupted_s)
         except TimeoutError:
             answer = {"code": -1}
         except OSError as error:
@@ -193,14 +196,13 @@ def _called(server: Path, words: Sequence[str], home: Path, interrupted_s: float
     return int(answer.get("code", -int(answer.get("signal", 2)))), said
 
 
-def _answer(connection: socket.socket, interrupted_s: float | None) -> dict[str, Any]:
-    if interrupted_s is not None:
-        connection.settimeout(interrupted_s)
-        try:
-            return _read(connection)
-        except TimeoutError:
-            connection.sendall(bytes([signal.SIGINT]))
-            connection.settimeout(_SECONDS)
+def _answer(connection: socket.socket, interrupted_s: float) -> dict[str, Any]:
+    connection.settimeout(interrupted_s)
+    try:
+        return _read(connection)
+    except TimeoutError:
+        connection.sendall(bytes([signal.SIGINT]))
+        connection.settimeout(_SECONDS)
     return _read(connection)
 
 
