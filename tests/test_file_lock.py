@@ -79,3 +79,14 @@ def test_what_is_no_file_in_the_place_of_a_lock_is_told_or_used_and_not_waited_f
         exclusive(tmp_path, "law"),
     ):
         pass
+
+
+def test_a_folder_of_locks_is_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "made before").mkdir(mode=0o777)
+    before = os.umask(0o002)
+    try:
+        for name in ("new", "made before"):
+            with exclusive(tmp_path / name, "x"):
+                assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)

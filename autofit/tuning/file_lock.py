@@ -11,6 +11,7 @@ from typing import TextIO
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import cannot_write
+from autofit.owners import private_folder
 
 _MOUNTS = Path("/proc/self/mounts")
 _OF_A_NETWORK = (
@@ -29,7 +30,7 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
     """
     path = folder / f"{name}.lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)  # under umask 002 a group that is shown the studies could take or replace locks
         file = _opened(path)
     except OSError as error:
         raise EnvironmentFault(cannot_write(path, error)) from error
