@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,17 @@ from storm.inputs import Found
 NAME = "places and users"
 _GROUP, _OTHERS = 34600, 34601
 _USERS = {"owner": (34568, _GROUP), "member": (34569, _GROUP), "stranger": (34570, _OTHERS), "root": (0, 0)}
-_COMMANDS = (("studies",), ("report", "--json"), ("monitor", "--once"), ("jobs",), ("promote", "99"), ("sync",))
+_COMMANDS = (
+    ("studies",), ("report", "--json"), ("monitor", "--once"), ("jobs",), ("promote", "99"), ("sync",),
+    ("verify", "99"), ("ui", "--port", "70000"), ("init", "grpo"), ("explain", "gone.yaml"), ("completion", "bash"),
+    ("server", "status"), ("search", "gone.yaml", "--gpu", "t4"), ("run", "gone.yaml", "--plan"),
+    ("check", "gone.yaml", "--gpu", "t4"), ("estimate", "gone.yaml", "--gpu", "t4"), ("advise", "gone.yaml"),
+    ("doctor", "gone.yaml"), ("web", "--port", "70000"),
+)  # fmt: skip
+_OF_STUDIES = ("studies", "report", "monitor", "jobs", "promote", "sync", "verify", "ui")  # commands that need a study
 _READ = ("studies", "report", "monitor", "jobs")  # of them those that write nothing
 _AT = ("project", "above", "elsewhere")  # the working directory
-_STATES = ("as made", "moved", "copied", "shown to all", "group writes", "planted storage")
+_STATES = ("as made", "moved", "copied", "shown to all", "group writes", "planted storage", "read-only parent", "clone")
 _END_S = 60.0
 
 
@@ -44,7 +51,7 @@ class Case:
 
     @property
     def may_enter(self) -> bool:
-        return self.who in ("owner", "root") or self.state == "shown to all" or self.state == "group writes"
+        return self.who in ("owner", "root") or self.state in ("shown to all", "group writes", "clone")
 
 
 def cases() -> list[Case]:
@@ -85,7 +92,8 @@ def _load_all(folder: Path, without: tuple[str, ...]) -> None:
     shutil.copytree(folder / "study", folder / "warm")
     for command in _COMMANDS:
         if command[0] not in without:
-            main([*command, "--dir", str(folder / "warm")])
+            with chdir(folder / "warm"):
+                main([*command, "--dir", str(folder / "warm")])
 
 
 def _turns(every: list[Case]) -> dict[Case, int]:
@@ -121,8 +129,11 @@ def _project(study: Path, case: Case) -> Iterator[tuple[Path, Path]]:
         if case.state == "planted storage":
             os.chown(studies / "storage.json", *_USERS["member"])
             (studies / "storage.json").chmod(0o664)
-        project.chmod(0o2775)
-        studies.chmod({"shown to all": 0o755, "group writes": 0o2777}.get(case.state, 0o700))
+        project.chmod(0o555 if case.state == "read-only parent" else 0o2775)
+        studies.chmod({"shown to all": 0o755, "group writes": 0o2777, "clone": 0o755}.get(case.state, 0o700))
+        if case.state == "clone":  # whoever calls has made it from somebody's folder
+            for path in (studies, *studies.rglob("*")):
+                os.chown(path, *_USERS[case.who])
         if case.state in ("shown to all", "group writes"):
             (studies / "studies.db").chmod(0o644)
         yield home, studies
@@ -182,16 +193,23 @@ def _wrong(case: Case, code: int, said: str, before: set[str], after: set[str]) 
     errors = [line for line in said.splitlines() if line.startswith("autofit: ")]
     verb = case.command[0]
     refuses = verb == "promote" and case.who != "root" and (case.state == "group writes" or case.who != "owner")
-    not_followed = case.state == "planted storage" and case.who in ("owner", "root") and verb not in ("monitor", "jobs")
+    of_studies, new = (
+        verb in _OF_STUDIES,
+        {path for path in after - before if verb != "init" or "grpo.yaml" not in path},
+    )
+    not_followed = (
+        case.state == "planted storage" and case.who in ("owner", "root")
+        and of_studies and verb not in ("monitor", "jobs", "ui")
+    )  # fmt: skip
     reads = verb in _READ and case.may_enter and not not_followed
     checks = {
         "it did not end": code == -1,
         "a traceback": "Traceback" in said,
         f"exit code {code}": code not in (0, 1, 2, -1),
         "an error that is not one line": (code == 2) != (len(errors) == 1),
-        "a file beside the studies": before != after,
+        "a file beside the studies": bool(new or before - after),
         "a user who may read it was refused": reads and code != 0,
-        "a user who may not enter it got an answer": not case.may_enter and code != 2,
+        "a user who may not enter it got an answer": of_studies and not case.may_enter and code != 2,
         "code of others could have run": refuses and code != 2,
         "a planted storage.json was followed": not_followed and "is not followed" not in said,
     }
