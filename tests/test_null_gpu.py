@@ -88,6 +88,17 @@ def slots_of(count: int) -> tuple[str, ...]:
     return tuple(f"cuda-{line.split(';')[2]}" for line in h100s(count))
 
 
+def printed(null_gpu: NullGpu, code: str) -> tuple[int, str]:
+    """(the process, what it printed) of Python that runs `code` on the null GPU to its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return process.pid, out
+
+
 def test_torch_runs_on_the_null_gpu_and_its_bytes_are_told_by_the_driver(null_gpu: NullGpu) -> None:
     null_gpu.has(h100s(2))
     code = (
@@ -101,14 +112,9 @@ def test_torch_runs_on_the_null_gpu_and_its_bytes_are_told_by_the_driver(null_gp
         "    [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card)]]), flush=True)\n"
         "os._exit(0)\n"  # else a thread of torch that still starts may meet the end of the interpreter
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
+    pid, out = printed(null_gpu, code)
     count, oom, reserved, used, pids = json.loads(out.splitlines()[-1])
-    assert (count, oom, pids) == (2, True, [process.pid])
+    assert (count, oom, pids) == (2, True, [pid])
     assert used == reserved + (500 + 4) * MIB  # the context, and what others hold
 
 
@@ -120,10 +126,7 @@ def test_a_measured_probe_starts_with_an_empty_allocator_as_a_run_does(null_gpu:
         "with memory_of('cuda', None): print(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), flush=True)\n"
         "os._exit(0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **null_gpu.env()}, capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout.split() == ["0", "0"], done.stdout + done.stderr
+    assert printed(null_gpu, code)[1].split() == ["0", "0"]
 
 
 def test_a_sample_of_operators_takes_the_bytes_of_torchs_own_dispatch(null_gpu: NullGpu) -> None:

@@ -5,13 +5,15 @@ the environment or on another command is not certain: it holds UNSURE.
 """
 
 import ast
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autofit.errors import ConfigError
-from autofit.recipe.yaml_file import MOST_BYTES
+from autofit.errors import ConfigError, quoted
+from autofit.frontends.sharing import near
+from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml, read_yaml_mapping
 
 UNSURE = "\0"  # in a word whose value is only known where the script runs
 _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
@@ -99,6 +101,47 @@ def _assigned(before: str | None, value: str, *, more: bool, sure: bool, likely:
     elements = value.removeprefix(_ARRAY).split(_BETWEEN)
     doubted = [f"{name}={UNSURE}" if mark else UNSURE for name, mark, _ in (e.partition("=") for e in elements)]
     return _ARRAY + _BETWEEN.join(filter(None, [(before or "").removeprefix(_ARRAY), *doubted]))
+
+
+def arguments(words: Sequence[str], folder: Path, *, tool: str) -> dict[str, object]:
+    """{name: value} of a tool's arguments, as argparse takes them; a YAML or JSON may stand for the first ones."""
+    found: dict[str, object] = {}
+    rest = list(words)
+    if rest and rest[0].endswith((".yaml", ".yml", ".json")):
+        found |= read_yaml_mapping(near(rest.pop(0), folder), what=f"config of {tool}")
+    name: str | None = None
+    listed: dict[str, list[str]] = {}
+    for word in rest:
+        if word.startswith("--") and len(word) > 2:
+            name, mark, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            listed[name] = [value] if mark else []
+        elif name is None:
+            raise ConfigError(f"arguments must begin with --name; got {quoted(word)}")
+        else:
+            listed[name].append(word)
+    for key, values in listed.items():
+        plain = [_plain(value) for value in values]
+        found[key] = True if not plain else plain[0] if len(plain) == 1 else plain
+    return found
+
+
+def _plain(word: str) -> object:
+    """The value of a word: a number, true or false, JSON, or text."""
+    if UNSURE in word:
+        return UNSURE
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if word[:1] in "{[":
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+    try:
+        value = parse_yaml(word) if word[:1].isdigit() or word[:1] in "-+." else word
+    except ConfigError:
+        return word
+    return value if isinstance(value, int | float) else word
 
 
 class _Scanner:

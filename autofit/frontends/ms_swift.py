@@ -4,20 +4,18 @@ Read at 3602360a: swift/arguments (defaults, rules), swift/trainers/arguments.py
 started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers. No torch here.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError
 from autofit.frontends import sharing, transformers_keys
-from autofit.frontends.command import UNSURE, Command, commands
+from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.draft import Draft, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
 from autofit.frontends.tools import MS_SWIFT
-from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -69,7 +67,7 @@ def training(text: str, *, folder: Path) -> Training:
     if not found:
         raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
     command, kind, words = found[0]
-    values, environment = arguments(words, folder), dict(command.variables)
+    values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
     environment |= {str(key): str(value) for key, value in _env(values).items()}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
     return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment), notes=notes)
@@ -137,47 +135,6 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if word.startswith("--"):
             name, mark, value = word.removeprefix("--").partition("=")
             yield name.replace("-", "_"), value if mark else following
-
-
-def arguments(words: Sequence[str], folder: Path) -> dict[str, object]:
-    """{name: value} of arguments, as ms-swift's parser takes them; a YAML or JSON may stand for the first ones."""
-    found: dict[str, object] = {}
-    rest = list(words)
-    if rest and rest[0].endswith((".yaml", ".yml", ".json")):
-        found |= read_yaml_mapping(sharing.near(rest.pop(0), folder), what="config of ms-swift")
-    name: str | None = None
-    listed: dict[str, list[str]] = {}
-    for word in rest:
-        if word.startswith("--") and len(word) > 2:
-            name, mark, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            listed[name] = [value] if mark else []
-        elif name is None:
-            raise ConfigError(f"arguments must begin with --name; got {quoted(word)}")
-        else:
-            listed[name].append(word)
-    for key, values in listed.items():
-        plain = [_plain(value) for value in values]
-        found[key] = True if not plain else plain[0] if len(plain) == 1 else plain
-    return found
-
-
-def _plain(word: str) -> object:
-    """The value of a word: a number, true or false, JSON, or text."""
-    if UNSURE in word:
-        return UNSURE
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    if word[:1] in "{[":
-        try:
-            return json.loads(word)
-        except ValueError:
-            return word
-    try:
-        value = parse_yaml(word) if word[:1].isdigit() or word[:1] in "-+." else word
-    except ConfigError:
-        return word
-    return value if isinstance(value, int | float) else word
 
 
 def _env(values: dict[str, object]) -> Mapping[str, object]:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.command import UNSURE, Command, commands
+from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.ms_swift import arguments
 from autofit.frontends.sharing import near
 from autofit.recipe.launching import is_launch_key
 from autofit.recipe.trainer_keys import OF_TRL
@@ -74,7 +73,7 @@ def training(text: str, *, folder: Path) -> Training:
     if "_vlm" in script:
         raise ConfigError(f"{script} trains on images, and only training on text is read")
     notes = [f"the script starts {len(found)} trainings; the first is read"] if len(found) > 1 else []
-    given = arguments(command.words[place + 1 :], folder)
+    given = arguments(command.words[place + 1 :], folder, tool=TOOL)
     if (config := given.pop("config", None)) is not None:
         path = near(_certain("config", config), folder)
         given = {**read_yaml_mapping(path, what="config of TRL"), **given}

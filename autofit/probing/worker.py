@@ -47,7 +47,7 @@ def run(request_path: str) -> int:
     recorder: list[Recorder] = []
     try:
         request.pid_path.write_text(str(os.getpid()), encoding="ascii")
-        with _rank_of(request), memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
+        with rank_of(request), memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
             recorder.append(Recorder(memory, request.phase_path))
             result = _probe_of_ranks(request, memory, recorder[0])
     except Exception as error:
@@ -65,7 +65,7 @@ def run(request_path: str) -> int:
     return 0 if request.rank is None or result.step_s else 1
 
 
-def _rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
+def rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
     """Context in which this process is the rank of `request`, if it is one of several."""
     if request.rank is None:
         return nullcontext()

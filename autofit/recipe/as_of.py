@@ -121,9 +121,7 @@ def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterato
         yield Difference(text="attention was eager (transformers before 4.36) and held the scores of every two tokens")
 
 
-def _logits(
-    recipe: Recipe, name: str, trl: Version, transformers: Version, *, upcast: bool
-) -> Difference | None:  # fmt: skip
+def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, upcast: bool) -> Difference | None:
     """The logits that were held whole, with what the loss made of them."""
     fused = _FUSED.get(name)
     if fused is None or trl >= fused or is_on(recipe.resolved.get("use_liger_kernel")):

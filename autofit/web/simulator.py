@@ -45,8 +45,8 @@ class Simulator:
 
     def close(self) -> None:
         """End all answers and the server, and delete what they wrote."""
-        for folder in self.home.glob("answer-*"):
-            _cancel(folder)
+        for calling in list(self._calls):
+            calling.cancel()
         for calling in list(self._calls):
             calling.ended.wait(_END_S)
         self._server.close()
@@ -81,7 +81,7 @@ class Simulator:
         try:
             yield from _lines(folder / TOLD, calling)
         finally:
-            _cancel(folder)
+            calling.cancel()
             calling.ended.wait(_END_S)
             self._calls.discard(calling)
             _delete(folder)
@@ -119,12 +119,6 @@ class Simulator:
         return WarmServer(self._scratch.path, memory_bytes=self._limits.memory_bytes)
 
 
-def _cancel(folder: Path) -> None:
-    """End the answer whose folder it is, unless that is gone."""
-    with contextlib.suppress(OSError):
-        (folder / "cancel").touch()
-
-
 def _delete(folder: Path) -> None:
     """Delete the folder of an answer; and again, as simulations that are being ended may make it anew for a moment."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -141,6 +135,11 @@ class _Call(threading.Thread):
         super().__init__(daemon=True)
         self._simulator, self._message = simulator, message
         self.ended, self.problem = threading.Event(), ""
+
+    def cancel(self) -> None:
+        """Ask the server to end it; `ended` is set once it has."""
+        with contextlib.suppress(OSError):  # the answer's folder is gone
+            Path(str(self._message["cancel"])).touch()
 
     def run(self) -> None:
         try:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from experiments.acceptance import page
@@ -71,7 +72,7 @@ def made_again(part: Part, head: str) -> str:
     runs[part.name] = {
         "commit": head, "date": datetime.date.today().isoformat(), "wall_s": round(time.monotonic() - began, 1),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "figures": page.as_json(part.figures()), "before": before,
+        "figures": [asdict(figure) for figure in part.figures()], "before": before,
     }  # fmt: skip
     page.MADE.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     return f"done in {time.monotonic() - began:.0f} s"

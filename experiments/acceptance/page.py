@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,6 @@ def kept(part: Part, runs: Mapping[str, Any]) -> list[Figure]:
     if part.name in runs:
         return [Figure(**one) for one in runs[part.name]["figures"]]
     return part.figures() if (ROOT / "experiments" / part.results).exists() else []
-
-
-def as_json(figures: list[Figure]) -> list[dict[str, object]]:
-    """The figures for made.json."""
-    return [asdict(figure) for figure in figures]
 
 
 def page(runs: Mapping[str, Any]) -> str:

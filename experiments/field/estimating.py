@@ -10,6 +10,7 @@ from typing import cast
 
 import autofit
 from autofit.files import write_json
+from autofit.forecast.advice_text import then_lines
 from experiments.field.threads import Thread, read_threads
 
 REWARD = {"reward_funcs": ["think_format_reward"]}  # TRL's own; where a thread has others, they need no memory either
@@ -29,14 +30,11 @@ def answer(thread: Thread, *, advice: bool) -> dict[str, object]:
         on_event=lambda event: notes.append(event.text),
     )  # fmt: skip
     said = json.loads(json.dumps(estimate.to_dict()))
+    older = then_lines(estimate.then, estimate.result, estimate.capacity_bytes)
     own = {key: estimate.recipe.resolved.get(key) for fix in thread.accepted for key in fix}
     return {
         **{key: said[key] for key in KEPT},
-        **(
-            {}
-            if estimate.then is None
-            else {"as_of": next(str(p) for p in estimate.parts() if str(p).startswith("with "))}
-        ),
+        **({"as_of": older[0]} if older else {}),
         "own": own,
         **({"advice": pieces(said, slow="rollout_share_above" in thread.symptom)} if advice else {}),
         "notes": notes[1:],  # the first names the model and the card

@@ -2,7 +2,6 @@
 
 import os
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from autofit.probing.oom import is_oom
 from autofit.probing.phases import Recorder
 from autofit.probing.result import ProbeRequest
 from autofit.probing.steps import StepClock
-from autofit.recipe.launch import Launch, split
+from autofit.probing.worker import rank_of
+from autofit.recipe.launch import split
 from gpu.folder import Row
 from gpu.readings import reading
 
@@ -30,7 +30,7 @@ def run(request_path: str) -> int:
     row: Row = {"status": "failed", "limit_bytes": request.limit_bytes}
     recorders: list[Recorder] = []
     try:
-        with _rank_of(request), memory_of(request.device, request.limit_bytes) as memory:
+        with rank_of(request), memory_of(request.device, request.limit_bytes) as memory:
             recorders.append(Recorder(memory, request.phase_path))
             row |= _trained(request, memory, recorders[0], row)
     except Exception as error:
@@ -49,15 +49,6 @@ def run(request_path: str) -> int:
         row["status"] = "fit" if used <= request.limit_bytes else "oom"
     write_json(request.answer_path, {"reason": "", **row})
     return 0
-
-
-def _rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
-    if request.rank is None:
-        return nullcontext()
-    from autofit.plugin.ranks import as_rank
-
-    assert request.port is not None
-    return as_rank(Launch.of(request.values), rank=request.rank, port=request.port, device=request.device)
 
 
 def _trained(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row) -> Row:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols
+from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols, phase_of
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
 from autofit.fakegpu.traffic import Times
@@ -80,9 +80,7 @@ class KernelKinds:
         return {kind: self.count_per_segment(kind) for kind in self.counts}
 
     def count_per_segment(self, kind: Kind) -> float:
-        return self.counts.get(kind, 0) / max(
-            1, self.repeats.get(self.segment(kind).removesuffix(COPIES).removesuffix(COLLECTIVES), 1)
-        )
+        return self.counts.get(kind, 0) / max(1, self.repeats.get(phase_of(self.segment(kind)), 1))
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
         launches, views, backward = self.host_counts.get(segment, HostCounts())

@@ -14,12 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 _MULTIPLES = (8, 16, 32, 64, 128)  # to which kernels and chunked layers round a length
-COLLECTIVES = "|collectives"  # likewise, of collectives
-COPIES = "|copies"  # ends the name of a segment of kernels: copies that overlap with the others of their phase
+# Ends of the name of a segment of kernels: copies or collectives that overlap with the others of their phase.
+COPIES, COLLECTIVES = "|copies", "|collectives"
 Shape = tuple[int, ...]
 Exponents = tuple[int, ...]
 Polynomial = dict[Exponents, float]
 Values = npt.NDArray[np.float64]
+
+
+def phase_of(segment: str) -> str:
+    """The phase of a segment of kernels: its name without what overlaps."""
+    return segment.removesuffix(COPIES).removesuffix(COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Basis, Exponents, Symbols
+from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Basis, Exponents, Symbols, phase_of
 from autofit.fakegpu.formula.tabled import Sort, TabledRows, size_polynomials
 from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.kernels import KernelSeconds, family
@@ -142,18 +142,18 @@ class KernelRows:
         def at(step: Floats) -> Floats:
             return np.concatenate([values, step[:, None]], axis=1)
 
-        steps = [name for name in names if name.removesuffix(COPIES).removesuffix(COLLECTIVES) == DECODE]
+        steps = [name for name in names if phase_of(name) == DECODE]
         out = {s: self._segment(s, at(np.zeros(len(values))), layers) for s in names if s not in steps}
         for name in steps:
             nodes = [w * self._segment(name, at(share * decode_steps), layers) for share, w in _NODES]
             out[name] = decode_steps * np.sum(nodes, axis=0)
         for name in [name for name in out if COLLECTIVES in name]:
-            beside, phase = out.pop(name), name.replace(COLLECTIVES, "")
+            beside, phase = out.pop(name), phase_of(name)
             alone = out.get(phase, np.zeros_like(beside))
             overlap = np.minimum(beside, alone / self.left_frac)
             out[phase] = np.maximum(alone + (1.0 - self.left_frac) * overlap, beside)
         for name in [name for name in out if COPIES in name]:
-            copies, phase = out.pop(name), name.replace(COPIES, "")
+            copies, phase = out.pop(name), phase_of(name)
             out[phase] = np.maximum(out.get(phase, copies), copies)
         return out
 
