@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny
 import yaml
@@ -254,27 +255,29 @@ def _template(folder: Path) -> Path:
 
 @contextmanager
 def _warm(folder: Path) -> Iterator[Path]:
-    """The socket of a kept server of this storm's own."""
+    """The socket of a kept server of this storm's own, in an environment that ends with it."""
     own = Path(tempfile.mkdtemp(prefix="w-", dir="/tmp"))  # a socket's path has at most 107 characters
-    os.environ |= {"TMPDIR": str(own), "AUTOFIT_SERVER": "1"}
-    tempfile.tempdir = str(own)
     path = own / "kept"
     (own / "first").mkdir()  # the server deletes it when it goes over to `path`
-    with (folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.probing.fork_server", str(own / "first" / "warm"), f"stays={path}"],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd=own,
-        )  # fmt: skip
-    try:
-        assert server.stdin is not None
-        server.stdin.close()
-        deadline = time.monotonic() + _WARM_S
-        while not path.exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError((folder / "server.log").read_text())
-            time.sleep(0.1)
-        yield path
-    finally:
-        server.kill()
-        server.wait()
-        shutil.rmtree(own, ignore_errors=True)
+    with (
+        mock.patch.dict(os.environ, {"TMPDIR": str(own), "AUTOFIT_SERVER": "1"}),
+        mock.patch.object(tempfile, "tempdir", str(own)),
+    ):
+        with (folder / "server.log").open("ab") as log:
+            server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "autofit.probing.fork_server", str(own / "first/warm"), f"stays={path}"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd=own,
+            )  # fmt: skip
+        try:
+            assert server.stdin is not None
+            server.stdin.close()
+            deadline = time.monotonic() + _WARM_S
+            while not path.exists():
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError((folder / "server.log").read_text())
+                time.sleep(0.1)
+            yield path
+        finally:
+            server.kill()
+            server.wait()
+            shutil.rmtree(own, ignore_errors=True)
