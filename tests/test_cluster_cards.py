@@ -22,7 +22,7 @@ from autofit.cluster.node import is_card_broken, node_fault
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.card_kind import is_of_kind, kind_of
-from autofit.hardware.compiler import missing_compilers
+from autofit.hardware.compiler import compiling_faults
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing.cluster_launch import ClusterLauncher
@@ -154,14 +154,22 @@ def look_at(card: Card) -> dict[str, object]:
     return Look(cards=(gpu,), driver="580.65.06").to_json()
 
 
-def test_compilers_that_a_training_needs_are_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compilers_that_a_training_needs_and_builds_cut_off_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert re.match("no C compiler .*; no C[+][+] compiler .*offload", missing_compilers())
+    assert re.match("no C compiler .*; no C[+][+] compiler .*offload", compiling_faults())
     for name in ("clang", "c++"):
         (tmp_path / name).touch(mode=0o755)
-    assert missing_compilers() == ""
+    assert compiling_faults() == ""
+    lock = tmp_path / "torch_extensions" / "py312_cu130" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert f"holds {lock}; " in compiling_faults()
 
 
 # -- on a real Slurm --------------------------------------------------------------------------------------------------

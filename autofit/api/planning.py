@@ -15,7 +15,7 @@ from autofit.api.reading import Given, check_cards, check_prompt_tokens, describ
 from autofit.cluster.cards import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
-from autofit.hardware.compiler import missing_compilers
+from autofit.hardware.compiler import compiling_faults
 from autofit.hardware.hardware import NO_NEEDS, about_choice, choose_device_and_target, choose_target, gpus
 from autofit.hardware.needs import CardNeeds, card_needs
 from autofit.probing.cuda_start import check_cuda
@@ -145,7 +145,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
 def _check_cards(asked: Request, server: ForkServer, on_event: OnEvent) -> None:
     """Refuse cards on which CUDA does not start, or others compute; say what is broken, left out or missing."""
     look = check_cuda(server, asked.folder)
-    for line in (*look.refused, *look.faults, missing_compilers()):
+    for line in (*look.refused, *look.faults, compiling_faults()):
         if line:
             _say_of_card(on_event, line)
 

@@ -15,7 +15,7 @@ from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json, write_json
 from autofit.hardware.card_kind import kind_of
-from autofit.hardware.compiler import missing_compilers
+from autofit.hardware.compiler import compiling_faults
 from autofit.hardware.hardware import slices_fault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
@@ -123,8 +123,8 @@ def _waited_for(job: str, path: Path, say: Callable[[str], None]) -> dict[str, o
 
 
 def tell_cards(path: str) -> None:
-    """The job: write what its node's driver tells, the node's name, and which compilers it lacks."""
-    node = {"node": os.environ.get("SLURMD_NODENAME", ""), "missing": missing_compilers()}
+    """The job: write what its node's driver tells, the node's name, and what it cannot compile."""
+    node = {"node": os.environ.get("SLURMD_NODENAME", ""), "missing": compiling_faults()}
     write_json(Path(path), {**look_at_cards().to_json(), **node})
 
 

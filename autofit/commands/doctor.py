@@ -49,7 +49,7 @@ def _of_machine() -> int:
 
 def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
     """Whether probes can run on the cards; says so, and what is wrong with them."""
-    from autofit.hardware.compiler import missing_compilers
+    from autofit.hardware.compiler import compiling_faults
     from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
 
     start = cuda_start(server, folder, look.cards)
@@ -59,7 +59,7 @@ def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
     if not problem:
         show_line(f"{'cuda':>16}: starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
     errors = (*held_cards(look), *([problem] if problem else ()))
-    warnings = (*look.refused, *look.faults, missing_compilers()) if look.cards else ()
+    warnings = (*look.refused, *look.faults, compiling_faults()) if look.cards else ()
     for severity, lines in (("error", errors), ("warning", filter(None, warnings))):
         for line in lines:
             show_line(f"{severity:>16}: {line}")
