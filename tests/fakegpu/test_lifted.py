@@ -1,22 +1,24 @@
-"""The simulated GPU works by itself: its folder alone, without the rest of autofit and without training libraries."""
+"""The simulated GPU works by itself, as the distribution fakegpu-torch: no autofit and no training libraries."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-import autofit.fakegpu
+import autofit
+
+ROOT = Path(__file__).parents[2]
 
 LOOP = """
 import sys
 from importlib.abc import MetaPathFinder
 
 BLOCKED = {
-    "accelerate", "bitsandbytes", "datasets", "mlflow", "optuna", "peft", "rich", "scipy", "submitit", "transformers",
-    "trl",
+    "accelerate", "autofit", "bitsandbytes", "datasets", "mlflow", "optuna", "peft", "rich", "scipy", "submitit",
+    "transformers", "trl",
 }
 
 
@@ -29,16 +31,14 @@ class Blocker(MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 
-import autofit
+import fakegpu_torch
 
-assert list(autofit.__path__) == [sys.argv[1]], autofit.__path__
-
-import autofit.fakegpu
+assert list(fakegpu_torch.__path__) == [sys.argv[1]], fakegpu_torch.__path__
 
 assert "torch" not in sys.modules
 import torch
 
-from autofit.fakegpu import fake_gpu
+from fakegpu_torch import fake_gpu
 
 with fake_gpu("a100-40gb") as gpu:
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)).cuda()
@@ -56,20 +56,19 @@ assert gpu.peak_reserved_bytes >= gpu.peak_allocated_bytes >= 4 * weights
 assert gpu.device_used_bytes >= gpu.least_capacity_bytes > 0
 assert gpu.elapsed_s > 0
 print(gpu.why_peak())
-foreign = sorted(n for n in sys.modules if n.startswith("autofit.") and not n.startswith("autofit.fakegpu"))
-assert not foreign, foreign
 assert not BLOCKED & set(sys.modules), BLOCKED & set(sys.modules)
 """
 
 
 def test_the_folder_alone_runs_a_training_loop_in_a_fresh_process(tmp_path: Path) -> None:
-    lifted = tmp_path / "autofit"
-    source = Path(autofit.fakegpu.__file__).parent
-    shutil.copytree(source, lifted / "fakegpu", ignore=shutil.ignore_patterns("__pycache__"))
-    (lifted / "__init__.py").touch()
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    project = tmp_path / "project"
+    subprocess.run([sys.executable, ROOT / "fakegpu-torch" / "lift.py", project], check=True)
+    version = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert version == autofit.__version__
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOOP, str(lifted)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", LOOP, str(project / "fakegpu_torch")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "weights" in done.stdout
