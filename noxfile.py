@@ -38,7 +38,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the default tests: every capability, in 7 to 8 minutes on two cores (measured: 7m18)."""
+    """Run the default tests: whole cases of each capability, and all tests that take less than a second."""
     session.install(*INSTALL)
     session.run("pytest", *session.posargs)
 

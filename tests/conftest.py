@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import durations
 import pytest
 import tiny
 from slurm_cluster import Cluster, cluster, missing
@@ -60,8 +61,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return TestsAndFiles(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files first, after the longest training: the single tests that follow keep both workers busy to the end."""
+    """Mark the tests of durations.tsv as slow, but for whole cases of a capability, which the default tests have.
+
+    Whole files first, after the longest training: the single tests that follow keep both workers busy to the end.
+    """
+    long = durations.read()
+    for item in items:
+        row = long.get(f"{item.nodeid.split('::')[0]}::{item.name}")
+        if row is not None and not row.is_default:
+            item.add_marker("slow")
     items.sort(key=lambda item: (not item.nodeid.startswith("tests/demo/"), item.nodeid.split("::")[0] not in TOGETHER))
 
 
