@@ -1,4 +1,4 @@
-"""Write the project of the distribution fakegpu-torch: `python fakegpu-torch/lift.py FOLDER`, a folder that is not there.
+"""Write the project of the distribution fakegpu-torch: `python fakegpu-torch/lift.py FOLDER`, a new folder.
 
 The project is `autofit/fakegpu` under the name `fakegpu_torch`, with this folder's README, examples and pyproject.toml:
 `pip install FOLDER` installs it and `python -m build FOLDER` makes its wheel. Needs Python alone.

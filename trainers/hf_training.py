@@ -176,11 +176,13 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
             model.enable_input_require_grads()
     elif training.trainable_layers is not None:
         _freeze_all_but(model, training.trainable_layers)
+        # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers keep
+        # nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
+        model.enable_input_require_grads = lambda: None
         # With re-entrant checkpointing the first trained layer, whose input needs no gradient, would get none
-        training.gradient_checkpointing_kwargs = {
-            **(training.gradient_checkpointing_kwargs or {}),
-            "use_reentrant": False,
-        }
+        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # its newer name
+            if hasattr(training, name):
+                setattr(training, name, {**(getattr(training, name) or {}), "use_reentrant": False})
     if training.adapter_dtype is not None and (lora is not None or training.trainable_layers is not None):
         dtype = getattr(torch, training.adapter_dtype)
         for parameter in model.parameters():
