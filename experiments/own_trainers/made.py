@@ -50,7 +50,7 @@ def _words(start: int, count: int) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """Rows of each kind of data: the longest as long as a case allows, the others shorter, so that batches are padded."""
+    """Rows of each kind of data: the longest as long as a case allows, the others shorter, so that rows are padded."""
     folder.mkdir()
     _write_files(folder)
     _write_lines(folder)
