@@ -116,6 +116,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
             {"trainable_layers": 2, "adapter_dtype": "bfloat16"},
             "layers in bfloat16 train beside frozen ones",
         ),
+        ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
 )
@@ -192,3 +193,12 @@ def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: P
     trainer = trained(small_model, tmp_path, **more, adapter_dtype="float32")
     kinds = {(name.split(".")[2], p.dtype) for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert kinds == {("1", torch.float32)}
+
+
+def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_them() -> None:
+    model = build_model(Model(kind="sft"), num_hidden_layers=6)
+    hf_training._freeze_all_but(model, 3, spread=True)
+    trained = {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
+    with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
+        hf_training._freeze_all_but(model, 4, spread=True)

@@ -106,6 +106,31 @@ def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_pac
     assert (frozen.values["dtype"], frozen.values["adapter_dtype"]) == ("bfloat16", "float32")
 
 
+@pytest.mark.parametrize("key", ["use_galore", "use_apollo", "use_adam_mini", "use_muon", "use_badam"])
+def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_said_to_be_a_bound(
+    key: str, tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "full", key: True})
+    assert found.values["optim"] == "adamw_torch_fused"
+    assert [note.endswith(": an upper bound") for note in found.notes if note.startswith(f"{key}: ")] == [True]
+    assert found.values["dtype"] == ("bfloat16" if key == "use_badam" else "float32")  # adapter.py, init_adapter
+    if key in ("use_adam_mini", "use_muon"):  # of which LLaMA-Factory reads no optim (train/trainer_utils.py)
+        assert of_yaml(tmp_path, {**LLAMA, "optim": "sgd", key: True}).values["optim"] == "adamw_torch_fused"
+
+
+def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:
+    lisa = of_yaml(tmp_path, {**AXO, "lisa_n_layers": 4, "lisa_step_interval": 20, "optimizer": "muon"})
+    assert "use_peft" not in lisa.values
+    assert lisa.values["optim"] == "adamw_torch_fused"
+    assert {note.partition(":")[0] for note in lisa.notes if note.endswith("an upper bound")} == {
+        "lisa_n_layers", "optimizer"
+    }  # fmt: skip
+    script = SWIFT.replace("--max_length 2048", "--tuner_type full --lisa_activated_layers 2")
+    assert any("LISA" in note and note.endswith("an upper bound") for note in of_script(tmp_path, script).notes)
+    pro = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 8, "use_llama_pro": True})
+    assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
+
+
 def test_llama_factory_stores_4_bits_in_the_compute_dtype_and_quantises_twice(tmp_path: Path) -> None:
     values = of_yaml(tmp_path, {**LLAMA, "quantization_bit": 4}).values
     assert values["load_in_4bit"] is True
@@ -221,11 +246,17 @@ def test_words_of_a_command_are_those_of_bash(text: str, words: tuple[str, ...])
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
-    ({**LLAMA, "use_galore": True}, "use_galore: GaLore"), ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
+    ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
     ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"), ({**LLAMA, "stage": "kto"}, "stage kto"),
     ({**LLAMA, "finetuning_type": "oft"}, "finetuning_type oft"), ({**LLAMA, "do_train": False}, "does not train"),
     ({**LLAMA, "image_max_pixels": 9}, "image_max_pixels: training on images"),
     ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
+    ({**LLAMA, "finetuning_type": "full", "use_galore": True, "galore_layerwise": True},
+     "galore_layerwise needs gradient_accumulation_steps: 1, as LLaMA-Factory says"),
+    ({**LLAMA, "use_badam": True}, "use_badam needs finetuning_type full or freeze"),
+    ({**LLAMA, "finetuning_type": "full", "use_galore": True, "optim": "adafactor"}, "use_galore with optim adafactor"),
+    ({**LLAMA, "use_llama_pro": True}, "use_llama_pro is simulated with finetuning_type freeze"),
+    ({"model": "m", "tuner_type": "lora", "lisa_activated_layers": 2}, "lisa_activated_layers needs tuner_type full"),
     ({**LLAMA, "optim": "galore_adamw"}, "the states of the optimizer galore_adamw are not simulated"),
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},

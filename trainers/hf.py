@@ -48,7 +48,8 @@ class HfTrainer(SamplesTrainer):
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
-    compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers")
+    compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers",
+                "spread_layers")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)

@@ -50,6 +50,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     trainable_layers: int | None = field(
         default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
     )
+    spread_layers: bool = field(
+        default=False,
+        metadata={"help": "Whether `trainable_layers` are spread evenly over the model, instead of its last ones."},
+    )
     beta: float = field(default=0.1, metadata={"help": "The weight of DPO's reference."})
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Whether code of the model's repository on the hub may run."}
@@ -64,6 +68,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         ]
         if self.packing and self.objective != "sft":
             wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
+        if self.spread_layers and self.trainable_layers is None:
+            wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if wrong:

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
+from autofit.errors import ConfigError
+
 from .hf_data import IGNORED, Blocks, Collate, Pairs, Samples
 from .trl_config import TrlConfig
 
@@ -175,7 +177,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
     elif training.trainable_layers is not None:
-        _freeze_all_but(model, training.trainable_layers)
+        _freeze_all_but(model, training.trainable_layers, spread=training.spread_layers)
         # With re-entrant checkpointing the first trained layer, whose input needs no gradient, would get none
         training.gradient_checkpointing_kwargs = {
             **(training.gradient_checkpointing_kwargs or {}),
@@ -189,12 +191,18 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     return model
 
 
-def _freeze_all_but(model: Any, count: int) -> None:
-    """Freeze `model` but for its last `count` layers: LLaMA-Factory's finetuning_type freeze."""
+def _freeze_all_but(model: Any, count: int, *, spread: bool) -> None:
+    """Freeze `model` but for its last `count` layers, or for the last of each of `count` groups of layers.
+
+    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). Raises ConfigError.
+    """
     model.requires_grad_(False)
     number = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
-    for layer in list(next(lists))[-count:]:
+    if spread and number % count:
+        raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")
+    layers = list(next(lists))
+    for layer in layers[number // count - 1 :: number // count] if spread else layers[-count:]:
         layer.requires_grad_(True)
 
 

@@ -49,7 +49,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _adapter(draft)
     length = _length(draft, trainer)
     _checkpoints(draft)
-    take_optimizer(draft, "optimizer", "adamw_torch_fused")
+    if str(draft.given.get("optimizer")) == "muon":  # core/builders/base.py
+        draft.put("optim", "adamw_torch_fused", draft.text("optimizer"))
+        draft.keys["optim"] = "optimizer"
+        draft.note("optimizer: Muon, with one state of each matrix, is simulated as AdamW with two: an upper bound")
+    else:
+        take_optimizer(draft, "optimizer", "adamw_torch_fused")
     draft.same(*_SAME)
     draft.put("average_tokens_across_devices", False, "optimizer")  # base.py, _set_base_training_args
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")

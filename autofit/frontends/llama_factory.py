@@ -12,6 +12,7 @@ from autofit.frontends import sharing, transformers_keys
 from autofit.frontends.draft import Draft, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
+from autofit.frontends.transformers_keys import FP8_EFFECT
 
 _STAGES = ("sft", "pt", "dpo", "rm")
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -21,14 +22,7 @@ _UNLIKE = {
     "use_mca": "Megatron is not simulated, and has a batch of its own",
     "use_megatron_bridge": "Megatron is not simulated, and has a batch of its own",
     "use_hyper_parallel": "HyperParallel is not simulated, and has a batch of its own",
-    "use_galore": "GaLore's projected gradients are not simulated",
-    "use_apollo": "APOLLO's projected gradients are not simulated",
-    "use_badam": "BAdam, which trains one block of layers at a time, is not simulated",
-    "use_adam_mini": "the optimizer Adam-mini is not simulated",
-    "use_muon": "the optimizer Muon is not simulated",
-    "fp8": "training in fp8 is not simulated",
     "mixture_of_depths": "a model converted to mixture of depths is not simulated",
-    "use_llama_pro": "a model expanded by LLaMA-Pro is not simulated",
     "shift_attn": "shifted sparse attention (LongLoRA) is not simulated",
     "use_asft_loss": "the ASFT loss, which needs a reference model beside the trained one, is not simulated",
     "predict_with_generate": "it generates and does not train",
@@ -38,7 +32,16 @@ _UNLIKE = {
         "Megatron is not simulated, and has a batch of its own",
     ),
 }  # fmt: skip
+# train/trainer_utils.py, create_custom_optimizer: each holds less than AdamW does of a model that is trained whole
+_OPTIMIZERS = {
+    "use_galore": "GaLore's states, those of projected gradients, are simulated as AdamW's of all weights",
+    "use_apollo": "APOLLO's states, those of projected gradients, are simulated as AdamW's of all weights",
+    "use_badam": "BAdam, which trains one block of layers at a time, is simulated as AdamW on all of them",
+    "use_adam_mini": "Adam-mini, whose second state is one value a block, is simulated as AdamW",
+    "use_muon": "Muon, with one state of each matrix, is simulated as AdamW with two",
+}
 _EFFECTS = {
+    "fp8": FP8_EFFECT,
     "use_dft_loss": "the DFT loss is simulated as the usual loss on the same logits",
     "use_eaft_loss": "the EAFT loss is simulated as the usual loss on the same logits",
     "use_v1_kernels": "its kernels are not simulated",
@@ -127,6 +130,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.ignore(("pref_loss", "pref_beta", "upcast_lmhead_output"))
     draft.name(_EFFECTS)
     transformers_keys.take(draft)
+    _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore(_NO_EFFECT)
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
@@ -167,7 +171,9 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     method = draft.text("finetuning_type", "lora", choices=("lora", "oft", "freeze", "full")) or "lora"
     if method == "oft":
         raise ConfigError("finetuning_type oft: OFT's rotations are not simulated; lora, freeze and full are")
-    pure, bf16, fp16 = draft.is_on("pure_bf16"), draft.is_on("bf16"), draft.is_on("fp16")
+    # init_adapter: what BAdam trains stays in 16 bits too
+    pure = draft.is_on("pure_bf16") or draft.is_on("use_badam")
+    bf16, fp16 = draft.is_on("bf16"), draft.is_on("fp16")
     compute = "bfloat16" if bf16 or pure or not fp16 else "float16"
     if not (bf16 or pure or fp16):
         draft.note("neither bf16 nor fp16 is set: what is frozen is held in the model's own dtype, taken as bfloat16")
@@ -196,6 +202,8 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     )
     if method == "freeze":
         _freeze(draft)
+    elif draft.is_on("use_llama_pro"):
+        raise ConfigError("use_llama_pro is simulated with finetuning_type freeze, not with adapters")
     draft.ignore(("freeze_trainable_layers", "freeze_extra_modules"))
 
 
@@ -245,6 +253,27 @@ def _freeze(draft: Draft) -> None:
         if draft.given.get(key) not in (None, "all"):
             raise ConfigError(f"{key}: only whole layers (freeze_trainable_modules: all) are simulated")
     draft.put("trainable_layers", layers, "freeze_trainable_layers")
+    if draft.is_on("use_llama_pro"):  # adapter.py: every n-th layer of the expanded model
+        draft.put("spread_layers", True, "use_llama_pro")
+
+
+def _optimizer(draft: Draft) -> None:
+    """An optimizer of LLaMA-Factory's own, as AdamW. Raises ConfigError for what the tool refuses when it starts."""
+    for key, effect in _OPTIMIZERS.items():
+        if not draft.is_on(key):
+            continue
+        projects = key in ("use_galore", "use_apollo")
+        if draft.values.get("use_peft") and key != "use_muon" and key != "use_adam_mini":
+            raise ConfigError(f"{key} needs finetuning_type full or freeze, as LLaMA-Factory says; got lora")
+        layerwise = f"{key.removeprefix('use_')}_layerwise"
+        if projects and draft.is_on(layerwise) and draft.values["gradient_accumulation_steps"] != 1:
+            raise ConfigError(f"{layerwise} needs gradient_accumulation_steps: 1, as LLaMA-Factory says")
+        optim = str(draft.values["optim"])
+        if projects and not optim.startswith(("adamw", "paged_adamw")):
+            raise ConfigError(f"{key} with optim {optim} is not simulated; with adamw_torch it is")
+        if not projects and key != "use_badam":  # optim is not read then
+            draft.put("optim", "adamw_torch_fused", key)
+        draft.note(f"{key}: {effect}: an upper bound")
 
 
 def _length(draft: Draft, stage: str) -> int:

@@ -186,7 +186,11 @@ def _kind(draft: Draft) -> str:
     if (draft.whole("sequence_parallel_size") or 1) > 1:
         raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
     if (draft.whole("lisa_activated_layers", least=0) or 0) > 0:
-        raise ConfigError("lisa_activated_layers: LISA, which trains changing layers, is not simulated")
+        if draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
+            raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
+        draft.note("LISA, which trains changing layers, is simulated as training of all: an upper bound")
+    if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
+        raise ConfigError(f"use_galore with optim {draft.given['optim']} is not simulated; with adamw_torch it is")
     if draft.text("tuner_backend") == "unsloth":
         raise ConfigError("tuner_backend unsloth: Unsloth's kernels are not simulated")
     draft.check_model(draft.given.get("model"))

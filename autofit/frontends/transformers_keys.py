@@ -43,6 +43,11 @@ _REFUSED = {
     "parallelism_config": "tensor, context and sequence parallelism are not simulated",
     "optim_target_modules": "optimizers for some of the layers only (GaLore, APOLLO) are not simulated",
 }
+# torchao's Float8Linear keeps its input and weight as they are for the backward pass, and casts them in both passes.
+FP8_EFFECT = (
+    "linear layers compute in 16 bits here; in fp8 they copy their input and their weight for a moment, with one byte "
+    "for each value, and are faster"
+)
 _WITHOUT = ("torch_compile_backend", "torch_compile_mode", "ddp_bucket_cap_mb")
 # Optimizers by transformers' own names (training_args.py, OptimizerNames) whose states are simulated.
 OPTIMIZERS = (
