@@ -19,7 +19,8 @@ from autofit.plugin.registry import trainer_for
 from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
-from autofit.trainers.hf_data import Blocks, Pairs, Samples, packed
+from autofit.trainers.hf_data import Blocks, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.keys import hf_tiers
 from autofit.trainers.trl_config import TrlConfig, parse
 
 LENGTH = 128
@@ -74,6 +75,10 @@ CASES: dict[str, dict[str, object]] = {
     "DPO, float32 logits": {"objective": "dpo", "dtype": "bfloat16", "float32_logits": True},
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
     "reward": {"objective": "reward"},
+    "KTO as LLaMA-Factory's": {"objective": "kto", **LORA, "float32_logits": True, "keeps_logits": True},
+    "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},
+    "ORPO as LLaMA-Factory's": {"objective": "orpo", "float32_logits": True, "nll_weight": 1.0},
+    "ORPO as TRL's": {"objective": "orpo", "dtype": "bfloat16", "nll_weight": 1.0},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "last layer": {"trainable_layers": 1},
@@ -85,6 +90,8 @@ DEFAULT = (
     "LoRA, adapters in float32",
     "DPO, float32 logits",
     "packed, block diagonal",
+    "KTO as LLaMA-Factory's",
+    "ORPO as TRL's",
 )
 
 
@@ -107,7 +114,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "ppo"}, "objective must be one of sft, dpo, reward; got 'ppo'"),
+        ({"objective": "ppo"}, "objective must be one of sft, dpo, kto, orpo, simpo, cpo, reward; got 'ppo'"),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
         ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
@@ -178,6 +185,7 @@ def test_packing_fills_rows_with_whole_samples() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
+                                     {"objective": "kto"}, {"objective": "orpo", "nll_weight": 1.0},
                                      {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
 def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
     more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}
@@ -202,3 +210,104 @@ def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_
     assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
         hf_training._freeze_all_but(model, 4, spread=True)
+
+
+def test_a_rated_sample_stands_beside_the_answer_to_the_row_before_and_keeps_its_rating() -> None:
+    rows = Dataset.from_dict({"prompt": ["w3 ", "w4 "], "completion": ["w5", "w6 w7"], "label": [False, True]})
+    found = tokenised(rows, tokenizer(), objective="kto", max_length=9)
+    assert [row["desirable"] for row in found] == [False, True]
+    assert [row["rejected_labels"] for row in found] == [
+        [-100] * (len(row["rejected_ids"]) - len(after)) + after
+        for row, after in zip(found, [[t for t in found[n]["chosen_labels"] if t >= 0] for n in (1, 0)], strict=True)
+    ]
+    batch = Rated(padding=0)(list(found))
+    assert batch["desirable"].tolist() == [False, True]
+    assert batch["input_ids"].shape[0] == batch["other_input_ids"].shape[0] == 2
+
+
+def of_loss(model: Path, folder: Path, batch: dict[str, torch.Tensor], **changes: object) -> Any:
+    """(the trainer, its loss of a micro-batch)."""
+    trainer = hf_training.made(parsed(model, folder, **changes), rows(parsed(model, folder, **changes)))
+    return trainer, trainer.compute_loss(trainer.model, batch).item()
+
+
+def sums(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each row but its first token (B,)."""
+    with torch.no_grad():
+        each = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+    return torch.gather(each, 2, ids[:, 1:, None]).squeeze(2).sum(1)
+
+
+def learn(model: Any, ids: torch.Tensor) -> None:
+    """Make these rows more likely."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("float32", [True, False], ids=["LLaMA-Factory", "TRL"])
+@pytest.mark.parametrize("objective", ["orpo", "simpo", "cpo"])
+def test_a_loss_without_a_reference_is_that_of_the_tools(
+    objective: str, float32: bool, small_model: Path, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [8, 7, 6, 5], [6, 6, 9, 5]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    more: dict[str, object] = {"float32_logits": float32, "nll_weight": 0.5, "simpo_gamma": 0.7, "beta": 2.0}
+    trainer, loss = of_loss(small_model, tmp_path, batch, objective=objective, **more)
+    found = sums(trainer.model, ids)
+    chosen, rejected = (found / (1 if objective == "cpo" else 3)).chunk(2)
+    odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    margin = {"orpo": odds, "simpo": chosen - rejected - 0.7 / 2.0, "cpo": chosen - rejected}[objective]
+    nll = -(chosen.mean() if objective != "cpo" or float32 else found[:2].mean() / 3)
+    wanted = -torch.nn.functional.logsigmoid(2.0 * margin).mean() + 0.5 * nll
+    if objective == "orpo":  # beta weighs the odds ratio, outside of the sigmoid
+        wanted = -2.0 * torch.nn.functional.logsigmoid(odds).mean() + 0.5 * nll
+    assert loss == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_ktos_loss_subtracts_what_changed_on_other_answers_and_turns_with_the_rating(
+    small_model: Path, tmp_path: Path
+) -> None:
+    ids, other = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]]), torch.tensor([[8, 7, 6, 5], [6, 6, 9, 5]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "other_input_ids": other,
+             "other_attention_mask": torch.ones_like(other), "other_labels": other,
+             "desirable": torch.tensor([True, False])}  # fmt: skip
+    config = parsed(small_model, tmp_path, objective="kto", beta=0.5)
+    trainer = hf_training.made(config, rows(config))
+    before, before_other = sums(trainer.model, ids), sums(trainer.model, other)
+    learn(trainer.model, other)
+    ratio = sums(trainer.model, ids) - before
+    shift = (sums(trainer.model, other) - before_other).mean().clamp(min=0)
+    assert shift > 0.01
+    wanted = (1 - torch.sigmoid(0.5 * torch.tensor([1.0, -1.0]) * (ratio - shift))).mean()
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "split"),
+    [
+        ({"objective": "orpo", "float32_logits": True, "nll_weight": 1.0}, False),
+        ({"objective": "orpo", "float32_logits": False, "nll_weight": 1.0}, True),
+        ({"objective": "cpo", "float32_logits": False, "nll_weight": 0.0}, False),
+        ({"objective": "kto", "float32_logits": True}, True),
+    ],
+)
+def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
+    loss: dict[str, object], split: bool, small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, **loss, beta=2.0)
+    trainer = hf_training.made(config, rows(config))
+    pairs = [{"chosen_ids": [5, 6, 7, 9], "chosen_labels": [-100, 6, 7, 9], "rejected_ids": [5, 8],
+              "rejected_labels": [-100, 8], "desirable": True},
+             {"chosen_ids": [9, 5], "chosen_labels": [-100, 5], "rejected_ids": [9, 6, 7],
+              "rejected_labels": [-100, 6, 7], "desirable": False}]  # fmt: skip
+    model = trainer.model
+    if loss["objective"] == "kto":  # another model than the reference
+        learn(model, torch.tensor([[9, 6, 7]]))
+    together, *apart = (
+        trainer.compute_loss(model, trainer.data_collator(part)).item() for part in (pairs, pairs[:1], pairs[1:])
+    )
+    assert (abs(sum(apart) / 2 - together) > 1e-4) is split
+    assert bool(hf_tiers(loss)) is split

@@ -106,6 +106,37 @@ def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_pac
     assert (frozen.values["dtype"], frozen.values["adapter_dtype"]) == ("bfloat16", "float32")
 
 
+LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its loss by that tool's own code)
+    ({**LLAMA, "stage": "kto", "pref_beta": 0.2},  # train/kto/trainer.py
+     {"objective": "kto", "beta": 0.2, "float32_logits": True, "keeps_logits": True}),
+    ({**LLAMA, "stage": "dpo", "pref_loss": "orpo"},  # train/dpo/trainer.py
+     {"objective": "orpo", "beta": 0.1, "float32_logits": True, "nll_weight": 1.0}),
+    ({**LLAMA, "stage": "dpo", "pref_loss": "simpo"},
+     {"objective": "simpo", "float32_logits": True, "simpo_gamma": 0.5, "nll_weight": None}),
+    ({**AXO, "rl": "kto", "rl_beta": 0.5},  # core/builders/rl.py
+     {"objective": "kto", "beta": 0.5, "keeps_logits": True, "float32_logits": None, "max_length": 2000}),
+    ({**AXO, "rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "beta": 0.3, "nll_weight": 1.0}),
+    ({**AXO, "rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.1},
+     {"objective": "simpo", "nll_weight": 0.0, "simpo_gamma": 1.1}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "kto"},  # arguments/rlhf_args.py
+     {"objective": "kto", "beta": 0.1, "keeps_logits": None, "nll_weight": None}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "simpo"},
+     {"objective": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "nll_weight": 1.0}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "cpo", "beta": 0.3},
+     {"objective": "cpo", "beta": 0.3, "nll_weight": 1.0, "simpo_gamma": None}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "orpo"}, {"objective": "orpo", "nll_weight": 1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "loss"), LOSSES, ids=lambda value: str(value.get("objective", "")))
+def test_a_loss_over_answers_is_read_with_its_tools_own_weights_and_logits(
+    file: dict[str, object], loss: dict[str, object], tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, file)
+    assert found.trainer == "hf"
+    assert {key: found.values.get(key) for key in loss} == loss
+
+
 @pytest.mark.parametrize("key", ["use_galore", "use_apollo", "use_adam_mini", "use_muon", "use_badam"])
 def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_said_to_be_a_bound(
     key: str, tmp_path: Path
@@ -247,7 +278,7 @@ def test_words_of_a_command_are_those_of_bash(text: str, words: tuple[str, ...])
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
     ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
-    ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"), ({**LLAMA, "stage": "kto"}, "stage kto"),
+    ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"),
     ({**LLAMA, "finetuning_type": "oft"}, "finetuning_type oft"), ({**LLAMA, "do_train": False}, "does not train"),
     ({**LLAMA, "image_max_pixels": 9}, "image_max_pixels: training on images"),
     ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
@@ -261,7 +292,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
      "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
-    ({**AXO, "rl": "kto"}, "rl: kto is not simulated"), ({**AXO, "qat": {"weight_dtype": "int4"}}, "qat:"),
+    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"), ({**AXO, "qat": {"weight_dtype": "int4"}}, "qat:"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),

@@ -42,14 +42,14 @@ from .trl_config import TrlConfig
 
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of three objectives."""
+    """A plain `transformers.Trainer`, for one of seven objectives."""
 
     name = "hf"
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
-    compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers",
-                "spread_layers")  # fmt: skip
+    compared = (*COMPARED, "objective", "beta", "simpo_gamma", "nll_weight", "float32_logits", "pad_to_max_length",
+                "trainable_layers", "spread_layers")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-OBJECTIVES = ("sft", "dpo", "reward")
+WITH_REFERENCE = ("dpo", "kto")
+OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "reward")
 
 
 @dataclass
@@ -20,8 +21,9 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     objective: str = field(
         default="sft",
         metadata={
-            "help": "The loss: the causal model's own (sft), DPO's sigmoid loss over pairs of answers (dpo), or a "
-            "pairwise loss over scores (reward).",
+            "help": "The loss: the causal model's own (sft), DPO's sigmoid loss over pairs of answers (dpo), KTO's "
+            "over rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), or a pairwise loss "
+            "over scores (reward).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -37,7 +39,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False, metadata={"help": "Whether a packed sample attends to itself only, from position 0."}
     )
     float32_logits: bool = field(
-        default=False, metadata={"help": "Whether the logits are cast to float32 before DPO's log-softmax."}
+        default=False,
+        metadata={"help": "Whether the logits of answers are cast to float32 before the log-softmax."},
     )
     adapter_dtype: str | None = field(
         default=None,
@@ -54,7 +57,16 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False,
         metadata={"help": "Whether `trainable_layers` are spread evenly over the model, instead of its last ones."},
     )
-    beta: float = field(default=0.1, metadata={"help": "The weight of DPO's reference."})
+    beta: float = field(
+        default=0.1, metadata={"help": "The weight of the reference, or of the margin in a loss without one."}
+    )
+    simpo_gamma: float = field(default=0.5, metadata={"help": "The margin that SimPO asks for."})
+    nll_weight: float = field(
+        default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
+    )
+    keeps_logits: bool = field(
+        default=False, metadata={"help": "Whether KTO keeps copies of its samples' logits to the end of its loss."}
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Whether code of the model's repository on the hub may run."}
     )

@@ -1,106 +1,22 @@
-"""A plain `transformers.Trainer` made from a recipe: its model, its batches and the losses over pairs of answers."""
+"""A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from autofit.errors import ConfigError
 
-from .hf_data import IGNORED, Blocks, Collate, Pairs, Samples
+from .hf_data import Blocks, Collate, Pairs, Rated, Samples
+from .hf_losses import DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
+from .hf_script import WITH_REFERENCE
 from .trl_config import TrlConfig
 
-Batch = dict[str, torch.Tensor]
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
-
-
-# -- the losses -------------------------------------------------------------------------------------------------------
-
-
-class DpoTrainer(Trainer):  # type: ignore[misc]
-    """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
-
-    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py). The
-    reference is a model of its own, or the policy without its adapter.
-    """
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, reference: Any, beta: float, float32_logits: bool, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False  # transformers below 5.18 has no loss_is_scaled_for_ga
-        self.beta, self.float32_logits = beta, float32_logits
-        self.reference = None if reference is None else self._prepared(reference)
-
-    def _prepared(self, reference: Any) -> Any:
-        from trl.models import prepare_deepspeed, prepare_fsdp
-
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        if self.is_fsdp_enabled:
-            return prepare_fsdp(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
-
-    def compute_loss(
-        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean over the pairs of a micro-batch."""
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        logits = self._logits(model, inputs)
-        scores = _log_probabilities(logits, labels)
-        with torch.no_grad(), self._without_adapter(model):
-            expected = _log_probabilities(self._logits(self.reference or model, inputs), labels)
-        chosen, rejected = (scores - expected).chunk(2)
-        loss = -logsigmoid(self.beta * (chosen - rejected)).mean()
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-    def _logits(self, model: Any, inputs: Batch) -> torch.Tensor:
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
-        return logits.to(torch.float32) if self.float32_logits else logits
-
-    def _without_adapter(self, model: Any) -> AbstractContextManager[Any]:
-        if self.reference is not None:
-            return nullcontext()
-        return self.accelerator.unwrap_model(model).disable_adapter()  # type: ignore[no-any-return]
-
-
-def _log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each row's labels (B,), of logits (B, T, V)."""
-    labels = labels[:, 1:].clone()
-    counted = labels != IGNORED
-    labels[~counted] = 0
-    each = logits[:, :-1].log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
-    return (each * counted).sum(-1)
-
-
-class RewardTrainer(Trainer):  # type: ignore[misc]
-    """The pairwise loss of a reward model: a sequence classifier with one label, which makes no logits of words.
-
-    LLaMA-Factory trains a value head on a causal model instead, whose unused logits of words it holds in the forward
-    pass; these are not counted here.
-    """
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False
-
-    def compute_loss(
-        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean over the pairs of a micro-batch."""
-        scores = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits.squeeze(-1)
-        chosen, rejected = scores.chunk(2)
-        loss = -logsigmoid(chosen.float() - rejected.float()).mean()
-        return (loss, {"logits": scores}) if return_outputs else loss
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
@@ -121,8 +37,14 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         return Trainer(**common)
     if training.objective == "reward":
         return RewardTrainer(**common)
-    reference = None if config.model.use_peft else _reference_of(config)
-    return DpoTrainer(**common, reference=reference, beta=training.beta, float32_logits=training.float32_logits)
+    common |= {"beta": training.beta, "float32_logits": training.float32_logits}
+    if training.objective not in WITH_REFERENCE:
+        gamma, weight = training.simpo_gamma, training.nll_weight
+        return PairsTrainer(**common, loss=training.objective, gamma=gamma, nll_weight=weight)
+    common["reference"] = None if config.model.use_peft else _reference_of(config)
+    if training.objective == "kto":
+        return KtoTrainer(**common, keeps_logits=training.keeps_logits)
+    return DpoTrainer(**common)
 
 
 def tokenizer_of(config: TrlConfig) -> Any:
@@ -158,7 +80,7 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
 
 
 def _reference_of(config: TrlConfig) -> Any:
-    """DPO's frozen model, in the type in which the policy computes: LLaMA-Factory's `create_ref_model`."""
+    """The frozen model of DPO or KTO, in the type in which the policy computes: LLaMA-Factory's `create_ref_model`."""
     training = config.training
     half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
     return model_of(config, dtype=half).requires_grad_(False).eval()
@@ -213,7 +135,7 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     if training.packing or training.pad_to_max_length:
         common["width"] = training.max_length
     if training.objective != "sft":
-        return Pairs(**common)
+        return Rated(**common) if training.objective == "kto" else Pairs(**common)
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS
         return Blocks(**common, flash=flash, dtype=computed_in(config, model))

@@ -16,7 +16,8 @@ from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL
 from autofit.frontends.transformers_keys import take_optimizer
 
-_LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo"}
+# core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
+_LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
 _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
 _FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
           "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
@@ -39,15 +40,16 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft = Draft(AXOLOTL.name, given)
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
+    objective = str(draft.given.get("rl") or "sft")
     if trainer == "hf":
-        draft.put("objective", "sft", "rl")
+        draft.put("objective", objective, "rl")
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
     _batch(draft)
     launch = _launch(draft, folder)
     kept = _attention(draft)
     _dtype(draft, kept=kept or bool(launch.get("fsdp_config")))
     _adapter(draft)
-    length = _length(draft, trainer)
+    length = _length(draft, "dpo" if objective in _LIKE_TRL and trainer == "hf" else trainer)
     _checkpoints(draft)
     if str(draft.given.get("optimizer")) == "muon":  # core/builders/base.py
         draft.put("optim", "adamw_torch_fused", draft.text("optimizer"))
@@ -64,6 +66,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _grpo(draft)
     elif trainer != "hf":
         _preferences(draft, trainer)
+    elif objective != "sft":
+        _full_logits(draft, objective)
     _plugins(draft)
     draft.name(EFFECTS)
     draft.ignore(NO_EFFECT)
@@ -86,7 +90,8 @@ def _trainer(draft: Draft) -> str:
     if kind is not None and kind not in _LIKE_TRL:
         raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} are")
     if kind is not None:
-        draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
+        if _LIKE_TRL[kind] != "hf":
+            draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
         return _LIKE_TRL[kind]
     if draft.is_on("reward_model"):
         return "reward"
@@ -323,6 +328,20 @@ def _grpo(draft: Draft) -> None:
     draft.put("reward_funcs", ["think_format_reward"], "trl.reward_funcs")
 
 
+def _full_logits(draft: Draft, objective: str) -> None:
+    """KTO, ORPO and SimPO by TRL 1.8's own trainers; their beta is rl_beta, else orpo_alpha (core/builders/rl.py)."""
+    inner = draft.mapping("trl")
+    given = (inner.get("beta"), draft.number("rl_beta"), draft.number("orpo_alpha"))
+    draft.put("beta", next((value for value in given if value is not None), 0.1), "rl_beta")
+    gamma, weight = draft.number("simpo_gamma"), draft.number("cpo_alpha")
+    if objective == "kto":
+        draft.put("keeps_logits", True, "rl")
+        return
+    draft.put("nll_weight", 1.0 if objective == "orpo" or weight is None else weight, "cpo_alpha")
+    if objective == "simpo":
+        draft.put("simpo_gamma", 0.5 if gamma is None else gamma)
+
+
 # -- back in its own keys ---------------------------------------------------------------------------------------------
 
 
@@ -333,7 +352,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
-                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs"),
+                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
+                         "keeps_logits"),
                         lambda _: None),
         "per_device_train_batch_size": lambda value: {"micro_batch_size": value},
         "attn_implementation": lambda value: {

@@ -14,7 +14,7 @@ from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
 from autofit.frontends.transformers_keys import FP8_EFFECT
 
-_STAGES = ("sft", "pt", "dpo", "rm")
+_STAGES = ("sft", "pt", "dpo", "kto", "rm")
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 _UNLIKE = {
     "use_unsloth": "Unsloth's kernels and its way to hold activations are not simulated",
@@ -77,7 +77,7 @@ resources_per_worker placement_strategy enable_torch_profiler profiler_output_di
 profiler_warmup_steps profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory
 profiler_with_stack profile_modules do_sample temperature top_p top_k num_beams max_length max_new_tokens
 repetition_penalty length_penalty skip_special_tokens loraplus_lr_ratio loraplus_lr_embedding pissa_iter pissa_convert
-create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma reward_model
+create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight reward_model
 reward_model_adapters reward_model_quantization_bit reward_model_type ref_model_adapters ppo_buffer_size ppo_epochs
 ppo_score_norm ppo_target ppo_whiten_rewards asft_alpha eaft_alpha compute_accuracy disable_shuffling
 early_stopping_steps plot_loss use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode
@@ -107,7 +107,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("model_name_or_path", draft.raw("model_name_or_path"))
     draft.put("model_revision", draft.text("model_revision"))
     draft.same("trust_remote_code")
-    draft.put("objective", {"dpo": "dpo", "rm": "reward"}.get(stage, "sft"), "stage")
+    draft.put("objective", {"dpo": "dpo", "kto": "kto", "rm": "reward"}.get(stage, "sft"), "stage")
     draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
     draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
     launch = _launch(draft, folder)
@@ -123,11 +123,11 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
             "the model under LLaMA-Factory's value head makes the logits of all tokens too, in float32 for a moment, "
             "and keeps all hidden states; a head on the last token is simulated, which needs less"
         )
-    if stage == "dpo":
-        _preferences(draft)
+    if stage in ("dpo", "kto"):
+        _preferences(draft, stage)
     elif draft.is_on("upcast_lmhead_output"):
         draft.put("float32_logits", True, "upcast_lmhead_output")
-    draft.ignore(("pref_loss", "pref_beta", "upcast_lmhead_output"))
+    draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "upcast_lmhead_output"))
     draft.name(_EFFECTS)
     transformers_keys.take(draft)
     _optimizer(draft)
@@ -147,8 +147,7 @@ def _check_training(draft: Draft) -> str:
     draft.refuse(_UNLIKE)
     stage = draft.text("stage", "sft", choices=("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
     if stage not in _STAGES:
-        name = {"ppo": "PPO, with its four models", "kto": "KTO, with its second batch for the KL term"}[stage]
-        raise ConfigError(f"stage {stage}: {name}, is not simulated; {', '.join(_STAGES)} are")
+        raise ConfigError(f"stage ppo: PPO, with its four models, is not simulated; {', '.join(_STAGES)} are")
     for key in _SEEING:
         if draft.given.get(key) is not None:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
@@ -302,11 +301,20 @@ def _checkpoints(draft: Draft) -> None:
         draft.defaults.setdefault("disable_gradient_checkpointing", False)
 
 
-def _preferences(draft: Draft) -> None:
-    """DPO (train/dpo/trainer.py): float32 logits of all tokens, a reference that is a second model without LoRA."""
+def _preferences(draft: Draft, stage: str) -> None:
+    """DPO and KTO (train/dpo/trainer.py, train/kto/trainer.py): float32 logits of all tokens.
+
+    Without LoRA the reference is a second model; ORPO and SimPO have none.
+    """
     loss = draft.text("pref_loss", "sigmoid", choices=("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"))
-    if loss in ("orpo", "simpo"):
-        raise ConfigError(f"pref_loss {loss}, which has no reference model, is not simulated; sigmoid, hinge, ipo are")
+    if stage == "kto":
+        draft.put("keeps_logits", True, "stage")
+    elif loss in ("orpo", "simpo"):
+        draft.put("objective", loss, "pref_loss")
+    if loss == "orpo":
+        draft.put("nll_weight", 1.0, "pref_loss")
+    elif loss == "simpo":
+        draft.put("simpo_gamma", draft.number("simpo_gamma", 0.5))
     draft.put("beta", draft.number("pref_beta", 0.1), "pref_beta")
     draft.put("float32_logits", True, "stage")
 
@@ -318,7 +326,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
     own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
-                         "bnb_4bit_quant_storage", "float32_logits", "packing"), lambda _: None),
+                         "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
+                         "spread_layers"), lambda _: None),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},

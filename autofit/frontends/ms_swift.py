@@ -19,7 +19,7 @@ from autofit.frontends.tools import MS_SWIFT
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
-_LIKE = {"dpo": "dpo", "rm": "reward"}
+_LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward"}
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
@@ -199,7 +199,7 @@ def _kind(draft: Draft) -> str:
     if rlhf is None:
         return command or "sft"
     if rlhf not in ("grpo", *_LIKE):
-        raise ConfigError(f"rlhf_type {rlhf} is not simulated; dpo, grpo and rm are")
+        raise ConfigError(f"rlhf_type {rlhf} is not simulated; grpo, {', '.join(_LIKE)} are")
     return rlhf
 
 
@@ -320,7 +320,7 @@ def _others(draft: Draft, kind: str) -> None:
     if draft.is_on("use_liger_kernel"):
         draft.put("use_liger_kernel", True)
     kept = draft.raw("use_logits_to_keep")
-    if kind in ("sft", "pt", "dpo") and kept is not False and not draft.values.get("use_liger_kernel"):
+    if kind in ("sft", "pt", "dpo", "kto") and kept is not False and not draft.values.get("use_liger_kernel"):
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")
@@ -328,6 +328,8 @@ def _others(draft: Draft, kind: str) -> None:
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
             draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
         draft.put("beta", beta if beta is not None else 0.1, "beta")
+    elif kind in _LIKE and kind != "rm":
+        _answers(draft, kind, loss, beta)
     if kind == "grpo":
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
@@ -336,6 +338,26 @@ def _others(draft: Draft, kind: str) -> None:
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
                   "vllm_max_model_len", "sleep_level", "num_generations", "num_iterations", "generation_batch_size",
                   "steps_per_generation", "max_completion_length"))  # fmt: skip
+
+
+def _answers(draft: Draft, kind: str, loss: object, beta: float | None) -> None:
+    """KTO, ORPO, SimPO and CPO (swift/rlhf_trainers, arguments/rlhf_args.py), derived from TRL's."""
+    usual = 2.0 if kind == "simpo" else 0.1
+    if beta is None:
+        draft.defaults["beta"] = usual
+    draft.put("beta", usual if beta is None else beta)
+    if loss not in (None, "kto", "orpo", "simpo", "sigmoid", [kind]):
+        draft.note(f"loss_type {loss} is simulated as {kind}, on the same logits")
+    weight, gamma = draft.number("cpo_alpha", 1.0), draft.number("simpo_gamma", 1.0)
+    if kind == "orpo":
+        draft.put("nll_weight", 1.0, "rlhf_type")
+    elif kind != "kto":
+        draft.put("nll_weight", weight, "cpo_alpha")
+    if kind == "simpo":
+        draft.put("simpo_gamma", gamma)
+    for key, kinds in (("cpo_alpha", ("cpo", "simpo")), ("simpo_gamma", ("simpo",))):
+        if kind not in kinds:
+            draft.defaults.pop(key, None)
 
 
 def _grpo(draft: Draft, loss: object, beta: float | None) -> None:
