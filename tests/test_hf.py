@@ -11,6 +11,7 @@ import yaml
 from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from peft import LoraConfig
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
@@ -79,6 +80,9 @@ CASES: dict[str, dict[str, object]] = {
     "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},
     "ORPO as LLaMA-Factory's": {"objective": "orpo", "float32_logits": True, "nll_weight": 1.0},
     "ORPO as TRL's": {"objective": "orpo", "dtype": "bfloat16", "nll_weight": 1.0},
+    "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
+    "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
+    "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "last layer": {"trainable_layers": 1},
@@ -123,6 +127,8 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
             {"trainable_layers": 2, "adapter_dtype": "bfloat16"},
             "layers in bfloat16 train beside frozen ones",
         ),
+        ({"peft_adapter": {"peft_type": "OFT"}}, "peft_adapter is used in place of LoRA; it needs use_peft: true"),
+        ({"use_peft": True, "peft_adapter": {"r": 8}}, "peft_adapter must be a mapping with a peft_type"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
@@ -311,3 +317,14 @@ def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
     )
     assert (abs(sum(apart) / 2 - together) > 1e-4) is split
     assert bool(hf_tiers(loss)) is split
+
+
+def test_another_adapter_has_the_modules_that_lora_would_have() -> None:
+    lora = LoraConfig(target_modules="all-linear", lora_alpha=9, task_type="CAUSAL_LM")
+    found = hf_training.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
+    assert (type(found).__name__, found.target_modules, found.init_r, found.lora_alpha) == (
+        "AdaLoraConfig", "all-linear", 6, 9,
+    )  # fmt: skip
+    for wrong, message in (({"peft_type": "LORE"}, "must be a type"), ({"peft_type": "OFT", "rnk": 1}, "rnk")):
+        with pytest.raises(ConfigError, match=message):
+            hf_training.other_adapter(lora, wrong, total_steps=7)

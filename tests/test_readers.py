@@ -106,6 +106,38 @@ def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_pac
     assert (frozen.values["dtype"], frozen.values["adapter_dtype"]) == ("bfloat16", "float32")
 
 
+def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(tmp_path: Path) -> None:
+    oft = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "oft", "oft_block_size": 16}).values  # model/adapter.py
+    assert oft["peft_adapter"] == {"peft_type": "OFT", "r": 0, "oft_block_size": 16, "module_dropout": 0.0}
+    assert (oft["use_peft"], oft["lora_target_modules"], oft["adapter_dtype"]) == (True, ["all-linear"], "float32")
+    script = SWIFT.replace("--max_length 2048", "--tuner_type adalora --adalora_init_r 6")
+    found = of_script(tmp_path, script)  # pipelines/train/tuner.py
+    assert found.values["peft_adapter"] == {
+        "peft_type": "ADALORA", "target_r": 8, "init_r": 6, "tinit": 0, "tfinal": 0, "deltaT": 1, "beta1": 0.85,
+        "beta2": 0.85, "orth_reg_weight": 0.5,
+    }  # fmt: skip
+    assert not can_say(found, "lora_r", 4)
+    bone = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--tuner_type bone")).values
+    assert bone["peft_adapter"] == {"peft_type": "MISS", "r": 4}
+
+
+@pytest.mark.parametrize(
+    ("file", "compute"),
+    [
+        ({**LLAMA, "model_name_or_path": "TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ"}, "bfloat16"),
+        ({**AXO, "adapter": "lora", "lora_r": 8, "gptq": True, "bf16": False, "float16": True}, "float16"),
+        ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "lora", "torch_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_model_that_is_quantised_already_is_simulated_in_4_bits_and_said_to_be(
+    file: dict[str, object], compute: str, tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, file)
+    keys = ("load_in_4bit", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "use_peft")
+    assert [found.values[key] for key in keys] == [True, False, compute, True]
+    assert any("0.52 bytes each in groups of 128" in note for note in found.notes)
+
+
 LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its loss by that tool's own code)
     ({**LLAMA, "stage": "kto", "pref_beta": 0.2},  # train/kto/trainer.py
      {"objective": "kto", "beta": 0.2, "float32_logits": True, "keeps_logits": True}),
@@ -279,7 +311,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
     ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
     ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"),
-    ({**LLAMA, "finetuning_type": "oft"}, "finetuning_type oft"), ({**LLAMA, "do_train": False}, "does not train"),
+    ({**LLAMA, "finetuning_type": "oft", "stage": "dpo"}, "finetuning_type oft with a reference"),
+    ({**LLAMA, "do_train": False}, "does not train"),
     ({**LLAMA, "image_max_pixels": 9}, "image_max_pixels: training on images"),
     ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
     ({**LLAMA, "finetuning_type": "full", "use_galore": True, "galore_layerwise": True},
@@ -297,6 +330,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "rlhf_type": None}, "tuner_type reft is not simulated"),
+    ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "full"}, "quantised with AWQ needs an adapter"),
     ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "sequence_parallel_size:"),
 ]  # fmt: skip
 

@@ -49,7 +49,7 @@ class HfTrainer(SamplesTrainer):
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "beta", "simpo_gamma", "nll_weight", "float32_logits", "pad_to_max_length",
-                "trainable_layers", "spread_layers")  # fmt: skip
+                "trainable_layers", "spread_layers", "peft_adapter")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -59,6 +59,8 @@ class HfTrainer(SamplesTrainer):
                 f"trainable_layers: {count} trains layers of the model, and use_peft: true adapters beside them; "
                 "omit one of them"
             )
+        if training.peft_adapter is not None and not config.model.use_peft:
+            raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
         if count is not None and mixed and not (training.bf16 or training.fp16):
             raise ConfigError(
@@ -72,7 +74,8 @@ class HfTrainer(SamplesTrainer):
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
-        return replace(facts, forecasts=facts.forecasts and facts.resolved["trainable_layers"] is None)
+        other = any(facts.resolved[key] is not None for key in ("trainable_layers", "peft_adapter"))
+        return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)

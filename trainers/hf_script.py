@@ -50,6 +50,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "choices": ["float32", "bfloat16"],
         },
     )
+    peft_adapter: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Another adapter of PEFT's in place of LoRA, with use_peft: true: its peft_type (OFT, ADALORA, "
+            "MISS, ...) and the options of its config."
+        },
+    )
     trainable_layers: int | None = field(
         default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
     )
@@ -80,6 +87,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         ]
         if self.packing and self.objective != "sft":
             wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
+        if self.peft_adapter is not None and not (
+            isinstance(self.peft_adapter, dict) and isinstance(self.peft_adapter.get("peft_type"), str)
+        ):
+            wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:

@@ -1,21 +1,30 @@
 """A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 
 from .hf_data import Blocks, Collate, Pairs, Rated, Samples
 from .hf_losses import DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
 from .hf_script import WITH_REFERENCE
 from .trl_config import TrlConfig
 
+_SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
 
 
@@ -33,6 +42,8 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         "model": model, "args": training, "train_dataset": rows, "eval_dataset": evaluation,
         "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,
     }  # fmt: skip
+    if (training.peft_adapter or {}).get("peft_type") == "ADALORA":
+        common["callbacks"] = [_Allocates()]
     if training.objective == "sft":
         return Trainer(**common)
     if training.objective == "reward":
@@ -90,6 +101,8 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     """`model` as it is trained: with LoRA, or with all but its last layers frozen."""
     training = config.training
     lora = get_peft_config(config.model)
+    if lora is not None and training.peft_adapter is not None:
+        lora = other_adapter(lora, training.peft_adapter, total_steps=training.max_steps)
     if training.objective == "reward":
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
@@ -111,6 +124,32 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
     return model
+
+
+def other_adapter(lora: Any, given: Mapping[str, Any], *, total_steps: int) -> Any:
+    """The config of another adapter of PEFT's on the modules that LoRA would have. Raises ConfigError."""
+    options = dict(given)
+    kind = str(options.pop("peft_type")).upper()
+    known = {one.value: made for one, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if kind not in known:
+        raise ConfigError(f"peft_adapter: peft_type must be a type of PEFT's adapters; got {quoted(kind)}")
+    common = {"task_type": lora.task_type, "target_modules": lora.target_modules,
+              "modules_to_save": lora.modules_to_save}  # fmt: skip
+    if kind == "ADALORA":
+        common |= {"lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
+        options.setdefault("total_step", max(total_steps, _SOME_STEPS))
+    try:
+        return known[kind](**{**common, **options})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft_adapter: {kind} does not take these options: {error}") from error
+
+
+class _Allocates(TrainerCallback):  # type: ignore[misc]
+    """AdaLoRA's ranks, which PEFT allocates anew after each step from sums that it keeps of each trained weight."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        model = more["model"]
+        model.base_model.update_and_allocate(state.global_step + 1)
 
 
 def _freeze_all_but(model: Any, count: int, *, spread: bool) -> None:

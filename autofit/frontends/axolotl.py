@@ -14,7 +14,7 @@ from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
 from autofit.frontends.draft import Draft, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL
-from autofit.frontends.transformers_keys import take_optimizer
+from autofit.frontends.transformers_keys import take_optimizer, take_quantised
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
@@ -191,6 +191,8 @@ def _adapter(draft: Draft) -> None:
     dora, stable = draft.is_on("peft_use_dora"), draft.is_on("peft_use_rslora")
     cast = draft.raw("peft_autocast_adapter_dtype")
     if kind is None:
+        if draft.is_on("gptq"):
+            raise ConfigError("gptq needs adapter: lora, because quantised weights get no gradient")
         if four or eight:
             draft.note("load_in_4bit and load_in_8bit have no effect without an adapter: Axolotl trains all weights")
         return
@@ -218,6 +220,8 @@ def _adapter(draft: Draft) -> None:
         draft.put("use_bnb_nested_quant", extra.get("bnb_4bit_use_double_quant", True), "bnb_config_kwargs")
         draft.put("bnb_4bit_quant_storage", "bfloat16", "bnb_config_kwargs")
         draft.defaults |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    elif draft.is_on("gptq"):
+        take_quantised(draft, "gptq", str(draft.values["dtype"]))
     elif eight:
         draft.put("load_in_8bit", True)
     elif four:

@@ -13,7 +13,6 @@ UNLIKE = {
     "diffusion": "training by diffusion is not simulated",
     "ebft": "energy-based fine-tuning is not simulated",
     "qat": "quantisation-aware training, with a fake-quantised copy of each weight, is not simulated",
-    "gptq": "a model quantised with GPTQ is not simulated; load_in_4bit and load_in_8bit are",
     "llmcompressor": "training with LLM Compressor is not simulated",
     "kd_trainer": "distillation is not simulated",
     "use_mora": "MoRA is not simulated",

@@ -168,8 +168,6 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
 def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     """What is trained, and what each weight is held in (adapter.py, init_adapter)."""
     method = draft.text("finetuning_type", "lora", choices=("lora", "oft", "freeze", "full")) or "lora"
-    if method == "oft":
-        raise ConfigError("finetuning_type oft: OFT's rotations are not simulated; lora, freeze and full are")
     # init_adapter: what BAdam trains stays in 16 bits too
     pure = draft.is_on("pure_bf16") or draft.is_on("use_badam")
     bf16, fp16 = draft.is_on("bf16"), draft.is_on("fp16")
@@ -185,12 +183,14 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     zero3 = isinstance(zero, Mapping) and zero.get("zero_stage") == 3
     quantized = _quantization(draft, compute)
     master = not pure and (quantized or not zero3)
-    if method == "lora":
+    if method in ("lora", "oft"):
         draft.put("dtype", compute, "bf16")
         draft.put("adapter_dtype", "float32", "pure_bf16")  # PEFT's own, with pure_bf16 too
         _lora(draft)
+        if method == "oft":
+            _oft(draft)
     elif quantized:
-        raise ConfigError(f"quantization_bit needs finetuning_type lora, as LLaMA-Factory says; got {method}")
+        raise ConfigError(f"a quantised model needs finetuning_type lora or oft, as LLaMA-Factory says; got {method}")
     elif method == "freeze":
         draft.put("dtype", compute, "bf16")
         draft.put("adapter_dtype", "float32" if master else compute, "pure_bf16")
@@ -214,8 +214,9 @@ def _quantization(draft: Draft, compute: str) -> bool:
         draft.defaults.pop(key, None)
     named = str(draft.given.get("model_name_or_path")).lower()
     for method in ("gptq", "awq", "aqlm"):
-        if method in named:
-            raise ConfigError(f"a model quantised with {method.upper()} is not simulated; quantization_bit 4 or 8 is")
+        if method in named and bits is None:
+            transformers_keys.take_quantised(draft, method, compute)
+            return True
     if bits is None:
         return False
     if kind not in (None, "bnb"):
@@ -242,6 +243,18 @@ def _lora(draft: Draft) -> None:
     for key in ("use_rslora", "use_dora"):
         if draft.is_on(key):
             draft.put(key, True)
+
+
+def _oft(draft: Draft) -> None:
+    """PEFT's OFT on the modules of lora_target (model/adapter.py). Raises ConfigError for a reference beside it."""
+    if draft.values["objective"] in ("dpo", "kto"):
+        raise ConfigError("finetuning_type oft with a reference, for which a second model is loaded, is not simulated")
+    options: dict[str, object] = {"peft_type": "OFT", "r": draft.whole("oft_rank", 0, least=0)}
+    options |= {"oft_block_size": draft.whole("oft_block_size", 32, least=0)}
+    options |= {"module_dropout": draft.number("module_dropout", 0.0)}
+    draft.put("peft_adapter", options, "finetuning_type")
+    for key in ("lora_rank", "lora_alpha", "lora_dropout"):
+        draft.defaults.pop(key, None)
 
 
 def _freeze(draft: Draft) -> None:
@@ -342,7 +355,10 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "lora_target_modules": _said_target,
         "optim": lambda value: {"optim": value},
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
+        "peft_adapter": lambda _: None,
     }  # fmt: skip
+    if foreign.values.get("peft_adapter"):
+        own |= dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 
