@@ -21,6 +21,7 @@ from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.hf_script import SAMPLES
 from autofit.trainers.keys import hf_tiers
 from autofit.trainers.trl_config import TrlConfig, parse
 
@@ -51,7 +52,7 @@ def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
 def rows(config: TrlConfig, count: int = 8) -> Dataset:
     """Rows of `LENGTH` tokens; packed ones of two samples."""
     tokens = {"ids": [5] * LENGTH, "labels": [5] * LENGTH}
-    if config.training.objective == "sft":
+    if config.training.objective in SAMPLES:
         row: dict[str, object] = {"input_ids": tokens["ids"], "labels": tokens["labels"]}
         if config.training.packing:
             row["seq_lengths"] = [LENGTH // 2, LENGTH // 2]
@@ -80,6 +81,7 @@ CASES: dict[str, dict[str, object]] = {
     "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},
     "ORPO as LLaMA-Factory's": {"objective": "orpo", "float32_logits": True, "nll_weight": 1.0},
     "ORPO as TRL's": {"objective": "orpo", "dtype": "bfloat16", "nll_weight": 1.0},
+    "ASFT": {"objective": "asft", "bf16": True},
     "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
     "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
@@ -118,7 +120,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "ppo"}, "objective must be one of sft, dpo, kto, orpo, simpo, cpo, reward; got 'ppo'"),
+        ({"objective": "ppo"}, "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, reward; got 'ppo'"),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
         ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
@@ -271,6 +273,23 @@ def test_a_loss_without_a_reference_is_that_of_the_tools(
     if objective == "orpo":  # beta weighs the odds ratio, outside of the sigmoid
         wanted = -2.0 * torch.nn.functional.logsigmoid(odds).mean() + 0.5 * nll
     assert loss == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_asfts_loss_weighs_tokens_by_their_probability_and_adds_the_divergence(
+    small_model: Path, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    config = parsed(small_model, tmp_path, objective="asft", beta=0.3)
+    trainer = hf_training.made(config, rows(config))
+    learn(trainer.model, ids)
+    with torch.no_grad():
+        own, others = (m(input_ids=ids).logits[0, :-1].log_softmax(-1) for m in (trainer.model, trainer.reference))
+    chosen = own.gather(1, ids[0, 1:, None])
+    divergence = (others.exp() * (others - own)).sum(-1).mean()
+    wanted = (-chosen * chosen.exp()).mean() + 0.3 * divergence
+    assert divergence > 0.01
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-3)
 
 
 def test_ktos_loss_subtracts_what_changed_on_other_answers_and_turns_with_the_rating(

@@ -145,6 +145,8 @@ LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its lo
      {"objective": "orpo", "beta": 0.1, "float32_logits": True, "nll_weight": 1.0}),
     ({**LLAMA, "stage": "dpo", "pref_loss": "simpo"},
      {"objective": "simpo", "float32_logits": True, "simpo_gamma": 0.5, "nll_weight": None}),
+    ({**LLAMA, "finetuning_type": "full", "use_asft_loss": True, "asft_alpha": 0.05},  # train/sft/trainer.py
+     {"objective": "asft", "beta": 0.05, "dtype": "float32"}),
     ({**AXO, "rl": "kto", "rl_beta": 0.5},  # core/builders/rl.py
      {"objective": "kto", "beta": 0.5, "keeps_logits": True, "float32_logits": None, "max_length": 2000}),
     ({**AXO, "rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "beta": 0.3, "nll_weight": 1.0}),
@@ -317,6 +319,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
     ({**LLAMA, "finetuning_type": "full", "use_galore": True, "galore_layerwise": True},
      "galore_layerwise needs gradient_accumulation_steps: 1, as LLaMA-Factory says"),
+    ({**LLAMA, "use_asft_loss": True}, "use_asft_loss needs finetuning_type full or freeze"),
     ({**LLAMA, "use_badam": True}, "use_badam needs finetuning_type full or freeze"),
     ({**LLAMA, "finetuning_type": "full", "use_galore": True, "optim": "adafactor"}, "use_galore with optim adafactor"),
     ({**LLAMA, "use_llama_pro": True}, "use_llama_pro is simulated with finetuning_type freeze"),

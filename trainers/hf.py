@@ -34,6 +34,7 @@ from .common import (
 )
 from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
+from .hf_script import SAMPLES
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
 from .padding import Collator, padded
@@ -42,7 +43,7 @@ from .trl_config import TrlConfig
 
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of seven objectives."""
+    """A plain `transformers.Trainer`, for one of eight objectives."""
 
     name = "hf"
     auto_class = AutoModelForCausalLM
@@ -79,7 +80,7 @@ class HfTrainer(SamplesTrainer):
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
-        run.weighs_samples_alike = config.training.objective == "sft"
+        run.weighs_samples_alike = config.training.objective in SAMPLES
         return run
 
     def real(self, config: TrlConfig) -> Any:
@@ -127,7 +128,7 @@ class HfTrainer(SamplesTrainer):
             "num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": int(longer[index]) >= limit,
             **place_of(index, rows, raw, largest, mixed=bool(training.packing)),
         }  # fmt: skip
-        if training.objective != "sft":
+        if training.objective not in SAMPLES:
             shorter_ones = _total(rows) - longer
             lengths_of = Lengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
                                     sequences=2)  # fmt: skip

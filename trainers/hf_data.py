@@ -13,15 +13,18 @@ from datasets import Dataset
 
 from autofit.errors import ConfigError
 
+from .hf_script import SAMPLES
+
 IGNORED = -100  # label of a token that the loss ignores
 SIDES = ("chosen", "rejected")
 OTHER = "other_"  # prefix of a batch's tensors of KTO's other answers
 _PAIRS: Mapping[str, tuple[str, ...]] = {"answers": SIDES, "tokens": ("chosen_ids", "rejected_ids")}
+_SAMPLES: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",), "conversations": ("messages",), "prompts with an answer": ("prompt", "completion"),
+    "tokens": ("input_ids",),
+}  # fmt: skip
 KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # objective -> {format of its data: the columns}
-    "sft": {
-        "text": ("text",), "conversations": ("messages",), "prompts with an answer": ("prompt", "completion"),
-        "tokens": ("input_ids",),
-    },
+    "sft": _SAMPLES, "asft": _SAMPLES,
     "dpo": _PAIRS, "reward": _PAIRS, "orpo": _PAIRS, "simpo": _PAIRS, "cpo": _PAIRS,
     # The chosen answer is the sample, the rejected one another answer to its prompt, whatever the sample's rating
     "kto": {"rated answers": ("prompt", "completion", "label"), "tokens": ("chosen_ids", "rejected_ids")},
@@ -39,7 +42,7 @@ def tokenised(rows: Dataset, tokenizer: Any, *, objective: str, max_length: int)
     Messages go through the chat template. An answer to a prompt ends with the tokenizer's end token, and the loss is
     over answers where there is a prompt, else over all tokens.
     """
-    read = _sample if objective == "sft" else _pair
+    read = _sample if objective in SAMPLES else _pair
     if objective == "kto" and "completion" in rows.column_names:
         rows = _with_other_answers(rows)
 

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid
 from transformers import Trainer
 from trl.trainer.utils import selective_log_softmax
 
@@ -70,6 +70,33 @@ class DpoTrainer(_Referenced):
         chosen, rejected = (scores - expected).chunk(2)
         loss = -logsigmoid(self.beta * (chosen - rejected)).mean()
         return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class AsftTrainer(_Referenced):
+    """LLaMA-Factory's ASFT (train/trainer_utils.py): each token's loss by its probability, and a divergence.
+
+    The reference goes first and its logits stay; the model computes its usual loss too, which is not used.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the tokens of a micro-batch."""
+        labels = inputs["labels"][:, 1:].contiguous().view(-1)
+        with torch.no_grad(), self._without_adapter(model):
+            expected = (self.reference or model)(
+                input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")
+            ).logits
+        outputs = model(**inputs)
+        logits = outputs.logits.float()
+        own, others = (found[:, :-1].contiguous().view(-1, found.shape[-1]) for found in (logits, expected))
+        each = cross_entropy(own, labels, ignore_index=IGNORED, reduction="none")
+        counted = labels != IGNORED
+        each = each[counted]
+        loss = (each * torch.exp(-each.detach())).mean()
+        divergence = kl_div(own.log_softmax(-1), others.softmax(-1), reduction="none").sum(-1)
+        loss = loss + self.beta * (divergence * counted.float()).sum() / counted.sum()
+        return (loss, outputs) if return_outputs else loss
 
 
 class KtoTrainer(_Referenced):

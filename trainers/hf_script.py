@@ -10,7 +10,8 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-WITH_REFERENCE = ("dpo", "kto")
+SAMPLES = ("sft", "asft")  # losses over the tokens of samples; the others are over answers
+WITH_REFERENCE = ("asft", "dpo", "kto")
 OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "reward")
 
 
@@ -21,9 +22,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     objective: str = field(
         default="sft",
         metadata={
-            "help": "The loss: the causal model's own (sft), DPO's sigmoid loss over pairs of answers (dpo), KTO's "
-            "over rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), or a pairwise loss "
-            "over scores (reward).",
+            "help": "The loss: the causal model's own (sft), one weighted by each token's probability beside a "
+            "divergence from the model at the start (asft), DPO's sigmoid loss over pairs of answers (dpo), KTO's over "
+            "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), or a pairwise loss over "
+            "scores (reward).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -85,7 +87,7 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             for key in ("max_length", "pad_to_multiple_of", "trainable_layers")
             if (value := getattr(self, key)) is not None and value < 1
         ]
-        if self.packing and self.objective != "sft":
+        if self.packing and self.objective not in SAMPLES:
             wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
         if self.peft_adapter is not None and not (
             isinstance(self.peft_adapter, dict) and isinstance(self.peft_adapter.get("peft_type"), str)

@@ -20,8 +20,8 @@ from trl.trainer.utils import create_model_from_path
 from autofit.errors import ConfigError, quoted
 
 from .hf_data import Blocks, Collate, Pairs, Rated, Samples
-from .hf_losses import DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
-from .hf_script import WITH_REFERENCE
+from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
+from .hf_script import SAMPLES, WITH_REFERENCE
 from .trl_config import TrlConfig
 
 _SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
@@ -53,6 +53,8 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         gamma, weight = training.simpo_gamma, training.nll_weight
         return PairsTrainer(**common, loss=training.objective, gamma=gamma, nll_weight=weight)
     common["reference"] = None if config.model.use_peft else _reference_of(config)
+    if training.objective == "asft":
+        return AsftTrainer(**common)
     if training.objective == "kto":
         return KtoTrainer(**common, keeps_logits=training.keeps_logits)
     return DpoTrainer(**common)
@@ -91,7 +93,7 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
 
 
 def _reference_of(config: TrlConfig) -> Any:
-    """The frozen model of DPO or KTO, in the type in which the policy computes: LLaMA-Factory's `create_ref_model`."""
+    """The frozen model beside a policy, in the type in which that computes: LLaMA-Factory's `create_ref_model`."""
     training = config.training
     half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
     return model_of(config, dtype=half).requires_grad_(False).eval()
@@ -173,7 +175,7 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     common: dict[str, Any] = {"padding": int(tokenizer.pad_token_id), "multiple": training.pad_to_multiple_of}
     if training.packing or training.pad_to_max_length:
         common["width"] = training.max_length
-    if training.objective != "sft":
+    if training.objective not in SAMPLES:
         return Rated(**common) if training.objective == "kto" else Pairs(**common)
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS

@@ -38,6 +38,7 @@ _COLUMNS = {
     "dpo": {"prompt": 0.5, "chosen": 0.5, "rejected": 0.5},
     "reward": {"chosen": 1.0, "rejected": 1.0},
     "hf sft": {"input_ids": 1.0},
+    "hf asft": {"input_ids": 1.0},
     **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
        for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward")},
 }  # fmt: skip

@@ -24,7 +24,6 @@ _UNLIKE = {
     "use_hyper_parallel": "HyperParallel is not simulated, and has a batch of its own",
     "mixture_of_depths": "a model converted to mixture of depths is not simulated",
     "shift_attn": "shifted sparse attention (LongLoRA) is not simulated",
-    "use_asft_loss": "the ASFT loss, which needs a reference model beside the trained one, is not simulated",
     "predict_with_generate": "it generates and does not train",
     **dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
@@ -125,9 +124,14 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         )
     if stage in ("dpo", "kto"):
         _preferences(draft, stage)
+    elif stage == "sft" and draft.is_on("use_asft_loss"):  # sft/workflow.py; LoRA gets no reference there
+        if draft.values.get("use_peft"):
+            raise ConfigError("use_asft_loss needs finetuning_type full or freeze: LLaMA-Factory fails with adapters")
+        draft.put("objective", "asft", "use_asft_loss")
+        draft.put("beta", draft.number("asft_alpha", 0.1), "asft_alpha")
     elif draft.is_on("upcast_lmhead_output"):
         draft.put("float32_logits", True, "upcast_lmhead_output")
-    draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "upcast_lmhead_output"))
+    draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "use_asft_loss", "upcast_lmhead_output"))
     draft.name(_EFFECTS)
     transformers_keys.take(draft)
     _optimizer(draft)

@@ -12,7 +12,9 @@ __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "st
 
 # Packing is off: it changes the rows, not the normalisation of the loss. No row is as long as the limit.
 SAME: dict[str, object] = {"max_length": 64, "packing": False, "block_diagonal": False, "adapter_dtype": None}
-_COLUMNS = {"sft": ("prompt", "completion"), "kto": ("prompt", "completion"), "reward": ("chosen", "rejected")}
+_COLUMNS = {
+    **dict.fromkeys(("sft", "asft", "kto"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
+}  # fmt: skip
 
 
 def build(config: TrlConfig, steps: int) -> Any:
