@@ -1,6 +1,7 @@
 """The plain transformers.Trainer: its bytes against the CPU allocator's, its batches, and its rules."""
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_training
+from autofit.trainers import hf_qat, hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Pairs, Rated, Samples, packed, tokenised
@@ -103,14 +104,34 @@ DEFAULT = (
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_whole_training_peaks_at_the_real_allocators_bytes(name: str, small_model: Path, tmp_path: Path) -> None:
+    peaks_as_real(name, CASES[name], small_model, tmp_path)
+
+
+def peaks_as_real(name: str, changes: dict[str, object], small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
-        trained(small_model, tmp_path / "fake", **CASES[name])
+        trained(small_model, tmp_path / "fake", **changes)
     gc.collect()
-    real = profiler_peak_bytes(lambda: trained(small_model, tmp_path / "real", **CASES[name]))
+    real = profiler_peak_bytes(lambda: trained(small_model, tmp_path / "real", **changes))
     error = gpu.peak_requested_bytes / real - 1
     print(f"{name}: real {real / 2**20:.3f} MiB, error {error:+.4%}")
     assert abs(error) <= 2e-4
+
+
+@pytest.mark.parametrize("weight", ["int4", "mxfp4"])
+def test_quantisation_aware_training_peaks_at_the_real_allocators_bytes(
+    weight: str, small_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="qat needs torchao")
+    changes: dict[str, object] = {"qat": {"weight_dtype": weight, "group_size": 32}, "dtype": "bfloat16"}
+    peaks_as_real("qat", changes, small_model, tmp_path)
+
+
+def test_what_quantisation_aware_training_cannot_do_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ConfigError, match="qat needs the package torchao, which is not installed here"):
+        hf_qat.prepare(torch.nn.Linear(2, 2), {"weight_dtype": "int4"})
 
 
 def test_an_objective_in_a_recipe_means_this_trainer() -> None:
@@ -131,6 +152,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ),
         ({"peft_adapter": {"peft_type": "OFT"}}, "peft_adapter is used in place of LoRA; it needs use_peft: true"),
         ({"use_peft": True, "peft_adapter": {"r": 8}}, "peft_adapter must be a mapping with a peft_type"),
+        ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],

@@ -121,6 +121,11 @@ def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(t
     assert bone["peft_adapter"] == {"peft_type": "MISS", "r": 4}
 
 
+def test_axolotls_qat_is_torchaos_with_its_own_groups(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {**AXO, "qat": {"weight_dtype": "int4", "activation_dtype": "int8"}})
+    assert found.values["qat"] == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
+
+
 @pytest.mark.parametrize(
     ("file", "compute"),
     [
@@ -328,7 +333,9 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
      "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
-    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"), ({**AXO, "qat": {"weight_dtype": "int4"}}, "qat:"),
+    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"),
+    ({**AXO, "qat": {"weight_dtype": "nvfp4"}}, "qat with weight_dtype nvfp4 ends with an error"),
+    ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),

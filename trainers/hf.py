@@ -62,6 +62,8 @@ class HfTrainer(SamplesTrainer):
             )
         if training.peft_adapter is not None and not config.model.use_peft:
             raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
+        if training.qat is not None and config.model.use_peft:
+            raise ConfigError("qat trains whole models; omit use_peft or qat")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
         if count is not None and mixed and not (training.bf16 or training.fp16):
             raise ConfigError(
@@ -75,7 +77,7 @@ class HfTrainer(SamplesTrainer):
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
-        other = any(facts.resolved[key] is not None for key in ("trainable_layers", "peft_adapter"))
+        other = any(facts.resolved[key] is not None for key in ("trainable_layers", "peft_adapter", "qat"))
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:

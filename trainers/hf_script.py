@@ -59,6 +59,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "MISS, ...) and the options of its config."
         },
     )
+    qat: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Quantisation-aware training by torchao: weight_dtype, activation_dtype, group_size, "
+            "quantize_embedding."
+        },
+    )
     trainable_layers: int | None = field(
         default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
     )
@@ -93,6 +100,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             isinstance(self.peft_adapter, dict) and isinstance(self.peft_adapter.get("peft_type"), str)
         ):
             wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
+        if self.qat is not None and not isinstance(self.qat, dict):
+            wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:

@@ -105,6 +105,10 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     lora = get_peft_config(config.model)
     if lora is not None and training.peft_adapter is not None:
         lora = other_adapter(lora, training.peft_adapter, total_steps=training.max_steps)
+    if training.qat is not None:
+        from .hf_qat import prepare
+
+        prepare(model, training.qat)
     if training.objective == "reward":
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:

@@ -68,6 +68,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _preferences(draft, trainer)
     elif objective != "sft":
         _full_logits(draft, objective)
+    _qat(draft, trainer)
     _plugins(draft)
     draft.name(EFFECTS)
     draft.ignore(NO_EFFECT)
@@ -278,6 +279,23 @@ def _checkpoints(draft: Draft) -> None:
             "activation_offloading: activations in host memory are not simulated; gradient checkpointing is, in their "
             "place, which may need more memory or less"
         )
+
+
+def _qat(draft: Draft, trainer: str) -> None:
+    """Quantisation-aware training (utils/quantization.py). Raises ConfigError for what ends with an error there."""
+    given = draft.mapping("qat")
+    if not given:
+        return
+    if trainer != "hf" or draft.values.get("use_peft"):
+        raise ConfigError("qat is simulated where all weights train on samples, not with adapters or rl")
+    weight = str(given.get("weight_dtype", "int8"))
+    if weight in ("nvfp4", "int8"):
+        raise ConfigError(
+            f"qat with weight_dtype {weight} ends with an error in Axolotl: torchao 0.17, which it pins, does not "
+            "train with the config that it makes; int4, mxfp4 and fp8 are simulated"
+        )
+    keys = ("weight_dtype", "activation_dtype", "group_size", "quantize_embedding")
+    draft.put("qat", {"group_size": 32, **{key: given[key] for key in keys if given.get(key) is not None}}, "qat")
 
 
 def _plugins(draft: Draft) -> None:

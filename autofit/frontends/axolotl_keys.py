@@ -12,7 +12,6 @@ UNLIKE = {
     "trainer_cls": "a trainer of your own is not simulated",
     "diffusion": "training by diffusion is not simulated",
     "ebft": "energy-based fine-tuning is not simulated",
-    "qat": "quantisation-aware training, with a fake-quantised copy of each weight, is not simulated",
     "llmcompressor": "training with LLM Compressor is not simulated",
     "kd_trainer": "distillation is not simulated",
     "use_mora": "MoRA is not simulated",

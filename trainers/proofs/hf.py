@@ -10,8 +10,15 @@ from .small_model import tokenizer
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-# Packing is off: it changes the rows, not the normalisation of the loss. No row is as long as the limit.
-SAME: dict[str, object] = {"max_length": 64, "packing": False, "block_diagonal": False, "adapter_dtype": None}
+# Packing and rounding are off: they change rows and weights, not the normalisation of the loss. No row is as long as
+# the limit.
+SAME: dict[str, object] = {
+    "max_length": 64,
+    "packing": False,
+    "block_diagonal": False,
+    "adapter_dtype": None,
+    "qat": None,
+}
 _COLUMNS = {
     **dict.fromkeys(("sft", "asft", "kto"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
 }  # fmt: skip
