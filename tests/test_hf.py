@@ -1,6 +1,7 @@
 """The plain transformers.Trainer: its bytes against the CPU allocator's, its batches, and its rules."""
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import yaml
 from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from peft import LoraConfig
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_training
+from autofit.trainers import hf_qat, hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
-from autofit.trainers.hf_data import Blocks, Pairs, Samples, packed
+from autofit.trainers.hf_data import Blocks, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.hf_script import SAMPLES
+from autofit.trainers.keys import hf_tiers
 from autofit.trainers.trl_config import TrlConfig, parse
 
 LENGTH = 128
@@ -49,7 +53,7 @@ def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
 def rows(config: TrlConfig, count: int = 8) -> Dataset:
     """Rows of `LENGTH` tokens; packed ones of two samples."""
     tokens = {"ids": [5] * LENGTH, "labels": [5] * LENGTH}
-    if config.training.objective == "sft":
+    if config.training.objective in SAMPLES:
         row: dict[str, object] = {"input_ids": tokens["ids"], "labels": tokens["labels"]}
         if config.training.packing:
             row["seq_lengths"] = [LENGTH // 2, LENGTH // 2]
@@ -74,6 +78,14 @@ CASES: dict[str, dict[str, object]] = {
     "DPO, float32 logits": {"objective": "dpo", "dtype": "bfloat16", "float32_logits": True},
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
     "reward": {"objective": "reward"},
+    "KTO as LLaMA-Factory's": {"objective": "kto", **LORA, "float32_logits": True, "keeps_logits": True},
+    "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},
+    "ORPO as LLaMA-Factory's": {"objective": "orpo", "float32_logits": True, "nll_weight": 1.0},
+    "ORPO as TRL's": {"objective": "orpo", "dtype": "bfloat16", "nll_weight": 1.0},
+    "ASFT": {"objective": "asft", "bf16": True},
+    "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
+    "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
+    "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "last layer": {"trainable_layers": 1},
@@ -85,19 +97,41 @@ DEFAULT = (
     "LoRA, adapters in float32",
     "DPO, float32 logits",
     "packed, block diagonal",
+    "KTO as LLaMA-Factory's",
+    "ORPO as TRL's",
 )
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_whole_training_peaks_at_the_real_allocators_bytes(name: str, small_model: Path, tmp_path: Path) -> None:
+    peaks_as_real(name, CASES[name], small_model, tmp_path)
+
+
+def peaks_as_real(name: str, changes: dict[str, object], small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
-        trained(small_model, tmp_path / "fake", **CASES[name])
+        trained(small_model, tmp_path / "fake", **changes)
     gc.collect()
-    real = profiler_peak_bytes(lambda: trained(small_model, tmp_path / "real", **CASES[name]))
+    real = profiler_peak_bytes(lambda: trained(small_model, tmp_path / "real", **changes))
     error = gpu.peak_requested_bytes / real - 1
     print(f"{name}: real {real / 2**20:.3f} MiB, error {error:+.4%}")
     assert abs(error) <= 2e-4
+
+
+@pytest.mark.parametrize("weight", ["int4", "mxfp4"])
+def test_quantisation_aware_training_peaks_at_the_real_allocators_bytes(
+    weight: str, small_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="qat needs torchao")
+    changes: dict[str, object] = {"qat": {"weight_dtype": weight, "group_size": 32}, "dtype": "bfloat16"}
+    peaks_as_real("qat", changes, small_model, tmp_path)
+
+
+def test_what_quantisation_aware_training_cannot_do_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ConfigError, match="qat needs the package torchao, which is not installed here"):
+        hf_qat.prepare(torch.nn.Linear(2, 2), {"weight_dtype": "int4"})
 
 
 def test_an_objective_in_a_recipe_means_this_trainer() -> None:
@@ -107,7 +141,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "ppo"}, "objective must be one of sft, dpo, reward; got 'ppo'"),
+        ({"objective": "ppo"}, "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, reward; got 'ppo'"),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
         ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
@@ -116,6 +150,10 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
             {"trainable_layers": 2, "adapter_dtype": "bfloat16"},
             "layers in bfloat16 train beside frozen ones",
         ),
+        ({"peft_adapter": {"peft_type": "OFT"}}, "peft_adapter is used in place of LoRA; it needs use_peft: true"),
+        ({"use_peft": True, "peft_adapter": {"r": 8}}, "peft_adapter must be a mapping with a peft_type"),
+        ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
+        ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
 )
@@ -177,6 +215,7 @@ def test_packing_fills_rows_with_whole_samples() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
+                                     {"objective": "kto"}, {"objective": "orpo", "nll_weight": 1.0},
                                      {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
 def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
     more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}
@@ -192,3 +231,141 @@ def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: P
     trainer = trained(small_model, tmp_path, **more, adapter_dtype="float32")
     kinds = {(name.split(".")[2], p.dtype) for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert kinds == {("1", torch.float32)}
+
+
+def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_them() -> None:
+    model = build_model(Model(kind="sft"), num_hidden_layers=6)
+    hf_training._freeze_all_but(model, 3, spread=True)
+    trained = {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
+    with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
+        hf_training._freeze_all_but(model, 4, spread=True)
+
+
+def test_a_rated_sample_stands_beside_the_answer_to_the_row_before_and_keeps_its_rating() -> None:
+    rows = Dataset.from_dict({"prompt": ["w3 ", "w4 "], "completion": ["w5", "w6 w7"], "label": [False, True]})
+    found = tokenised(rows, tokenizer(), objective="kto", max_length=9)
+    assert [row["desirable"] for row in found] == [False, True]
+    assert [row["rejected_labels"] for row in found] == [
+        [-100] * (len(row["rejected_ids"]) - len(after)) + after
+        for row, after in zip(found, [[t for t in found[n]["chosen_labels"] if t >= 0] for n in (1, 0)], strict=True)
+    ]
+    batch = Rated(padding=0)(list(found))
+    assert batch["desirable"].tolist() == [False, True]
+    assert batch["input_ids"].shape[0] == batch["other_input_ids"].shape[0] == 2
+
+
+def of_loss(model: Path, folder: Path, batch: dict[str, torch.Tensor], **changes: object) -> Any:
+    """(the trainer, its loss of a micro-batch)."""
+    trainer = hf_training.made(parsed(model, folder, **changes), rows(parsed(model, folder, **changes)))
+    return trainer, trainer.compute_loss(trainer.model, batch).item()
+
+
+def sums(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each row but its first token (B,)."""
+    with torch.no_grad():
+        each = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+    return torch.gather(each, 2, ids[:, 1:, None]).squeeze(2).sum(1)
+
+
+def learn(model: Any, ids: torch.Tensor) -> None:
+    """Make these rows more likely."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("float32", [True, False], ids=["LLaMA-Factory", "TRL"])
+@pytest.mark.parametrize("objective", ["orpo", "simpo", "cpo"])
+def test_a_loss_without_a_reference_is_that_of_the_tools(
+    objective: str, float32: bool, small_model: Path, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [8, 7, 6, 5], [6, 6, 9, 5]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    more: dict[str, object] = {"float32_logits": float32, "nll_weight": 0.5, "simpo_gamma": 0.7, "beta": 2.0}
+    trainer, loss = of_loss(small_model, tmp_path, batch, objective=objective, **more)
+    found = sums(trainer.model, ids)
+    chosen, rejected = (found / (1 if objective == "cpo" else 3)).chunk(2)
+    odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    margin = {"orpo": odds, "simpo": chosen - rejected - 0.7 / 2.0, "cpo": chosen - rejected}[objective]
+    nll = -(chosen.mean() if objective != "cpo" or float32 else found[:2].mean() / 3)
+    wanted = -torch.nn.functional.logsigmoid(2.0 * margin).mean() + 0.5 * nll
+    if objective == "orpo":  # beta weighs the odds ratio, outside of the sigmoid
+        wanted = -2.0 * torch.nn.functional.logsigmoid(odds).mean() + 0.5 * nll
+    assert loss == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_asfts_loss_weighs_tokens_by_their_probability_and_adds_the_divergence(
+    small_model: Path, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    config = parsed(small_model, tmp_path, objective="asft", beta=0.3)
+    trainer = hf_training.made(config, rows(config))
+    learn(trainer.model, ids)
+    with torch.no_grad():
+        own, others = (m(input_ids=ids).logits[0, :-1].log_softmax(-1) for m in (trainer.model, trainer.reference))
+    chosen = own.gather(1, ids[0, 1:, None])
+    divergence = (others.exp() * (others - own)).sum(-1).mean()
+    wanted = (-chosen * chosen.exp()).mean() + 0.3 * divergence
+    assert divergence > 0.01
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_ktos_loss_subtracts_what_changed_on_other_answers_and_turns_with_the_rating(
+    small_model: Path, tmp_path: Path
+) -> None:
+    ids, other = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7]]), torch.tensor([[8, 7, 6, 5], [6, 6, 9, 5]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "other_input_ids": other,
+             "other_attention_mask": torch.ones_like(other), "other_labels": other,
+             "desirable": torch.tensor([True, False])}  # fmt: skip
+    config = parsed(small_model, tmp_path, objective="kto", beta=0.5)
+    trainer = hf_training.made(config, rows(config))
+    before, before_other = sums(trainer.model, ids), sums(trainer.model, other)
+    learn(trainer.model, other)
+    ratio = sums(trainer.model, ids) - before
+    shift = (sums(trainer.model, other) - before_other).mean().clamp(min=0)
+    assert shift > 0.01
+    wanted = (1 - torch.sigmoid(0.5 * torch.tensor([1.0, -1.0]) * (ratio - shift))).mean()
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "split"),
+    [
+        ({"objective": "orpo", "float32_logits": True, "nll_weight": 1.0}, False),
+        ({"objective": "orpo", "float32_logits": False, "nll_weight": 1.0}, True),
+        ({"objective": "cpo", "float32_logits": False, "nll_weight": 0.0}, False),
+        ({"objective": "kto", "float32_logits": True}, True),
+    ],
+)
+def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
+    loss: dict[str, object], split: bool, small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, **loss, beta=2.0)
+    trainer = hf_training.made(config, rows(config))
+    pairs = [{"chosen_ids": [5, 6, 7, 9], "chosen_labels": [-100, 6, 7, 9], "rejected_ids": [5, 8],
+              "rejected_labels": [-100, 8], "desirable": True},
+             {"chosen_ids": [9, 5], "chosen_labels": [-100, 5], "rejected_ids": [9, 6, 7],
+              "rejected_labels": [-100, 6, 7], "desirable": False}]  # fmt: skip
+    model = trainer.model
+    if loss["objective"] == "kto":  # another model than the reference
+        learn(model, torch.tensor([[9, 6, 7]]))
+    together, *apart = (
+        trainer.compute_loss(model, trainer.data_collator(part)).item() for part in (pairs, pairs[:1], pairs[1:])
+    )
+    assert (abs(sum(apart) / 2 - together) > 1e-4) is split
+    assert bool(hf_tiers(loss)) is split
+
+
+def test_another_adapter_has_the_modules_that_lora_would_have() -> None:
+    lora = LoraConfig(target_modules="all-linear", lora_alpha=9, task_type="CAUSAL_LM")
+    found = hf_training.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
+    assert (type(found).__name__, found.target_modules, found.init_r, found.lora_alpha) == (
+        "AdaLoraConfig", "all-linear", 6, 9,
+    )  # fmt: skip
+    for wrong, message in (({"peft_type": "LORE"}, "must be a type"), ({"peft_type": "OFT", "rnk": 1}, "rnk")):
+        with pytest.raises(ConfigError, match=message):
+            hf_training.other_adapter(lora, wrong, total_steps=7)

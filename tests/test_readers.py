@@ -106,6 +106,101 @@ def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_pac
     assert (frozen.values["dtype"], frozen.values["adapter_dtype"]) == ("bfloat16", "float32")
 
 
+def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(tmp_path: Path) -> None:
+    oft = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "oft", "oft_block_size": 16}).values  # model/adapter.py
+    assert oft["peft_adapter"] == {"peft_type": "OFT", "r": 0, "oft_block_size": 16, "module_dropout": 0.0}
+    assert (oft["use_peft"], oft["lora_target_modules"], oft["adapter_dtype"]) == (True, ["all-linear"], "float32")
+    script = SWIFT.replace("--max_length 2048", "--tuner_type adalora --adalora_init_r 6")
+    found = of_script(tmp_path, script)  # pipelines/train/tuner.py
+    assert found.values["peft_adapter"] == {
+        "peft_type": "ADALORA", "target_r": 8, "init_r": 6, "tinit": 0, "tfinal": 0, "deltaT": 1, "beta1": 0.85,
+        "beta2": 0.85, "orth_reg_weight": 0.5,
+    }  # fmt: skip
+    assert not can_say(found, "lora_r", 4)
+    bone = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--tuner_type bone")).values
+    assert bone["peft_adapter"] == {"peft_type": "MISS", "r": 4}
+
+
+def test_axolotls_qat_is_torchaos_with_its_own_groups(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {**AXO, "qat": {"weight_dtype": "int4", "activation_dtype": "int8"}})
+    assert found.values["qat"] == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("file", "compute"),
+    [
+        ({**LLAMA, "model_name_or_path": "TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ"}, "bfloat16"),
+        ({**AXO, "adapter": "lora", "lora_r": 8, "gptq": True, "bf16": False, "float16": True}, "float16"),
+        ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "lora", "torch_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_model_that_is_quantised_already_is_simulated_in_4_bits_and_said_to_be(
+    file: dict[str, object], compute: str, tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, file)
+    keys = ("load_in_4bit", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "use_peft")
+    assert [found.values[key] for key in keys] == [True, False, compute, True]
+    assert any("0.52 bytes each in groups of 128" in note for note in found.notes)
+
+
+LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its loss by that tool's own code)
+    ({**LLAMA, "stage": "kto", "pref_beta": 0.2},  # train/kto/trainer.py
+     {"objective": "kto", "beta": 0.2, "float32_logits": True, "keeps_logits": True}),
+    ({**LLAMA, "stage": "dpo", "pref_loss": "orpo"},  # train/dpo/trainer.py
+     {"objective": "orpo", "beta": 0.1, "float32_logits": True, "nll_weight": 1.0}),
+    ({**LLAMA, "stage": "dpo", "pref_loss": "simpo"},
+     {"objective": "simpo", "float32_logits": True, "simpo_gamma": 0.5, "nll_weight": None}),
+    ({**LLAMA, "finetuning_type": "full", "use_asft_loss": True, "asft_alpha": 0.05},  # train/sft/trainer.py
+     {"objective": "asft", "beta": 0.05, "dtype": "float32"}),
+    ({**AXO, "rl": "kto", "rl_beta": 0.5},  # core/builders/rl.py
+     {"objective": "kto", "beta": 0.5, "keeps_logits": True, "float32_logits": None, "max_length": 2000}),
+    ({**AXO, "rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "beta": 0.3, "nll_weight": 1.0}),
+    ({**AXO, "rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.1},
+     {"objective": "simpo", "nll_weight": 0.0, "simpo_gamma": 1.1}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "kto"},  # arguments/rlhf_args.py
+     {"objective": "kto", "beta": 0.1, "keeps_logits": None, "nll_weight": None}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "simpo"},
+     {"objective": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "nll_weight": 1.0}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "cpo", "beta": 0.3},
+     {"objective": "cpo", "beta": 0.3, "nll_weight": 1.0, "simpo_gamma": None}),
+    ({"model": "m", "tuner_type": "lora", "rlhf_type": "orpo"}, {"objective": "orpo", "nll_weight": 1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "loss"), LOSSES, ids=lambda value: str(value.get("objective", "")))
+def test_a_loss_over_answers_is_read_with_its_tools_own_weights_and_logits(
+    file: dict[str, object], loss: dict[str, object], tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, file)
+    assert found.trainer == "hf"
+    assert {key: found.values.get(key) for key in loss} == loss
+
+
+@pytest.mark.parametrize("key", ["use_galore", "use_apollo", "use_adam_mini", "use_muon", "use_badam"])
+def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_said_to_be_a_bound(
+    key: str, tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "full", key: True})
+    assert found.values["optim"] == "adamw_torch_fused"
+    assert [note.endswith(": an upper bound") for note in found.notes if note.startswith(f"{key}: ")] == [True]
+    assert found.values["dtype"] == ("bfloat16" if key == "use_badam" else "float32")  # adapter.py, init_adapter
+    if key in ("use_adam_mini", "use_muon"):  # of which LLaMA-Factory reads no optim (train/trainer_utils.py)
+        assert of_yaml(tmp_path, {**LLAMA, "optim": "sgd", key: True}).values["optim"] == "adamw_torch_fused"
+
+
+def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:
+    lisa = of_yaml(tmp_path, {**AXO, "lisa_n_layers": 4, "lisa_step_interval": 20, "optimizer": "muon"})
+    assert "use_peft" not in lisa.values
+    assert lisa.values["optim"] == "adamw_torch_fused"
+    assert {note.partition(":")[0] for note in lisa.notes if note.endswith("an upper bound")} == {
+        "lisa_n_layers", "optimizer"
+    }  # fmt: skip
+    script = SWIFT.replace("--max_length 2048", "--tuner_type full --lisa_activated_layers 2")
+    assert any("LISA" in note and note.endswith("an upper bound") for note in of_script(tmp_path, script).notes)
+    pro = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 8, "use_llama_pro": True})
+    assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
+
+
 def test_llama_factory_stores_4_bits_in_the_compute_dtype_and_quantises_twice(tmp_path: Path) -> None:
     values = of_yaml(tmp_path, {**LLAMA, "quantization_bit": 4}).values
     assert values["load_in_4bit"] is True
@@ -221,20 +316,31 @@ def test_words_of_a_command_are_those_of_bash(text: str, words: tuple[str, ...])
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
-    ({**LLAMA, "use_galore": True}, "use_galore: GaLore"), ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
-    ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"), ({**LLAMA, "stage": "kto"}, "stage kto"),
-    ({**LLAMA, "finetuning_type": "oft"}, "finetuning_type oft"), ({**LLAMA, "do_train": False}, "does not train"),
+    ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
+    ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"),
+    ({**LLAMA, "finetuning_type": "oft", "stage": "dpo"}, "finetuning_type oft with a reference"),
+    ({**LLAMA, "do_train": False}, "does not train"),
     ({**LLAMA, "image_max_pixels": 9}, "image_max_pixels: training on images"),
     ({**LLAMA, "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "trains on images, video or sound"),
+    ({**LLAMA, "finetuning_type": "full", "use_galore": True, "galore_layerwise": True},
+     "galore_layerwise needs gradient_accumulation_steps: 1, as LLaMA-Factory says"),
+    ({**LLAMA, "use_asft_loss": True}, "use_asft_loss needs finetuning_type full or freeze"),
+    ({**LLAMA, "use_badam": True}, "use_badam needs finetuning_type full or freeze"),
+    ({**LLAMA, "finetuning_type": "full", "use_galore": True, "optim": "adafactor"}, "use_galore with optim adafactor"),
+    ({**LLAMA, "use_llama_pro": True}, "use_llama_pro is simulated with finetuning_type freeze"),
+    ({"model": "m", "tuner_type": "lora", "lisa_activated_layers": 2}, "lisa_activated_layers needs tuner_type full"),
     ({**LLAMA, "optim": "galore_adamw"}, "the states of the optimizer galore_adamw are not simulated"),
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
      "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
-    ({**AXO, "rl": "kto"}, "rl: kto is not simulated"), ({**AXO, "qat": {"weight_dtype": "int4"}}, "qat:"),
+    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"),
+    ({**AXO, "qat": {"weight_dtype": "nvfp4"}}, "qat with weight_dtype nvfp4 ends with an error"),
+    ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "rlhf_type": None}, "tuner_type reft is not simulated"),
+    ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "full"}, "quantised with AWQ needs an adapter"),
     ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "sequence_parallel_size:"),
 ]  # fmt: skip
 

@@ -41,13 +41,14 @@ def write_dataset(path: Path, *, rows: int = 24) -> Path:
     return path
 
 
-ROWS: dict[str, Callable[[int], dict[str, str]]] = {  # a row of each trainer's data, of i words more than the shortest
+ROWS: dict[str, Callable[[int], dict[str, object]]] = {  # a row of i words more than the shortest
     "sft": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
     "dpo": lambda i: {"prompt": "t1 t2", "chosen": " " + _words(i), "rejected": " t4"},
     "reward": lambda i: {"chosen": _words(i), "rejected": "t4 t5"},
     "hf": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
 }
-ROWS |= {f"hf {objective}": ROWS[objective] for objective in ("dpo", "reward")}
+ROWS |= {"hf reward": ROWS["reward"], **{f"hf {objective}": ROWS["dpo"] for objective in ("dpo", "orpo")}}
+ROWS["hf kto"] = lambda i: {**ROWS["sft"](i), "label": i % 3 > 0}
 
 
 def _words(i: int) -> str:

@@ -271,6 +271,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     dtype = dtype_of(kwargs.get("dtype", "float32"), config)
     options = {"dtype": dtype, "attn_implementation": kwargs.get("attn_implementation")}
     quantization = kwargs.get("quantization_config")
+    if hasattr(config, "quantization_config"):  # of a checkpoint that is quantised already, which is not loaded here
+        del config.quantization_config
     if quantization is None:
         auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
         make = architecture.from_config if auto else architecture._from_config

@@ -34,6 +34,7 @@ from .common import (
 )
 from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
+from .hf_script import SAMPLES
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
 from .padding import Collator, padded
@@ -42,13 +43,14 @@ from .trl_config import TrlConfig
 
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of three objectives."""
+    """A plain `transformers.Trainer`, for one of eight objectives."""
 
     name = "hf"
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
-    compared = (*COMPARED, "objective", "beta", "float32_logits", "pad_to_max_length", "trainable_layers")
+    compared = (*COMPARED, "objective", "beta", "simpo_gamma", "nll_weight", "float32_logits", "pad_to_max_length",
+                "trainable_layers", "spread_layers", "peft_adapter")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -58,6 +60,10 @@ class HfTrainer(SamplesTrainer):
                 f"trainable_layers: {count} trains layers of the model, and use_peft: true adapters beside them; "
                 "omit one of them"
             )
+        if training.peft_adapter is not None and not config.model.use_peft:
+            raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
+        if training.qat is not None and config.model.use_peft:
+            raise ConfigError("qat trains whole models; omit use_peft or qat")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
         if count is not None and mixed and not (training.bf16 or training.fp16):
             raise ConfigError(
@@ -71,11 +77,12 @@ class HfTrainer(SamplesTrainer):
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
-        return replace(facts, forecasts=facts.forecasts and facts.resolved["trainable_layers"] is None)
+        other = any(facts.resolved[key] is not None for key in ("trainable_layers", "peft_adapter", "qat"))
+        return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
-        run.weighs_samples_alike = config.training.objective == "sft"
+        run.weighs_samples_alike = config.training.objective in SAMPLES
         return run
 
     def real(self, config: TrlConfig) -> Any:
@@ -123,7 +130,7 @@ class HfTrainer(SamplesTrainer):
             "num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": int(longer[index]) >= limit,
             **place_of(index, rows, raw, largest, mixed=bool(training.packing)),
         }  # fmt: skip
-        if training.objective != "sft":
+        if training.objective not in SAMPLES:
             shorter_ones = _total(rows) - longer
             lengths_of = Lengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
                                     sequences=2)  # fmt: skip

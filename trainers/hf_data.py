@@ -13,15 +13,21 @@ from datasets import Dataset
 
 from autofit.errors import ConfigError
 
+from .hf_script import SAMPLES
+
 IGNORED = -100  # label of a token that the loss ignores
 SIDES = ("chosen", "rejected")
+OTHER = "other_"  # prefix of a batch's tensors of KTO's other answers
+_PAIRS: Mapping[str, tuple[str, ...]] = {"answers": SIDES, "tokens": ("chosen_ids", "rejected_ids")}
+_SAMPLES: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",), "conversations": ("messages",), "prompts with an answer": ("prompt", "completion"),
+    "tokens": ("input_ids",),
+}  # fmt: skip
 KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # objective -> {format of its data: the columns}
-    "sft": {
-        "text": ("text",), "conversations": ("messages",), "prompts with an answer": ("prompt", "completion"),
-        "tokens": ("input_ids",),
-    },
-    "dpo": {"answers": SIDES, "tokens": ("chosen_ids", "rejected_ids")},
-    "reward": {"answers": SIDES, "tokens": ("chosen_ids", "rejected_ids")},
+    "sft": _SAMPLES, "asft": _SAMPLES,
+    "dpo": _PAIRS, "reward": _PAIRS, "orpo": _PAIRS, "simpo": _PAIRS, "cpo": _PAIRS,
+    # The chosen answer is the sample, the rejected one another answer to its prompt, whatever the sample's rating
+    "kto": {"rated answers": ("prompt", "completion", "label"), "tokens": ("chosen_ids", "rejected_ids")},
 }  # fmt: skip
 
 Row = dict[str, Any]
@@ -36,12 +42,22 @@ def tokenised(rows: Dataset, tokenizer: Any, *, objective: str, max_length: int)
     Messages go through the chat template. An answer to a prompt ends with the tokenizer's end token, and the loss is
     over answers where there is a prompt, else over all tokens.
     """
-    read = _sample if objective == "sft" else _pair
+    read = _sample if objective in SAMPLES else _pair
+    if objective == "kto" and "completion" in rows.column_names:
+        rows = _with_other_answers(rows)
 
     def cut(row: Row) -> Row:
-        return {name: tokens[:max_length] for name, tokens in read(row, tokenizer).items()}
+        found: Row = {name: tokens[:max_length] for name, tokens in read(row, tokenizer).items()}
+        return found | {name: row[name] for name in ("desirable",) if name in row}
 
     return rows.map(cut, remove_columns=rows.column_names)
+
+
+def _with_other_answers(rows: Dataset) -> Dataset:
+    """Each rated answer beside the one to the row before, as LLaMA-Factory's and TRL's KTO pair them."""
+    answers = list(rows["completion"])
+    columns = {"prompt": list(rows["prompt"]), "chosen": answers, "rejected": answers[-1:] + answers[:-1]}
+    return Dataset.from_dict(columns | {"desirable": [bool(label) for label in rows["label"]]})
 
 
 def _sample(row: Row, tokenizer: Any) -> Row:
@@ -127,7 +143,7 @@ def _joined(samples: Sequence[tuple[list[int], list[int]]]) -> Row:
 
 def shorter(row: Row, place: int) -> Row:
     """A sample without its last token, unless it is the first of its batch; of the first pair only the rejected one."""
-    kept = () if place else ("input_ids", "labels", "chosen_ids", "chosen_labels")
+    kept = ("desirable",) if place else ("desirable", "input_ids", "labels", "chosen_ids", "chosen_labels")
     return {name: v if name in kept or len(v) < 2 else v[:-1] for name, v in row.items()}
 
 
@@ -167,6 +183,18 @@ class Pairs(Samples):
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         return self.batch([(row[f"{side}_ids"], row[f"{side}_labels"]) for side in SIDES for row in rows])
+
+
+class Rated(Samples):
+    """Collates samples of KTO into a batch (B, T), and another answer to each prompt into one of its own, `other_...`.
+
+    Rows without a rating are desirable and undesirable by turns.
+    """
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        own, other = (self.batch([(row[f"{side}_ids"], row[f"{side}_labels"]) for row in rows]) for side in SIDES)
+        desirable = torch.tensor([row.get("desirable", place % 2 == 0) for place, row in enumerate(rows)])
+        return own | {f"{OTHER}{name}": tensor for name, tensor in other.items()} | {"desirable": desirable}
 
 
 @dataclass(frozen=True, kw_only=True)

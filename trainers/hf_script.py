@@ -10,7 +10,9 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-OBJECTIVES = ("sft", "dpo", "reward")
+SAMPLES = ("sft", "asft")  # losses over the tokens of samples; the others are over answers
+WITH_REFERENCE = ("asft", "dpo", "kto")
+OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "reward")
 
 
 @dataclass
@@ -20,8 +22,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     objective: str = field(
         default="sft",
         metadata={
-            "help": "The loss: the causal model's own (sft), DPO's sigmoid loss over pairs of answers (dpo), or a "
-            "pairwise loss over scores (reward).",
+            "help": "The loss: the causal model's own (sft), one weighted by each token's probability beside a "
+            "divergence from the model at the start (asft), DPO's sigmoid loss over pairs of answers (dpo), KTO's over "
+            "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), or a pairwise loss over "
+            "scores (reward).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -37,7 +41,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False, metadata={"help": "Whether a packed sample attends to itself only, from position 0."}
     )
     float32_logits: bool = field(
-        default=False, metadata={"help": "Whether the logits are cast to float32 before DPO's log-softmax."}
+        default=False,
+        metadata={"help": "Whether the logits of answers are cast to float32 before the log-softmax."},
     )
     adapter_dtype: str | None = field(
         default=None,
@@ -47,10 +52,37 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "choices": ["float32", "bfloat16"],
         },
     )
+    peft_adapter: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Another adapter of PEFT's in place of LoRA, with use_peft: true: its peft_type (OFT, ADALORA, "
+            "MISS, ...) and the options of its config."
+        },
+    )
+    qat: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Quantisation-aware training by torchao: weight_dtype, activation_dtype, group_size, "
+            "quantize_embedding."
+        },
+    )
     trainable_layers: int | None = field(
         default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
     )
-    beta: float = field(default=0.1, metadata={"help": "The weight of DPO's reference."})
+    spread_layers: bool = field(
+        default=False,
+        metadata={"help": "Whether `trainable_layers` are spread evenly over the model, instead of its last ones."},
+    )
+    beta: float = field(
+        default=0.1, metadata={"help": "The weight of the reference, or of the margin in a loss without one."}
+    )
+    simpo_gamma: float = field(default=0.5, metadata={"help": "The margin that SimPO asks for."})
+    nll_weight: float = field(
+        default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
+    )
+    keeps_logits: bool = field(
+        default=False, metadata={"help": "Whether KTO keeps copies of its samples' logits to the end of its loss."}
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Whether code of the model's repository on the hub may run."}
     )
@@ -62,8 +94,16 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             for key in ("max_length", "pad_to_multiple_of", "trainable_layers")
             if (value := getattr(self, key)) is not None and value < 1
         ]
-        if self.packing and self.objective != "sft":
+        if self.packing and self.objective not in SAMPLES:
             wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
+        if self.peft_adapter is not None and not (
+            isinstance(self.peft_adapter, dict) and isinstance(self.peft_adapter.get("peft_type"), str)
+        ):
+            wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
+        if self.qat is not None and not isinstance(self.qat, dict):
+            wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
+        if self.spread_layers and self.trainable_layers is None:
+            wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if wrong:

@@ -1,104 +1,31 @@
-"""A plain `transformers.Trainer` made from a recipe: its model, its batches and the losses over pairs of answers."""
+"""A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
-from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from .hf_data import IGNORED, Blocks, Collate, Pairs, Samples
+from autofit.errors import ConfigError, quoted
+
+from .hf_data import Blocks, Collate, Pairs, Rated, Samples
+from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
+from .hf_script import SAMPLES, WITH_REFERENCE
 from .trl_config import TrlConfig
 
-Batch = dict[str, torch.Tensor]
+_SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
-
-
-# -- the losses -------------------------------------------------------------------------------------------------------
-
-
-class DpoTrainer(Trainer):  # type: ignore[misc]
-    """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
-
-    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py). The
-    reference is a model of its own, or the policy without its adapter.
-    """
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, reference: Any, beta: float, float32_logits: bool, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False  # transformers below 5.18 has no loss_is_scaled_for_ga
-        self.beta, self.float32_logits = beta, float32_logits
-        self.reference = None if reference is None else self._prepared(reference)
-
-    def _prepared(self, reference: Any) -> Any:
-        from trl.models import prepare_deepspeed, prepare_fsdp
-
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        if self.is_fsdp_enabled:
-            return prepare_fsdp(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
-
-    def compute_loss(
-        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean over the pairs of a micro-batch."""
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        logits = self._logits(model, inputs)
-        scores = _log_probabilities(logits, labels)
-        with torch.no_grad(), self._without_adapter(model):
-            expected = _log_probabilities(self._logits(self.reference or model, inputs), labels)
-        chosen, rejected = (scores - expected).chunk(2)
-        loss = -logsigmoid(self.beta * (chosen - rejected)).mean()
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-    def _logits(self, model: Any, inputs: Batch) -> torch.Tensor:
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
-        return logits.to(torch.float32) if self.float32_logits else logits
-
-    def _without_adapter(self, model: Any) -> AbstractContextManager[Any]:
-        if self.reference is not None:
-            return nullcontext()
-        return self.accelerator.unwrap_model(model).disable_adapter()  # type: ignore[no-any-return]
-
-
-def _log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each row's labels (B,), of logits (B, T, V)."""
-    labels = labels[:, 1:].clone()
-    counted = labels != IGNORED
-    labels[~counted] = 0
-    each = logits[:, :-1].log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
-    return (each * counted).sum(-1)
-
-
-class RewardTrainer(Trainer):  # type: ignore[misc]
-    """The pairwise loss of a reward model: a sequence classifier with one label, which makes no logits of words.
-
-    LLaMA-Factory trains a value head on a causal model instead, whose unused logits of words it holds in the forward
-    pass; these are not counted here.
-    """
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False
-
-    def compute_loss(
-        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean over the pairs of a micro-batch."""
-        scores = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits.squeeze(-1)
-        chosen, rejected = scores.chunk(2)
-        loss = -logsigmoid(chosen.float() - rejected.float()).mean()
-        return (loss, {"logits": scores}) if return_outputs else loss
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
@@ -115,12 +42,22 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         "model": model, "args": training, "train_dataset": rows, "eval_dataset": evaluation,
         "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,
     }  # fmt: skip
+    if (training.peft_adapter or {}).get("peft_type") == "ADALORA":
+        common["callbacks"] = [_Allocates()]
     if training.objective == "sft":
         return Trainer(**common)
     if training.objective == "reward":
         return RewardTrainer(**common)
-    reference = None if config.model.use_peft else _reference_of(config)
-    return DpoTrainer(**common, reference=reference, beta=training.beta, float32_logits=training.float32_logits)
+    common |= {"beta": training.beta, "float32_logits": training.float32_logits}
+    if training.objective not in WITH_REFERENCE:
+        gamma, weight = training.simpo_gamma, training.nll_weight
+        return PairsTrainer(**common, loss=training.objective, gamma=gamma, nll_weight=weight)
+    common["reference"] = None if config.model.use_peft else _reference_of(config)
+    if training.objective == "asft":
+        return AsftTrainer(**common)
+    if training.objective == "kto":
+        return KtoTrainer(**common, keeps_logits=training.keeps_logits)
+    return DpoTrainer(**common)
 
 
 def tokenizer_of(config: TrlConfig) -> Any:
@@ -156,7 +93,7 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
 
 
 def _reference_of(config: TrlConfig) -> Any:
-    """DPO's frozen model, in the type in which the policy computes: LLaMA-Factory's `create_ref_model`."""
+    """The frozen model beside a policy, in the type in which that computes: LLaMA-Factory's `create_ref_model`."""
     training = config.training
     half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
     return model_of(config, dtype=half).requires_grad_(False).eval()
@@ -166,6 +103,12 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     """`model` as it is trained: with LoRA, or with all but its last layers frozen."""
     training = config.training
     lora = get_peft_config(config.model)
+    if lora is not None and training.peft_adapter is not None:
+        lora = other_adapter(lora, training.peft_adapter, total_steps=training.max_steps)
+    if training.qat is not None:
+        from .hf_qat import prepare
+
+        prepare(model, training.qat)
     if training.objective == "reward":
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
@@ -175,7 +118,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
     elif training.trainable_layers is not None:
-        _freeze_all_but(model, training.trainable_layers)
+        _freeze_all_but(model, training.trainable_layers, spread=training.spread_layers)
         # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers keep
         # nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
         model.enable_input_require_grads = lambda: None
@@ -191,12 +134,44 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     return model
 
 
-def _freeze_all_but(model: Any, count: int) -> None:
-    """Freeze `model` but for its last `count` layers: LLaMA-Factory's finetuning_type freeze."""
+def other_adapter(lora: Any, given: Mapping[str, Any], *, total_steps: int) -> Any:
+    """The config of another adapter of PEFT's on the modules that LoRA would have. Raises ConfigError."""
+    options = dict(given)
+    kind = str(options.pop("peft_type")).upper()
+    known = {one.value: made for one, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if kind not in known:
+        raise ConfigError(f"peft_adapter: peft_type must be a type of PEFT's adapters; got {quoted(kind)}")
+    common = {"task_type": lora.task_type, "target_modules": lora.target_modules,
+              "modules_to_save": lora.modules_to_save}  # fmt: skip
+    if kind == "ADALORA":
+        common |= {"lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
+        options.setdefault("total_step", max(total_steps, _SOME_STEPS))
+    try:
+        return known[kind](**{**common, **options})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft_adapter: {kind} does not take these options: {error}") from error
+
+
+class _Allocates(TrainerCallback):  # type: ignore[misc]
+    """AdaLoRA's ranks, which PEFT allocates anew after each step from sums that it keeps of each trained weight."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        model = more["model"]
+        model.base_model.update_and_allocate(state.global_step + 1)
+
+
+def _freeze_all_but(model: Any, count: int, *, spread: bool) -> None:
+    """Freeze `model` but for its last `count` layers, or for the last of each of `count` groups of layers.
+
+    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). Raises ConfigError.
+    """
     model.requires_grad_(False)
     number = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
-    for layer in list(next(lists))[-count:]:
+    if spread and number % count:
+        raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")
+    layers = list(next(lists))
+    for layer in layers[number // count - 1 :: number // count] if spread else layers[-count:]:
         layer.requires_grad_(True)
 
 
@@ -206,8 +181,8 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     common: dict[str, Any] = {"padding": int(tokenizer.pad_token_id), "multiple": training.pad_to_multiple_of}
     if training.packing or training.pad_to_max_length:
         common["width"] = training.max_length
-    if training.objective != "sft":
-        return Pairs(**common)
+    if training.objective not in SAMPLES:
+        return Rated(**common) if training.objective == "kto" else Pairs(**common)
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS
         return Blocks(**common, flash=flash, dtype=computed_in(config, model))

@@ -81,10 +81,16 @@ def sample_tiers(
 def hf_tiers(
     resolved: Mapping[str, object], *, balances_experts: bool = False, counts_padding: bool = False
 ) -> dict[str, Tier]:
-    """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens."""
-    words = resolved.get("objective") == "sft"
-    apart = words and resolved.get("average_tokens_across_devices") is False
-    return {**_tiers(balances_experts, False, apart), **weights_tiers(resolved)}
+    """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens.
+
+    KTO subtracts the mean over a micro-batch of all ranks; ASFT's loss is a mean over the tokens of one. TRL's
+    cross-entropy beside ORPO, SimPO and CPO is one over the tokens of a micro-batch.
+    """
+    objective = resolved.get("objective")
+    apart = objective == "sft" and resolved.get("average_tokens_across_devices") is False
+    tokens = objective in ("orpo", "simpo", "cpo") and resolved.get("nll_weight") and not resolved["float32_logits"]
+    split = balances_experts or objective in ("asft", "kto") or bool(tokens)
+    return {**_tiers(split, False, apart or split), **weights_tiers(resolved)}
 
 
 def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:

@@ -38,9 +38,10 @@ _COLUMNS = {
     "dpo": {"prompt": 0.5, "chosen": 0.5, "rejected": 0.5},
     "reward": {"chosen": 1.0, "rejected": 1.0},
     "hf sft": {"input_ids": 1.0},
-    "hf dpo": {"chosen_ids": 1.0, "rejected_ids": 1.0},
-    "hf reward": {"chosen_ids": 1.0, "rejected_ids": 1.0},
-}
+    "hf asft": {"input_ids": 1.0},
+    **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
+       for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward")},
+}  # fmt: skip
 _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"

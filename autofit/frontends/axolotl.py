@@ -14,9 +14,10 @@ from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
 from autofit.frontends.draft import Draft, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import AXOLOTL
-from autofit.frontends.transformers_keys import take_optimizer
+from autofit.frontends.transformers_keys import take_optimizer, take_quantised
 
-_LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo"}
+# core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
+_LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
 _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
 _FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
           "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
@@ -39,17 +40,23 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft = Draft(AXOLOTL.name, given)
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
+    objective = str(draft.given.get("rl") or "sft")
     if trainer == "hf":
-        draft.put("objective", "sft", "rl")
+        draft.put("objective", objective, "rl")
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
     _batch(draft)
     launch = _launch(draft, folder)
     kept = _attention(draft)
     _dtype(draft, kept=kept or bool(launch.get("fsdp_config")))
     _adapter(draft)
-    length = _length(draft, trainer)
+    length = _length(draft, "dpo" if objective in _LIKE_TRL and trainer == "hf" else trainer)
     _checkpoints(draft)
-    take_optimizer(draft, "optimizer", "adamw_torch_fused")
+    if str(draft.given.get("optimizer")) == "muon":  # core/builders/base.py
+        draft.put("optim", "adamw_torch_fused", draft.text("optimizer"))
+        draft.keys["optim"] = "optimizer"
+        draft.note("optimizer: Muon, with one state of each matrix, is simulated as AdamW with two: an upper bound")
+    else:
+        take_optimizer(draft, "optimizer", "adamw_torch_fused")
     draft.same(*_SAME)
     draft.put("average_tokens_across_devices", False, "optimizer")  # base.py, _set_base_training_args
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
@@ -59,6 +66,9 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _grpo(draft)
     elif trainer != "hf":
         _preferences(draft, trainer)
+    elif objective != "sft":
+        _full_logits(draft, objective)
+    _qat(draft, trainer)
     _plugins(draft)
     draft.name(EFFECTS)
     draft.ignore(NO_EFFECT)
@@ -81,7 +91,8 @@ def _trainer(draft: Draft) -> str:
     if kind is not None and kind not in _LIKE_TRL:
         raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} are")
     if kind is not None:
-        draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
+        if _LIKE_TRL[kind] != "hf":
+            draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
         return _LIKE_TRL[kind]
     if draft.is_on("reward_model"):
         return "reward"
@@ -181,6 +192,8 @@ def _adapter(draft: Draft) -> None:
     dora, stable = draft.is_on("peft_use_dora"), draft.is_on("peft_use_rslora")
     cast = draft.raw("peft_autocast_adapter_dtype")
     if kind is None:
+        if draft.is_on("gptq"):
+            raise ConfigError("gptq needs adapter: lora, because quantised weights get no gradient")
         if four or eight:
             draft.note("load_in_4bit and load_in_8bit have no effect without an adapter: Axolotl trains all weights")
         return
@@ -208,6 +221,8 @@ def _adapter(draft: Draft) -> None:
         draft.put("use_bnb_nested_quant", extra.get("bnb_4bit_use_double_quant", True), "bnb_config_kwargs")
         draft.put("bnb_4bit_quant_storage", "bfloat16", "bnb_config_kwargs")
         draft.defaults |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    elif draft.is_on("gptq"):
+        take_quantised(draft, "gptq", str(draft.values["dtype"]))
     elif eight:
         draft.put("load_in_8bit", True)
     elif four:
@@ -266,6 +281,23 @@ def _checkpoints(draft: Draft) -> None:
         )
 
 
+def _qat(draft: Draft, trainer: str) -> None:
+    """Quantisation-aware training (utils/quantization.py). Raises ConfigError for what ends with an error there."""
+    given = draft.mapping("qat")
+    if not given:
+        return
+    if trainer != "hf" or draft.values.get("use_peft"):
+        raise ConfigError("qat is simulated where all weights train on samples, not with adapters or rl")
+    weight = str(given.get("weight_dtype", "int8"))
+    if weight in ("nvfp4", "int8"):
+        raise ConfigError(
+            f"qat with weight_dtype {weight} ends with an error in Axolotl: torchao 0.17, which it pins, does not "
+            "train with the config that it makes; int4, mxfp4 and fp8 are simulated"
+        )
+    keys = ("weight_dtype", "activation_dtype", "group_size", "quantize_embedding")
+    draft.put("qat", {"group_size": 32, **{key: given[key] for key in keys if given.get(key) is not None}}, "qat")
+
+
 def _plugins(draft: Draft) -> None:
     """What integrations change. Raises ConfigError for one that is not known or trains otherwise."""
     plugins = draft.raw("plugins")
@@ -318,6 +350,20 @@ def _grpo(draft: Draft) -> None:
     draft.put("reward_funcs", ["think_format_reward"], "trl.reward_funcs")
 
 
+def _full_logits(draft: Draft, objective: str) -> None:
+    """KTO, ORPO and SimPO by TRL 1.8's own trainers; their beta is rl_beta, else orpo_alpha (core/builders/rl.py)."""
+    inner = draft.mapping("trl")
+    given = (inner.get("beta"), draft.number("rl_beta"), draft.number("orpo_alpha"))
+    draft.put("beta", next((value for value in given if value is not None), 0.1), "rl_beta")
+    gamma, weight = draft.number("simpo_gamma"), draft.number("cpo_alpha")
+    if objective == "kto":
+        draft.put("keeps_logits", True, "rl")
+        return
+    draft.put("nll_weight", 1.0 if objective == "orpo" or weight is None else weight, "cpo_alpha")
+    if objective == "simpo":
+        draft.put("simpo_gamma", 0.5 if gamma is None else gamma)
+
+
 # -- back in its own keys ---------------------------------------------------------------------------------------------
 
 
@@ -328,7 +374,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
-                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs"),
+                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
+                         "keeps_logits"),
                         lambda _: None),
         "per_device_train_batch_size": lambda value: {"micro_batch_size": value},
         "attn_implementation": lambda value: {

@@ -3,6 +3,8 @@
 What is neither here nor taken by `axolotl.py` is unknown to Axolotl, which ignores it.
 """
 
+from autofit.frontends.transformers_keys import FP8_EFFECT
+
 UNLIKE = {
     "processor_type": "training on images, video or sound is not read, only on text",
     "image_size": "training on images, video or sound is not read, only on text",
@@ -10,11 +12,6 @@ UNLIKE = {
     "trainer_cls": "a trainer of your own is not simulated",
     "diffusion": "training by diffusion is not simulated",
     "ebft": "energy-based fine-tuning is not simulated",
-    "qat": "quantisation-aware training, with a fake-quantised copy of each weight, is not simulated",
-    "fp8": "training in fp8 is not simulated",
-    "gptq": "a model quantised with GPTQ is not simulated; load_in_4bit and load_in_8bit are",
-    "relora": "ReLoRA's restarts and merges are not simulated",
-    "lisa_n_layers": "LISA, which trains changing layers, is not simulated",
     "llmcompressor": "training with LLM Compressor is not simulated",
     "kd_trainer": "distillation is not simulated",
     "use_mora": "MoRA is not simulated",
@@ -34,6 +31,9 @@ UNLIKE = {
     "layer_offloading": "layers that live in host memory are not simulated",
 }  # fmt: skip
 EFFECTS = {
+    "fp8": FP8_EFFECT,
+    "relora": "its restarts, which merge one matrix at a time between two steps, are not simulated",
+    "lisa_n_layers": "LISA, which trains changing layers, is simulated as training of all: an upper bound",
     "quantize_moe_experts": "experts in 4 bits are not simulated; they are held in 16 bits here: an upper bound",
     "unfrozen_parameters": "all weights are trained here, not only those that it names: an upper bound",
     "chunked_cross_entropy": "the loss in chunks is not simulated; all logits are made here: an upper bound",

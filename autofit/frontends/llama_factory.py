@@ -12,8 +12,9 @@ from autofit.frontends import sharing, transformers_keys
 from autofit.frontends.draft import Draft, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
+from autofit.frontends.transformers_keys import FP8_EFFECT
 
-_STAGES = ("sft", "pt", "dpo", "rm")
+_STAGES = ("sft", "pt", "dpo", "kto", "rm")
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 _UNLIKE = {
     "use_unsloth": "Unsloth's kernels and its way to hold activations are not simulated",
@@ -21,16 +22,8 @@ _UNLIKE = {
     "use_mca": "Megatron is not simulated, and has a batch of its own",
     "use_megatron_bridge": "Megatron is not simulated, and has a batch of its own",
     "use_hyper_parallel": "HyperParallel is not simulated, and has a batch of its own",
-    "use_galore": "GaLore's projected gradients are not simulated",
-    "use_apollo": "APOLLO's projected gradients are not simulated",
-    "use_badam": "BAdam, which trains one block of layers at a time, is not simulated",
-    "use_adam_mini": "the optimizer Adam-mini is not simulated",
-    "use_muon": "the optimizer Muon is not simulated",
-    "fp8": "training in fp8 is not simulated",
     "mixture_of_depths": "a model converted to mixture of depths is not simulated",
-    "use_llama_pro": "a model expanded by LLaMA-Pro is not simulated",
     "shift_attn": "shifted sparse attention (LongLoRA) is not simulated",
-    "use_asft_loss": "the ASFT loss, which needs a reference model beside the trained one, is not simulated",
     "predict_with_generate": "it generates and does not train",
     **dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
@@ -38,7 +31,16 @@ _UNLIKE = {
         "Megatron is not simulated, and has a batch of its own",
     ),
 }  # fmt: skip
+# train/trainer_utils.py, create_custom_optimizer: each holds less than AdamW does of a model that is trained whole
+_OPTIMIZERS = {
+    "use_galore": "GaLore's states, those of projected gradients, are simulated as AdamW's of all weights",
+    "use_apollo": "APOLLO's states, those of projected gradients, are simulated as AdamW's of all weights",
+    "use_badam": "BAdam, which trains one block of layers at a time, is simulated as AdamW on all of them",
+    "use_adam_mini": "Adam-mini, whose second state is one value a block, is simulated as AdamW",
+    "use_muon": "Muon, with one state of each matrix, is simulated as AdamW with two",
+}
 _EFFECTS = {
+    "fp8": FP8_EFFECT,
     "use_dft_loss": "the DFT loss is simulated as the usual loss on the same logits",
     "use_eaft_loss": "the EAFT loss is simulated as the usual loss on the same logits",
     "use_v1_kernels": "its kernels are not simulated",
@@ -74,7 +76,7 @@ resources_per_worker placement_strategy enable_torch_profiler profiler_output_di
 profiler_warmup_steps profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory
 profiler_with_stack profile_modules do_sample temperature top_p top_k num_beams max_length max_new_tokens
 repetition_penalty length_penalty skip_special_tokens loraplus_lr_ratio loraplus_lr_embedding pissa_iter pissa_convert
-create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma reward_model
+create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight reward_model
 reward_model_adapters reward_model_quantization_bit reward_model_type ref_model_adapters ppo_buffer_size ppo_epochs
 ppo_score_norm ppo_target ppo_whiten_rewards asft_alpha eaft_alpha compute_accuracy disable_shuffling
 early_stopping_steps plot_loss use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode
@@ -104,7 +106,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("model_name_or_path", draft.raw("model_name_or_path"))
     draft.put("model_revision", draft.text("model_revision"))
     draft.same("trust_remote_code")
-    draft.put("objective", {"dpo": "dpo", "rm": "reward"}.get(stage, "sft"), "stage")
+    draft.put("objective", {"dpo": "dpo", "kto": "kto", "rm": "reward"}.get(stage, "sft"), "stage")
     draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
     draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
     launch = _launch(draft, folder)
@@ -120,13 +122,19 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
             "the model under LLaMA-Factory's value head makes the logits of all tokens too, in float32 for a moment, "
             "and keeps all hidden states; a head on the last token is simulated, which needs less"
         )
-    if stage == "dpo":
-        _preferences(draft)
+    if stage in ("dpo", "kto"):
+        _preferences(draft, stage)
+    elif stage == "sft" and draft.is_on("use_asft_loss"):  # sft/workflow.py; LoRA gets no reference there
+        if draft.values.get("use_peft"):
+            raise ConfigError("use_asft_loss needs finetuning_type full or freeze: LLaMA-Factory fails with adapters")
+        draft.put("objective", "asft", "use_asft_loss")
+        draft.put("beta", draft.number("asft_alpha", 0.1), "asft_alpha")
     elif draft.is_on("upcast_lmhead_output"):
         draft.put("float32_logits", True, "upcast_lmhead_output")
-    draft.ignore(("pref_loss", "pref_beta", "upcast_lmhead_output"))
+    draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "use_asft_loss", "upcast_lmhead_output"))
     draft.name(_EFFECTS)
     transformers_keys.take(draft)
+    _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore(_NO_EFFECT)
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
@@ -143,8 +151,7 @@ def _check_training(draft: Draft) -> str:
     draft.refuse(_UNLIKE)
     stage = draft.text("stage", "sft", choices=("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
     if stage not in _STAGES:
-        name = {"ppo": "PPO, with its four models", "kto": "KTO, with its second batch for the KL term"}[stage]
-        raise ConfigError(f"stage {stage}: {name}, is not simulated; {', '.join(_STAGES)} are")
+        raise ConfigError(f"stage ppo: PPO, with its four models, is not simulated; {', '.join(_STAGES)} are")
     for key in _SEEING:
         if draft.given.get(key) is not None:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
@@ -165,9 +172,9 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
 def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     """What is trained, and what each weight is held in (adapter.py, init_adapter)."""
     method = draft.text("finetuning_type", "lora", choices=("lora", "oft", "freeze", "full")) or "lora"
-    if method == "oft":
-        raise ConfigError("finetuning_type oft: OFT's rotations are not simulated; lora, freeze and full are")
-    pure, bf16, fp16 = draft.is_on("pure_bf16"), draft.is_on("bf16"), draft.is_on("fp16")
+    # init_adapter: what BAdam trains stays in 16 bits too
+    pure = draft.is_on("pure_bf16") or draft.is_on("use_badam")
+    bf16, fp16 = draft.is_on("bf16"), draft.is_on("fp16")
     compute = "bfloat16" if bf16 or pure or not fp16 else "float16"
     if not (bf16 or pure or fp16):
         draft.note("neither bf16 nor fp16 is set: what is frozen is held in the model's own dtype, taken as bfloat16")
@@ -180,12 +187,14 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     zero3 = isinstance(zero, Mapping) and zero.get("zero_stage") == 3
     quantized = _quantization(draft, compute)
     master = not pure and (quantized or not zero3)
-    if method == "lora":
+    if method in ("lora", "oft"):
         draft.put("dtype", compute, "bf16")
         draft.put("adapter_dtype", "float32", "pure_bf16")  # PEFT's own, with pure_bf16 too
         _lora(draft)
+        if method == "oft":
+            _oft(draft)
     elif quantized:
-        raise ConfigError(f"quantization_bit needs finetuning_type lora, as LLaMA-Factory says; got {method}")
+        raise ConfigError(f"a quantised model needs finetuning_type lora or oft, as LLaMA-Factory says; got {method}")
     elif method == "freeze":
         draft.put("dtype", compute, "bf16")
         draft.put("adapter_dtype", "float32" if master else compute, "pure_bf16")
@@ -196,6 +205,8 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     )
     if method == "freeze":
         _freeze(draft)
+    elif draft.is_on("use_llama_pro"):
+        raise ConfigError("use_llama_pro is simulated with finetuning_type freeze, not with adapters")
     draft.ignore(("freeze_trainable_layers", "freeze_extra_modules"))
 
 
@@ -207,8 +218,9 @@ def _quantization(draft: Draft, compute: str) -> bool:
         draft.defaults.pop(key, None)
     named = str(draft.given.get("model_name_or_path")).lower()
     for method in ("gptq", "awq", "aqlm"):
-        if method in named:
-            raise ConfigError(f"a model quantised with {method.upper()} is not simulated; quantization_bit 4 or 8 is")
+        if method in named and bits is None:
+            transformers_keys.take_quantised(draft, method, compute)
+            return True
     if bits is None:
         return False
     if kind not in (None, "bnb"):
@@ -237,6 +249,18 @@ def _lora(draft: Draft) -> None:
             draft.put(key, True)
 
 
+def _oft(draft: Draft) -> None:
+    """PEFT's OFT on the modules of lora_target (model/adapter.py). Raises ConfigError for a reference beside it."""
+    if draft.values["objective"] in ("dpo", "kto"):
+        raise ConfigError("finetuning_type oft with a reference, for which a second model is loaded, is not simulated")
+    options: dict[str, object] = {"peft_type": "OFT", "r": draft.whole("oft_rank", 0, least=0)}
+    options |= {"oft_block_size": draft.whole("oft_block_size", 32, least=0)}
+    options |= {"module_dropout": draft.number("module_dropout", 0.0)}
+    draft.put("peft_adapter", options, "finetuning_type")
+    for key in ("lora_rank", "lora_alpha", "lora_dropout"):
+        draft.defaults.pop(key, None)
+
+
 def _freeze(draft: Draft) -> None:
     layers = draft.raw("freeze_trainable_layers", 2)
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
@@ -245,6 +269,27 @@ def _freeze(draft: Draft) -> None:
         if draft.given.get(key) not in (None, "all"):
             raise ConfigError(f"{key}: only whole layers (freeze_trainable_modules: all) are simulated")
     draft.put("trainable_layers", layers, "freeze_trainable_layers")
+    if draft.is_on("use_llama_pro"):  # adapter.py: every n-th layer of the expanded model
+        draft.put("spread_layers", True, "use_llama_pro")
+
+
+def _optimizer(draft: Draft) -> None:
+    """An optimizer of LLaMA-Factory's own, as AdamW. Raises ConfigError for what the tool refuses when it starts."""
+    for key, effect in _OPTIMIZERS.items():
+        if not draft.is_on(key):
+            continue
+        projects = key in ("use_galore", "use_apollo")
+        if draft.values.get("use_peft") and key != "use_muon" and key != "use_adam_mini":
+            raise ConfigError(f"{key} needs finetuning_type full or freeze, as LLaMA-Factory says; got lora")
+        layerwise = f"{key.removeprefix('use_')}_layerwise"
+        if projects and draft.is_on(layerwise) and draft.values["gradient_accumulation_steps"] != 1:
+            raise ConfigError(f"{layerwise} needs gradient_accumulation_steps: 1, as LLaMA-Factory says")
+        optim = str(draft.values["optim"])
+        if projects and not optim.startswith(("adamw", "paged_adamw")):
+            raise ConfigError(f"{key} with optim {optim} is not simulated; with adamw_torch it is")
+        if not projects and key != "use_badam":  # optim is not read then
+            draft.put("optim", "adamw_torch_fused", key)
+        draft.note(f"{key}: {effect}: an upper bound")
 
 
 def _length(draft: Draft, stage: str) -> int:
@@ -273,11 +318,20 @@ def _checkpoints(draft: Draft) -> None:
         draft.defaults.setdefault("disable_gradient_checkpointing", False)
 
 
-def _preferences(draft: Draft) -> None:
-    """DPO (train/dpo/trainer.py): float32 logits of all tokens, a reference that is a second model without LoRA."""
+def _preferences(draft: Draft, stage: str) -> None:
+    """DPO and KTO (train/dpo/trainer.py, train/kto/trainer.py): float32 logits of all tokens.
+
+    Without LoRA the reference is a second model; ORPO and SimPO have none.
+    """
     loss = draft.text("pref_loss", "sigmoid", choices=("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"))
-    if loss in ("orpo", "simpo"):
-        raise ConfigError(f"pref_loss {loss}, which has no reference model, is not simulated; sigmoid, hinge, ipo are")
+    if stage == "kto":
+        draft.put("keeps_logits", True, "stage")
+    elif loss in ("orpo", "simpo"):
+        draft.put("objective", loss, "pref_loss")
+    if loss == "orpo":
+        draft.put("nll_weight", 1.0, "pref_loss")
+    elif loss == "simpo":
+        draft.put("simpo_gamma", draft.number("simpo_gamma", 0.5))
     draft.put("beta", draft.number("pref_beta", 0.1), "pref_beta")
     draft.put("float32_logits", True, "stage")
 
@@ -289,7 +343,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
     own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
-                         "bnb_4bit_quant_storage", "float32_logits", "packing"), lambda _: None),
+                         "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
+                         "spread_layers"), lambda _: None),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
@@ -304,7 +359,10 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "lora_target_modules": _said_target,
         "optim": lambda value: {"optim": value},
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
+        "peft_adapter": lambda _: None,
     }  # fmt: skip
+    if foreign.values.get("peft_adapter"):
+        own |= dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 

@@ -16,14 +16,25 @@ from autofit.frontends.draft import Draft, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
 from autofit.frontends.tools import MS_SWIFT
+from autofit.frontends.transformers_keys import QUANTISED, take_quantised
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
-_LIKE = {"dpo": "dpo", "rm": "reward"}
+_LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward"}
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
               "flash_attention_3": "flash_attention_3", "eager": "eager"}  # fmt: skip
+# pipelines/train/tuner.py, arguments/tuner_args.py: {PEFT's option: (the argument, its default)}. PEFT calls Bone MiSS
+_PEFT_TYPES = {"adalora": "ADALORA", "bone": "MISS"}
+_ADAPTERS: Mapping[str, Mapping[str, tuple[str, int | float]]] = {
+    "adalora": {
+        "target_r": ("adalora_target_r", 8), "init_r": ("adalora_init_r", 12), "tinit": ("adalora_tinit", 0),
+        "tfinal": ("adalora_tfinal", 0), "deltaT": ("adalora_deltaT", 1), "beta1": ("adalora_beta1", 0.85),
+        "beta2": ("adalora_beta2", 0.85), "orth_reg_weight": ("adalora_orth_reg_weight", 0.5),
+    },
+    "bone": {"r": ("reft_rank", 4)},
+}  # fmt: skip
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 _PLAIN = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
@@ -186,7 +197,11 @@ def _kind(draft: Draft) -> str:
     if (draft.whole("sequence_parallel_size") or 1) > 1:
         raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
     if (draft.whole("lisa_activated_layers", least=0) or 0) > 0:
-        raise ConfigError("lisa_activated_layers: LISA, which trains changing layers, is not simulated")
+        if draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
+            raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
+        draft.note("LISA, which trains changing layers, is simulated as training of all: an upper bound")
+    if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
+        raise ConfigError(f"use_galore with optim {draft.given['optim']} is not simulated; with adamw_torch it is")
     if draft.text("tuner_backend") == "unsloth":
         raise ConfigError("tuner_backend unsloth: Unsloth's kernels are not simulated")
     draft.check_model(draft.given.get("model"))
@@ -195,7 +210,7 @@ def _kind(draft: Draft) -> str:
     if rlhf is None:
         return command or "sft"
     if rlhf not in ("grpo", *_LIKE):
-        raise ConfigError(f"rlhf_type {rlhf} is not simulated; dpo, grpo and rm are")
+        raise ConfigError(f"rlhf_type {rlhf} is not simulated; grpo, {', '.join(_LIKE)} are")
     return rlhf
 
 
@@ -239,11 +254,13 @@ def _dtype(draft: Draft) -> None:
 def _tuner(draft: Draft) -> None:
     kind = draft.text("tuner_type", "lora", choices=TUNERS) or "lora"
     model = str(draft.given.get("model")).lower()
-    for method in ("gptq", "awq", "aqlm", "fp8"):
-        if f"-{method}" in model:
-            raise ConfigError(f"a model quantised with {method.upper()} is not simulated; quant_method bnb is")
-    if kind not in ("lora", "full"):
-        raise ConfigError(f"tuner_type {kind} is not simulated; lora and full are")
+    if "-fp8" in model:
+        raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
+    quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
+    if quantised and kind == "full":
+        raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
+    if kind not in ("lora", "full", *_ADAPTERS):
+        raise ConfigError(f"tuner_type {kind} is not simulated; full, lora, {', '.join(_ADAPTERS)} are")
     quantizer, bits = draft.text("quant_method"), draft.whole("quant_bits")
     nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
     storage = draft.text("bnb_4bit_quant_storage")
@@ -254,7 +271,9 @@ def _tuner(draft: Draft) -> None:
     if quantizer is None or bits != 4:
         draft.defaults.pop("bnb_4bit_use_double_quant", None)
         draft.defaults.pop("bnb_4bit_quant_type", None)
-    if quantizer is None:
+    if quantised:
+        take_quantised(draft, quantised, str(draft.values["dtype"]))
+    elif quantizer is None:
         pass
     elif quantizer != "bnb" or bits not in (4, 8):
         raise ConfigError(f"quant_method {quantizer} with quant_bits {bits} is not simulated; bnb with 4 or 8 is")
@@ -269,6 +288,15 @@ def _tuner(draft: Draft) -> None:
             draft.defaults.pop(key, None)
         return
     draft.put("use_peft", True, "tuner_type")
+    if kind in _ADAPTERS:
+        if "objective" not in draft.values:
+            raise ConfigError(f"tuner_type {kind} with rlhf_type grpo is not simulated; lora is")
+        options = {
+            ours: draft.whole(key, usual, least=0) if isinstance(usual, int) else draft.number(key, usual)
+            for ours, (key, usual) in _ADAPTERS[kind].items()
+        }
+        draft.put("peft_adapter", {"peft_type": _PEFT_TYPES[kind], **options}, "tuner_type")
+        draft.defaults.pop("lora_rank", None)
     draft.put("lora_r", lora["lora_rank"], "lora_rank")
     draft.put("lora_alpha", lora["lora_alpha"])
     draft.put("lora_dropout", dropout)
@@ -316,7 +344,7 @@ def _others(draft: Draft, kind: str) -> None:
     if draft.is_on("use_liger_kernel"):
         draft.put("use_liger_kernel", True)
     kept = draft.raw("use_logits_to_keep")
-    if kind in ("sft", "pt", "dpo") and kept is not False and not draft.values.get("use_liger_kernel"):
+    if kind in ("sft", "pt", "dpo", "kto") and kept is not False and not draft.values.get("use_liger_kernel"):
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")
@@ -324,6 +352,8 @@ def _others(draft: Draft, kind: str) -> None:
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
             draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
         draft.put("beta", beta if beta is not None else 0.1, "beta")
+    elif kind in _LIKE and kind != "rm":
+        _answers(draft, kind, loss, beta)
     if kind == "grpo":
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
@@ -332,6 +362,26 @@ def _others(draft: Draft, kind: str) -> None:
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
                   "vllm_max_model_len", "sleep_level", "num_generations", "num_iterations", "generation_batch_size",
                   "steps_per_generation", "max_completion_length"))  # fmt: skip
+
+
+def _answers(draft: Draft, kind: str, loss: object, beta: float | None) -> None:
+    """KTO, ORPO, SimPO and CPO (swift/rlhf_trainers, arguments/rlhf_args.py), derived from TRL's."""
+    usual = 2.0 if kind == "simpo" else 0.1
+    if beta is None:
+        draft.defaults["beta"] = usual
+    draft.put("beta", usual if beta is None else beta)
+    if loss not in (None, "kto", "orpo", "simpo", "sigmoid", [kind]):
+        draft.note(f"loss_type {loss} is simulated as {kind}, on the same logits")
+    weight, gamma = draft.number("cpo_alpha", 1.0), draft.number("simpo_gamma", 1.0)
+    if kind == "orpo":
+        draft.put("nll_weight", 1.0, "rlhf_type")
+    elif kind != "kto":
+        draft.put("nll_weight", weight, "cpo_alpha")
+    if kind == "simpo":
+        draft.put("simpo_gamma", gamma)
+    for key, kinds in (("cpo_alpha", ("cpo", "simpo")), ("simpo_gamma", ("simpo",))):
+        if kind not in kinds:
+            draft.defaults.pop(key, None)
 
 
 def _grpo(draft: Draft, loss: object, beta: float | None) -> None:
@@ -396,7 +446,10 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "optim": lambda value: {"optim": value},
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
+        "peft_adapter": lambda _: None,
     }  # fmt: skip
+    if foreign.values.get("peft_adapter"):
+        own |= dict.fromkeys(("lora_r", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 

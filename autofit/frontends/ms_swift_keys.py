@@ -1,7 +1,6 @@
 """Arguments of ms-swift (swift/arguments, swift/trainers/arguments.py at 3602360a) by their effect. No torch here."""
 
 UNLIKE = {
-    "use_galore": "GaLore's projected gradients are not simulated",
     "use_ray": "training through Ray is not simulated",
     "deepspeed_autotp_size": "tensor parallelism is not simulated",
     "chord_sft_dataset": "CHORD, whose steps have a batch of SFT beside, is not simulated",
@@ -15,6 +14,7 @@ UNLIKE = {
     "trainable_parameters_regex": "training of some of the weights is not simulated",
 }
 EFFECTS = {
+    "use_galore": "GaLore's states, of projected gradients, are simulated as AdamW's of all weights: an upper bound",
     "freeze_parameters": "all weights are trained here, not only those that it leaves: an upper bound",
     "freeze_parameters_regex": "all weights are trained here, not only those that it leaves: an upper bound",
     "freeze_parameters_ratio": "all weights are trained here, not only those that it leaves: an upper bound",

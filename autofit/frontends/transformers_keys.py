@@ -43,6 +43,21 @@ _REFUSED = {
     "parallelism_config": "tensor, context and sequence parallelism are not simulated",
     "optim_target_modules": "optimizers for some of the layers only (GaLore, APOLLO) are not simulated",
 }
+# torchao's Float8Linear keeps its input and weight as they are for the backward pass, and casts them in both passes.
+FP8_EFFECT = (
+    "linear layers compute in 16 bits here; in fp8 they copy their input and their weight for a moment, with one byte "
+    "for each value, and are faster"
+)
+# What stands for a model that is quantised already: NF4 takes 0.5 bytes a weight and 4 bytes for each block of 64.
+_LIKE_NF4 = (
+    "weights (0.52 bytes each in groups of 128) are simulated as bitsandbytes' NF4 (0.5625 bytes each), and what its "
+    "kernels unpack as one matrix in 16 bits"
+)
+QUANTISED = {
+    "gptq": f"GPTQ's {_LIKE_NF4}",
+    "awq": f"AWQ's {_LIKE_NF4}",
+    "aqlm": "AQLM's weights of 2 bits are simulated as bitsandbytes' NF4 (4.5 bits each): an upper bound",
+}
 _WITHOUT = ("torch_compile_backend", "torch_compile_mode", "ddp_bucket_cap_mb")
 # Optimizers by transformers' own names (training_args.py, OptimizerNames) whose states are simulated.
 OPTIMIZERS = (
@@ -62,6 +77,15 @@ def take(draft: Draft) -> None:
     take_optimizer(draft, "optim", "adafactor" if draft.is_on("adafactor") else "adamw_torch_fused")
     draft.name(_NAMED)
     draft.ignore((*_WITHOUT, *NO_EFFECT))
+
+
+def take_quantised(draft: Draft, method: str, compute: str) -> None:
+    """A model that is quantised already, by `method`, as one of bitsandbytes in 4 bits."""
+    draft.put("load_in_4bit", True, "quantization_bit")
+    draft.put("use_bnb_nested_quant", False)
+    draft.put("bnb_4bit_quant_type", "nf4")
+    draft.put("bnb_4bit_quant_storage", compute)
+    draft.note(QUANTISED[method])
 
 
 def take_optimizer(draft: Draft, key: str, usual: str) -> None:

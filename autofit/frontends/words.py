@@ -8,7 +8,10 @@ from autofit.frontends.foreign import Foreign
 
 _TRAINED_BY = {"hf": "a plain transformers Trainer", "grpo": "TRL's GRPO trainer", "dpo": "TRL's DPO trainer",
                "reward": "TRL's reward trainer", "sft": "TRL's SFT trainer", "verl": "verl's FSDP worker"}  # fmt: skip
-_OBJECTIVES = {"sft": "the model's own loss on full logits", "dpo": "DPO on full logits", "reward": "a pairwise loss"}
+_OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on full logits",
+               "dpo": "DPO on full logits",
+               "kto": "KTO on full logits", "orpo": "ORPO on full logits", "simpo": "SimPO on full logits",
+               "cpo": "CPO on full logits", "reward": "a pairwise loss"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:

@@ -10,14 +10,25 @@ from .small_model import tokenizer
 
 __all__ = ["SAME", "build", "common_factor", "samples_per_step", "shrunken", "steps_of_a_round"]
 
-# Packing is off: it changes the rows, not the normalisation of the loss. No row is as long as the limit.
-SAME: dict[str, object] = {"max_length": 64, "packing": False, "block_diagonal": False, "adapter_dtype": None}
-_COLUMNS = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected")}
+# Packing and rounding are off: they change rows and weights, not the normalisation of the loss. No row is as long as
+# the limit.
+SAME: dict[str, object] = {
+    "max_length": 64,
+    "packing": False,
+    "block_diagonal": False,
+    "adapter_dtype": None,
+    "qat": None,
+}
+_COLUMNS = {
+    **dict.fromkeys(("sft", "asft", "kto"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
+}  # fmt: skip
 
 
 def build(config: TrlConfig, steps: int) -> Any:
     """The trainer over `steps` optimizer steps of fixed rows."""
     training, words = config.training, tokenizer()
-    found = rows(config, steps, *_COLUMNS[training.objective])
+    found = rows(config, steps, *_COLUMNS.get(training.objective, ("prompt", "chosen", "rejected")))
+    if training.objective == "kto":
+        found = found.add_column("label", [number % 3 > 0 for number in range(len(found))])
     tokens = tokenised(found, words, objective=training.objective, max_length=training.max_length)
     return made(config, tokens, tokenizer=words)
