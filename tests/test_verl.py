@@ -25,12 +25,15 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
+from autofit.recipe.spread import spread
 from autofit.trainers.verl import TRAINER
 from autofit.trainers.verl_settings import Settings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 QWEN: dict[str, object] = {
     "algorithm.adv_estimator": "grpo", "data.train_batch_size": 1024, "data.max_response_length": 1024,
     "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct", f"{ACTOR}.ppo_mini_batch_size": 256,
@@ -92,9 +95,31 @@ def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_to
     settings = TRAINER.parse(made)
     assert isinstance(settings, Settings)
     assert settings.log_prob_max_token_len_per_gpu == 24576
-    sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu)
+    sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu, sharers=1)
     assert sum(sizes) == 160
     assert max(sizes) * settings.tokens <= 24576
+
+
+def test_ranks_that_share_their_samples_count_as_one_in_the_batch() -> None:
+    made = verl_recipe.recipe({**QWEN, ULYSSES: 4}).values
+    assert made["gradient_accumulation_steps"] == 40  # 256 x 5 / (8 / 4) / 16: verl's data-parallel size is GPUs / 4
+    assert made["ref_ulysses_sequence_parallel_size"] == 4
+    newer = verl_recipe.recipe({**QWEN, f"{FSDP}.ulysses_sequence_parallel_size": 4}).values
+    assert {**newer, "ref_ulysses_sequence_parallel_size": 4} == made  # but verl's reference does not follow this key
+    assert newer["ref_ulysses_sequence_parallel_size"] == 1
+    launch = Launch(ranks=8, sharding="fsdp1")
+    recipe = Recipe(trainer="verl", values=made, resolved=made, keys=TRAINER.keys, launch=launch)
+    assert recipe.effective_batch_size == 256 * 5
+    assert "2 group(s) of 4 ranks that share their samples" in dict(recipe.describe())["effective batch"]
+    assert spread(recipe, 16).effective_batch_size == recipe.effective_batch_size
+    with pytest.raises(ConfigError, match="4 must divide the ranks; got 6; numbers that work: 4, 8"):
+        spread(recipe, 6)
+
+
+def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:
+    settings = Settings(model_path="m", use_dynamic_bsz=True, max_prompt_length=100, max_response_length=100)
+    assert settings.split(12, rows=1, budget=800, sharers=1) == [4, 4, 4]
+    assert settings.split(12, rows=1, budget=800, sharers=2) == [6, 6]
 
 
 def test_every_key_of_the_reader_is_a_setting_of_the_trainer() -> None:
@@ -116,7 +141,9 @@ REFUSED = [
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
     ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
     ({"algorithm.adv_estimator": "gae"}, "verl with a critic"),
-    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size above 1"),
+    ({ULYSSES: 3}, "3 must divide the 8 GPUs"),
+    ({ULYSSES: 2, "actor_rollout_ref.model.use_remove_padding": False}, "needs use_remove_padding: true"),
+    ({ULYSSES: 2, "actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, "attend to its own part"),
     ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
     ({"distillation.enabled": True}, "distillation.enabled is not simulated"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
@@ -334,6 +361,21 @@ def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     freed = plain.held["rollout"] - moved.held["rollout"]
     assert freed == pytest.approx(12 * share, rel=0.05)  # float32 weights and both moments
     assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_ranks_that_share_samples_hold_their_part_of_the_activations(
+    sharding: Sharding, model: Path, tmp_path: Path
+) -> None:
+    sizes = {"ppo_micro_batch_size_per_gpu": 16, "log_prob_micro_batch_size_per_gpu": 16}
+    plain = simulated(model, tmp_path, sharding, **sizes)
+    shared = simulated(model, tmp_path, sharding, **sizes, ulysses_sequence_parallel_size=2)
+    for phase, before in (("update", "loading"), ("old log-probs", "rollout")):
+        whole, part = (each.peaks[phase] - each.held[before] for each in (plain, shared))
+        assert 0.45 * whole < part < 0.75 * whole  # weights, and the batch itself, are held by both
+    assert shared.peaks["reference"] == pytest.approx(plain.peaks["reference"], rel=0.01)  # which does not share
+    with pytest.raises(ConfigError, match="8 must divide the 4 heads"):
+        simulated(model, tmp_path, sharding, ulysses_sequence_parallel_size=8)
 
 
 @pytest.mark.parametrize(("sharding", "each"), [pytest.param("fsdp2", 4, marks=pytest.mark.slow), ("fsdp1", 2)])

@@ -65,7 +65,7 @@ class VerlLoop(Loop):
         self._settings, self._device = settings, setup.device
         self._ranks = torch.distributed.get_world_size()
         common: dict[str, Any] = {
-            "version": version, "reshards": reshards, "dtype": DTYPES[settings.param_dtype], "device": setup.device,
+            "version": version, "reshards": reshards, "device": setup.device,
             "prefetches": settings.forward_prefetch, "fused": settings.use_fused_kernels,
             "compiles": settings.use_torch_compile, "recomputes_entropy": settings.entropy_checkpointing,
             "chunk": settings.entropy_from_logits_chunk_size if settings.entropy_from_logits_with_chunking else None,
@@ -73,10 +73,15 @@ class VerlLoop(Loop):
         self._reference: Engine | None = None
         if settings.reference and not settings.lora_rank:  # with LoRA it is the actor without its adapters
             made = random_model(settings, model, dtype=settings.ref_model_dtype, lora=False)
-            self._reference = Engine(made, forward_only=True, **common)
+            sharers = settings.ref_ulysses_sequence_parallel_size
+            self._reference = Engine(made, forward_only=True, sharers=sharers, dtype=torch.bfloat16, **common)
         actor = random_model(settings, model, dtype=settings.model_dtype, lora=bool(settings.lora_rank))
         law = self._law(actor)
-        self.actor = Engine(actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, **common)
+        self._sharers = settings.ulysses_sequence_parallel_size
+        self.actor = Engine(
+            actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, sharers=self._sharers,
+            dtype=DTYPES[settings.param_dtype], reduce_dtype=DTYPES[settings.reduce_dtype], **common,
+        )  # fmt: skip
         self.model = self.actor.module
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.actor.optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.01)
@@ -142,7 +147,8 @@ class VerlLoop(Loop):
         prompts = [{"prompt_token_ids": [0] * settings.max_prompt_length}]
         self._engine.group = settings.rollout_n
         asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
-        self._engine.generate(prompts * (settings.generated * settings.tensor_model_parallel_size), asked)
+        served = max(1, settings.generated * settings.tensor_model_parallel_size // self._sharers)
+        self._engine.generate(prompts * served, asked)
         self._sleep()
 
     # ------------------------------------------------------------------ batches
@@ -168,8 +174,9 @@ class VerlLoop(Loop):
     def _scored(self, engine: Engine, sizes: list[int], *, entropy: bool) -> None:
         """Log-probabilities of all samples of a generation, without gradients."""
         engine.module.eval()
+        engine.count()
         for rows, times in _runs(sizes):
-            with torch.no_grad(), _stands_for(times):
+            with torch.no_grad(), _stands_for(times), engine.attending():
                 found = engine.log_probs(self._inputs(rows), entropy=entropy, training=False)
                 {name: values.cpu() for name, values in found.items()}
                 del found
@@ -187,7 +194,8 @@ class VerlLoop(Loop):
         rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         if settings.param_offload:
             actor.load_model()
-        self._scored(actor, settings.split(settings.generated, rows=rows, budget=budget), entropy=True)
+        sizes = settings.split(settings.generated, rows=rows, budget=budget, sharers=self._sharers)
+        self._scored(actor, sizes, entropy=True)
         if settings.param_offload:
             actor.offload_model()
         if settings.reference:
@@ -200,9 +208,11 @@ class VerlLoop(Loop):
             actor.move_optimizer(self._device)
         report.enter(UPDATE)
         actor.module.train()
+        actor.count()
         sizes = settings.split(
-            settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu
-        )
+            settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu,
+            sharers=self._sharers,
+        )  # fmt: skip
         *first, last = sizes
         runs = [(rows, times, False) for rows, times in _runs(first[1:])]
         return [*[(rows, 1, False) for rows in first[:1]], *runs, (last, 1, True)]
@@ -217,8 +227,10 @@ class VerlLoop(Loop):
             adapters = engine.without_adapters()
             if settings.param_offload:
                 engine.load_model()
+        sharers = self._sharers if engine is self.actor else settings.ref_ulysses_sequence_parallel_size
+        referred = settings.generated if engine is self.actor else settings.referred
         with adapters:
-            self._scored(engine, settings.split(settings.generated, rows=rows, budget=budget), entropy=False)
+            self._scored(engine, settings.split(referred, rows=rows, budget=budget, sharers=sharers), entropy=False)
         if engine is self.actor and settings.param_offload:
             engine.offload_model()
 
@@ -260,8 +272,8 @@ class VerlRun:
 
     def __init__(self, loop: VerlLoop, settings: Settings, *, steps: int) -> None:
         self.loop, self.last_step = loop, steps
-        self.samples_per_step = settings.samples
-        self.tokens_per_step = settings.samples * settings.tokens
+        self.samples_per_step = settings.samples / settings.ulysses_sequence_parallel_size  # each rank's share of them
+        self.tokens_per_step = int(self.samples_per_step * settings.tokens)
         self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
 
     @property
@@ -291,7 +303,7 @@ class VerlTrainer(LoopTrainer):
     space: ClassVar[Path] = Path(str(resources.files("autofit.search_spaces").joinpath("verl.yaml")))
     keys: ClassVar[BatchKeys] = BatchKeys(
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
-        reuse="ppo_epochs", completion="max_response_length",
+        reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
     )  # fmt: skip
 
     @property
@@ -341,6 +353,7 @@ class VerlTrainer(LoopTrainer):
             raise ConfigError(
                 f"{settings.model_path} has a vision tower, which is not simulated for verl; take a text model"
             )
+        _check_sharing(settings, config)
         config.save_pretrained(inspection.worst_case.folder / _MODEL)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -361,6 +374,18 @@ class VerlTrainer(LoopTrainer):
 
     def small_trainings(self, *args: Any, **options: Any) -> Any:
         raise ConfigError(_ONLY_SIMULATED)
+
+
+def _check_sharing(settings: Settings, config: Any) -> None:
+    """Raise ConfigError where Ulysses cannot deal the heads to its ranks (apply_monkey_patch)."""
+    size = max(settings.ulysses_sequence_parallel_size, settings.ref_ulysses_sequence_parallel_size)
+    heads = getattr(config, "num_attention_heads", size)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size or (pairs % size and size % pairs):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size {size} must divide the {heads} heads of {settings.model_path}, and divide "
+            f"its {pairs} key-value heads or be a multiple of them; verl ends when it loads the model"
+        )
 
 
 def _reshards(version: int) -> bool:

@@ -123,8 +123,9 @@ def batch_of(config: VerlConfig) -> Batch | None:
         return None
     prompts, mini, group, nodes, each, epochs = (number or 1 for number in found)
     dynamic = config.is_on(f"{_ACTOR}.use_dynamic_bsz")
+    shards = max(1, nodes * each // sequence_parallel(config))
     return Batch(
-        prompts=prompts, mini_prompts=mini, group=group, gpus=nodes * each, shards=max(1, nodes * each // _sp(config)),
+        prompts=prompts, mini_prompts=mini, group=group, gpus=nodes * each, shards=shards,
         micro=None if dynamic else config.whole(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"), epochs=epochs,
     )  # fmt: skip
 
@@ -203,10 +204,15 @@ def _has_critic(config: VerlConfig) -> bool:
     return config.value("algorithm.adv_estimator") == "gae"
 
 
-def _sp(config: VerlConfig) -> int:
-    """Ulysses' sequence-parallel size (workers/config/actor.py: the actor's own key wins where it is above 1)."""
-    own = config.whole(f"{_ACTOR}.ulysses_sequence_parallel_size") or 1
-    return own if own > 1 else config.whole(f"{_FSDP}.ulysses_sequence_parallel_size") or 1
+def sequence_parallel(config: VerlConfig, section: str = _ACTOR) -> int:
+    """Ulysses' sequence-parallel size of the actor, or of the reference where `section` is its path.
+
+    The model's own key wins where it is above 1 (workers/config/actor.py); the reference has the actor's own, but not
+    that of the actor's fsdp_config (trainer/config/ref/dp_ref.yaml).
+    """
+    key = "ulysses_sequence_parallel_size"
+    own = config.whole(f"{section}.{key}") or config.whole(f"{_ACTOR}.{key}") or 1
+    return own if own > 1 else config.whole(f"{section}.fsdp_config.{key}") or 1
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ def _at_start(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     """Accepted at the start, and an AssertionError in a worker once models are loaded."""
-    dynamic, sp = config.is_on(f"{_ACTOR}.use_dynamic_bsz"), _sp(config)
+    dynamic, sp = config.is_on(f"{_ACTOR}.use_dynamic_bsz"), sequence_parallel(config)
     if batch.effective % batch.shards:  # engine_workers.py, line 266
         yield (f"ppo_mini_batch_size x rollout.n = {batch.effective:,} must be a multiple of the {batch.shards} "
                "data-parallel ranks; verl ends at the first update")  # fmt: skip
@@ -265,8 +271,8 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    own = config.whole(f"{_ACTOR}.ulysses_sequence_parallel_size") or 1
-    if own > 1 and not config.is_on("actor_rollout_ref.model.use_remove_padding"):  # workers/config/actor.py, line 336
+    size = sequence_parallel(config)
+    if size > 1 and not config.is_on("actor_rollout_ref.model.use_remove_padding"):  # workers/config/actor.py, line 336
         yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
 
 

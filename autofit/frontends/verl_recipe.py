@@ -12,7 +12,7 @@ from autofit.errors import ConfigError, quoted
 from autofit.frontends import verl_script
 from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus
+from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus, sequence_parallel
 
 VERSION = "verl 0.9 (1dda039b)"
 _A, _R, _F, _M = (
@@ -68,6 +68,8 @@ KEYS: Mapping[str, Key] = {
         f"{_FSDP}.entropy_from_logits_chunk_size", 2048, f"{_A}.entropy_from_logits_chunk_size"
     ),
     "entropy_checkpointing": Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
+    "param_dtype": Key(f"{_FSDP}.mixed_precision.param_dtype", "bf16"),
+    "reduce_dtype": Key(f"{_FSDP}.mixed_precision.reduce_dtype", "fp32"),
     "model_dtype": Key(f"{_FSDP}.model_dtype", "fp32"),
     "ref_model_dtype": Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
     "param_offload": Key(f"{_FSDP}.param_offload", False),
@@ -124,8 +126,11 @@ def recipe(
         raise ConfigError(f"the verl config must name its model; give {_M}.path")
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{_A}.calculate_entropy") or _number(config, f"{_A}.entropy_coeff") != 0
-    for key in ("model_dtype", "ref_model_dtype"):
-        found[key] = _dtype(key, str(found.get(key) or ("fp32" if key == "model_dtype" else "bf16")))
+    found["ulysses_sequence_parallel_size"] = sequence_parallel(config)
+    found["ref_ulysses_sequence_parallel_size"] = sequence_parallel(config, _F)
+    for key in ("model_dtype", "ref_model_dtype", "param_dtype", "reduce_dtype"):
+        usual = "bf16" if key == "ref_model_dtype" else KEYS[key].usual  # null of a model that is not trained
+        found[key] = _dtype(key, str(found.get(key) or usual))
     sharding = "fsdp2" if config.strategy == "fsdp2" else "fsdp1"
     nodes = config.whole("trainer.nnodes") or 1
     reshards = _truth(f"{_FSDP}.reshard_after_forward", config.said.get(f"{_FSDP}.reshard_after_forward", True))
@@ -270,12 +275,26 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
     for path, why in _NOT_SIMULATED.items():
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
-    parallel = max(config.whole(f"{part}.ulysses_sequence_parallel_size") or 1 for part in (_A, _FSDP))
-    if parallel > 1:
-        yield "ulysses_sequence_parallel_size above 1 is not simulated for verl; set it to 1"
+    yield from _unshared(config)
     size, gpus = said.get(f"{_FSDP}.fsdp_size", -1), batch_of(config)
     if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
         yield f"{_FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
+
+
+def _unshared(config: VerlConfig) -> Iterator[str]:
+    """Why samples cannot be shared by so many ranks, as Ulysses does; transformer_impl.py, line 107 and 220."""
+    batch, attention = batch_of(config), f"{_M}.override_config.attn_implementation"
+    for section in (_A, _F):
+        size = sequence_parallel(config, section)
+        if size > 1 and batch is not None and batch.gpus % size:
+            yield f"{section}.ulysses_sequence_parallel_size {size} must divide the {batch.gpus} GPUs; verl ends there"
+        if size > 1 and not config.is_on(f"{_M}.use_remove_padding"):
+            yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
+        if size > 1 and config.said.get(attention, "flash_attention_2") != "flash_attention_2":
+            yield (
+                f"ulysses_sequence_parallel_size {size} needs attn_implementation flash_attention_2: in others verl "
+                f"lets each GPU attend to its own part alone; got {quoted(config.said[attention])}"
+            )
 
 
 _NOT_SIMULATED = {
