@@ -188,6 +188,16 @@ class Engine:
             told["log_probs"] = row_log_probs(logits, labels, inplace=training and not entropy)
             return told
 
+    def values(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A number for each packed token from a model with a value head."""
+        own = inputs
+        if self._ulysses is not None:
+            own = {name: self._ulysses.part(values) for name, values in inputs.items()}
+            self._ulysses.begin(inputs["position_ids"])
+        with self._autocast():
+            found: torch.Tensor = self.module(**own, use_cache=False).logits.squeeze(0).squeeze(-1)
+        return found if self._ulysses is None else self._ulysses.whole(found, inputs["input_ids"].shape[1])
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype == torch.float32:
             return nullcontext()

@@ -13,6 +13,7 @@ from autofit.frontends import verl_script
 from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus, sequence_parallel
+from autofit.frontends.verl_critic import critic_values, has_critic
 
 VERSION = "verl 0.9 (1dda039b)"
 _A, _R, _F, _M = (
@@ -85,7 +86,21 @@ KEYS: Mapping[str, Key] = {
     "max_num_batched_tokens": Key(f"{_R}.max_num_batched_tokens", 8192),
     "max_model_len": Key(f"{_R}.max_model_len"),
     "update_weights_bucket_megabytes": Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
+    "critic_model_path": Key("critic.model.path", "~/models/deepseek-llm-7b-chat"),
+    "critic_ppo_epochs": Key("critic.ppo_epochs", 1, f"{_A}.ppo_epochs"),
+    "critic_forward_max_token_len_per_gpu": Key("critic.ppo_infer_max_token_len_per_gpu", 32768),
+    "critic_ulysses_sequence_parallel_size": Key("critic.fsdp.ulysses_sequence_parallel_size", 1),
+    "critic_enable_gradient_checkpointing": Key("critic.model.enable_gradient_checkpointing", True),
+    "critic_model_dtype": Key("critic.fsdp.model_dtype", "fp32"),
+    "critic_param_offload": Key("critic.fsdp.param_offload", False),
+    "critic_optimizer_offload": Key("critic.fsdp.optimizer_offload", False),
+    "critic_reshard_after_forward": Key("critic.fsdp.reshard_after_forward", True),
+    "critic_forward_prefetch": Key("critic.fsdp.forward_prefetch", False),
+    "critic_use_no_sync_for_gradient_accumulation": Key("critic.fsdp.use_no_sync_for_gradient_accumulation", True),
+    "critic_lr": Key("critic.optim.lr", 1e-5),
+    "critic_clip_grad": Key("critic.optim.clip_grad", 1.0),
 }
+_CRITIC = "critic_"  # begins the recipe's keys of a critic
 # What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
 _ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _MICRO = "ppo_micro_batch_size_per_gpu"
@@ -120,8 +135,13 @@ def recipe(
         raise ConfigError(
             f"the batch of this verl config is not certain: {open_keys} must be whole numbers in the file"
         )
-    found = {key: _value(config, named) for key, named in KEYS.items() if _said(config, named) is not None}
+    critic = has_critic(config)
+    keys = {key: named for key, named in KEYS.items() if critic or not key.startswith(_CRITIC)}
+    found = {key: _value(config, named) for key, named in keys.items() if _said(config, named) is not None}
     found |= _sizes(config, batch, found)
+    if critic:
+        found |= critic_values(config, batch)
+        found["critic_model_dtype"] = _dtype("critic_model_dtype", str(found["critic_model_dtype"]))
     if not found.get("model_path"):
         raise ConfigError(f"the verl config must name its model; give {_M}.path")
     found["reference"] = _references(config)
@@ -266,12 +286,6 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
         yield "agent loops with tools are not simulated for verl; set multi_turn.enable=False"
     if str(said.get("data.image_key", "")) not in ("", "images", UNSURE) or f"{_M}.freeze_vision_tower" in said:
         yield "verl with images is not simulated; take a text model"
-    critic = config.value("critic.enable")
-    if config.is_on("critic.enable") or (critic is None and config.value("algorithm.adv_estimator") == "gae"):
-        yield (
-            "verl with a critic (adv_estimator gae, its default) is not simulated; set algorithm.adv_estimator=grpo or "
-            "another estimator without one"
-        )
     for path, why in _NOT_SIMULATED.items():
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
