@@ -15,7 +15,7 @@ import yaml
 
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
-from autofit.frontends import command, flat, llama_factory, verl, verl_recipe, verl_script
+from autofit.frontends import command, flat, llama_factory, verl_recipe, verl_rules, verl_script
 from autofit.frontends.reading import explain, refusal
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
 from autofit.plugin.registry import trainer_for
@@ -68,7 +68,7 @@ def test_no_key_is_of_two_tools_or_of_trl() -> None:
 
 
 def facts(values: dict[str, object]) -> dict[str, str]:
-    return {line.name: line.text for line in verl.explain(values).lines}
+    return {line.name: line.text for line in verl_rules.explain(values).lines}
 
 
 def test_the_effective_batch_of_verl_is_mini_batch_by_group_over_all_gpus_not_the_generation() -> None:
@@ -113,15 +113,15 @@ def test_a_reference_or_lora_is_told_only_where_verl_makes_one() -> None:
     ],
 )
 def test_a_rule_that_verl_applies_late_or_at_the_start_is_told_before(changed: dict[str, object], message: str) -> None:
-    wrong = verl.explain(verl_file(**changed)).wrong
+    wrong = verl_rules.explain(verl_file(**changed)).wrong
     assert any(re.search(message, text) for text in wrong), wrong
     if not changed.get("use_kl_loss"):
-        assert not verl.explain(verl_file()).wrong
+        assert not verl_rules.explain(verl_file()).wrong
 
 
 @pytest.mark.parametrize("key", ["use_kl_loss", "use_dynamic_bsz", "lora_rank", "ulysses_sequence_parallel_size", "n"])
 def test_a_reference_to_another_key_takes_no_default_in_its_place(key: str) -> None:
-    found = verl.explain(verl_file(**{key: "${oc.env:MINE}"}))
+    found = verl_rules.explain(verl_file(**{key: "${oc.env:MINE}"}))
     said = dict(found.lines)
     assert said["micro-batches"].startswith("not known")
     assert key in said["micro-batches"]

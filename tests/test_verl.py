@@ -16,7 +16,7 @@ from autofit.api.reading import source_of
 from autofit.api.verl_log import rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
-from autofit.frontends import verl_recipe
+from autofit.frontends import verl_recipe, verl_rules
 from autofit.frontends.verl_log import read_log
 from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -25,18 +25,24 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.rank import simulated_rank
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
+from autofit.recipe.spread import spread
 from autofit.trainers.verl import TRAINER
 from autofit.trainers.verl_settings import Settings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 QWEN: dict[str, object] = {
     "algorithm.adv_estimator": "grpo", "data.train_batch_size": 1024, "data.max_response_length": 1024,
     "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct", f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": 16, f"{ACTOR}.use_kl_loss": True, f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.n": 5, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
+}  # fmt: skip
+PPO: dict[str, object] = {
+    "algorithm.adv_estimator": "gae", "critic.model.path": "Qwen/Qwen2.5-7B-Instruct", "critic.use_dynamic_bsz": True,
 }  # fmt: skip
 
 
@@ -92,9 +98,53 @@ def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_to
     settings = TRAINER.parse(made)
     assert isinstance(settings, Settings)
     assert settings.log_prob_max_token_len_per_gpu == 24576
-    sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu)
+    sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu, sharers=1)
     assert sum(sizes) == 160
     assert max(sizes) * settings.tokens <= 24576
+
+
+def test_ranks_that_share_their_samples_count_as_one_in_the_batch() -> None:
+    made = verl_recipe.recipe({**QWEN, ULYSSES: 4}).values
+    assert made["gradient_accumulation_steps"] == 40  # 256 x 5 / (8 / 4) / 16: verl's data-parallel size is GPUs / 4
+    assert made["ref_ulysses_sequence_parallel_size"] == 4
+    newer = verl_recipe.recipe({**QWEN, f"{FSDP}.ulysses_sequence_parallel_size": 4}).values
+    assert {**newer, "ref_ulysses_sequence_parallel_size": 4} == made  # but verl's reference does not follow this key
+    assert newer["ref_ulysses_sequence_parallel_size"] == 1
+    launch = Launch(ranks=8, sharding="fsdp1")
+    recipe = Recipe(trainer="verl", values=made, resolved=made, keys=TRAINER.keys, launch=launch)
+    assert recipe.effective_batch_size == 256 * 5
+    assert "2 group(s) of 4 ranks that share their samples" in dict(recipe.describe())["effective batch"]
+    assert spread(recipe, 16).effective_batch_size == recipe.effective_batch_size
+    with pytest.raises(ConfigError, match="4 must divide the ranks; got 6; numbers that work: 4, 8"):
+        spread(recipe, 6)
+
+
+def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:
+    settings = Settings(model_path="m", use_dynamic_bsz=True, max_prompt_length=100, max_response_length=100)
+    assert settings.split(12, rows=1, budget=800, sharers=1) == [4, 4, 4]
+    assert settings.split(12, rows=1, budget=800, sharers=2) == [6, 6]
+
+
+def test_a_critic_is_packed_by_tokens_whatever_its_own_sizes_say() -> None:
+    values = {**QWEN, **PPO, "critic.ppo_mini_batch_size": 512, "critic.ppo_epochs": 2,
+              "critic.ppo_micro_batch_size_per_gpu": 4, "critic.ppo_max_token_len_per_gpu": 9999,
+              "critic.fsdp.param_offload": True}  # fmt: skip
+    made = dict(verl_recipe.recipe(values).values)
+    assert made["critic_steps_per_generation"] == 4  # 1,024 / 512 x 2
+    assert made["critic_max_token_len_per_gpu"] == 32768  # trainer_base.py, line 252: what its engine is given
+    assert made["critic_param_offload"] is True
+    made.pop("launch")
+    settings = TRAINER.parse(made)
+    assert isinstance(settings, Settings)
+    assert settings.judged == 640
+    assert settings.judged_at_once == 320
+    older = verl_recipe.recipe({**values, "trainer.use_v1": False}).values
+    assert older["critic_max_token_len_per_gpu"] == 9999
+    line = next(line.text for line in verl_rules.explain(values).lines if line.name == "critic")
+    assert "packed by tokens: 32768 a GPU" in line
+    assert (
+        "critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu without" in line
+    )
 
 
 def test_every_key_of_the_reader_is_a_setting_of_the_trainer() -> None:
@@ -115,8 +165,15 @@ REFUSED = [
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
     ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
-    ({"algorithm.adv_estimator": "gae"}, "verl with a critic"),
-    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size above 1"),
+    ({**PPO, "critic.strategy": "megatron"}, "critic with megatron is not simulated"),
+    ({**PPO, "critic.model.lora_rank": 8}, "a critic with LoRA"),
+    ({**PPO, "critic.ppo_mini_batch_size": 100}, "= 500 must be a multiple of the critic's 8 data-parallel ranks"),
+    ({**PPO, "critic.ppo_mini_batch_size": 240}, "multiple of critic.ppo_mini_batch_size x rollout.n = 1,200"),
+    ({**PPO, "critic.fsdp.model_dtype": "fp8"}, "must be fp32 or bf16"),
+    ({**PPO, "critic.use_dynamic_bsz": False}, "critic.ppo_micro_batch_size_per_gpu must be set"),
+    ({ULYSSES: 3}, "3 must divide the 8 GPUs"),
+    ({ULYSSES: 2, "actor_rollout_ref.model.use_remove_padding": False}, "needs use_remove_padding: true"),
+    ({ULYSSES: 2, "actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, "attend to its own part"),
     ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
     ({"distillation.enabled": True}, "distillation.enabled is not simulated"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
@@ -336,6 +393,37 @@ def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
 
 
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_ranks_that_share_samples_hold_their_part_of_the_activations(
+    sharding: Sharding, model: Path, tmp_path: Path
+) -> None:
+    sizes = {"ppo_micro_batch_size_per_gpu": 16, "log_prob_micro_batch_size_per_gpu": 16}
+    plain = simulated(model, tmp_path, sharding, **sizes)
+    shared = simulated(model, tmp_path, sharding, **sizes, ulysses_sequence_parallel_size=2)
+    for phase, before in (("update", "loading"), ("old log-probs", "rollout")):
+        whole, part = (each.peaks[phase] - each.held[before] for each in (plain, shared))
+        assert 0.45 * whole < part < 0.75 * whole  # weights, and the batch itself, are held by both
+    assert shared.peaks["reference"] == pytest.approx(plain.peaks["reference"], rel=0.01)  # which does not share
+    with pytest.raises(ConfigError, match="8 must divide the 4 heads"):
+        simulated(model, tmp_path, sharding, ulysses_sequence_parallel_size=8)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_critic_has_phases_and_states_of_its_own(sharding: Sharding, model: Path, tmp_path: Path) -> None:
+    changes = {
+        "critic": True, "critic_model_path": str(model), "critic_sharding": sharding, "reference": False,
+        "use_kl_loss": False, "critic_forward_max_token_len_per_gpu": 128, "critic_max_token_len_per_gpu": 128,
+    }  # fmt: skip
+    without = simulated(model, tmp_path, sharding, reference=False, use_kl_loss=False)
+    held = simulated(model, tmp_path, sharding, **changes)
+    assert list(held.peaks)[3:6] == ["old log-probs", "values", "update critic"]
+    states = 12 * _parameters(model, critic=True) // 2  # float32 weights and both moments of each of two ranks
+    assert held.held["rollout"] - without.held["rollout"] == pytest.approx(states, rel=0.05)
+    moved = simulated(model, tmp_path, sharding, **changes, critic_param_offload=True, critic_optimizer_offload=True)
+    assert moved.held["rollout"] == pytest.approx(without.held["rollout"], rel=1e-4)
+    assert moved.peaks["update critic"] == pytest.approx(held.peaks["update critic"], rel=0.02)
+
+
 @pytest.mark.parametrize(("sharding", "each"), [pytest.param("fsdp2", 4, marks=pytest.mark.slow), ("fsdp1", 2)])
 def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_card(
     sharding: Sharding, each: int, model: Path, tmp_path: Path
@@ -347,10 +435,12 @@ def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_
     assert more == pytest.approx(each * _parameters(model) - sharded, rel=0.25, abs=1 << 17)
 
 
-def _parameters(model: Path) -> int:
+def _parameters(model: Path, *, critic: bool = False) -> int:
     from transformers import AutoModelForCausalLM
 
-    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
+    made = AutoModelForCausalLM.from_pretrained(model)
+    head = made.lm_head.weight.numel() if critic else 0
+    return int(sum(p.numel() for p in made.parameters()) - head)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ share of the card (`autofit.fakegpu.engines.vllm`). Read in verl at commit 1dda0
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import resources
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.communicators import nccl_bytes
@@ -30,12 +30,14 @@ from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import model_config
 from autofit.plugin.protocol import (
+    CRITIC,
     LOADING,
     LOG_PROBS,
     REFERENCE,
     ROLLOUT,
     SYNC,
     UPDATE,
+    VALUES,
     Facts,
     Inspection,
     Report,
@@ -44,12 +46,14 @@ from autofit.plugin.protocol import (
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH
 
+from .verl_critic import Critic
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
 from .verl_models import inner, random_model
+from .verl_samples import Samples, marked_last, runs_of, stands_for
 from .verl_settings import Settings
 
-_MODEL = "model"  # folder of the model's config, beside the longest sample
+_MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
 _ONLY_SIMULATED = (
     "verl trains with Ray and vLLM's processes, which autofit does not start: give --gpu NAME, such as --gpu 8xh100, "
     "and put the overrides that it finds behind verl's own command"
@@ -61,11 +65,12 @@ class VerlLoop(Loop):
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, settings: Settings, setup: Setup, *, model: str, version: int, reshards: bool) -> None:
+    def __init__(self, settings: Settings, setup: Setup, *, folder: Path, version: int, reshards: bool) -> None:
         self._settings, self._device = settings, setup.device
-        self._ranks = torch.distributed.get_world_size()
+        self._samples = Samples(settings, setup.device)
+        model, critic = str(folder / _MODEL), str(folder / _CRITIC_MODEL)
         common: dict[str, Any] = {
-            "version": version, "reshards": reshards, "dtype": DTYPES[settings.param_dtype], "device": setup.device,
+            "version": version, "reshards": reshards, "device": setup.device,
             "prefetches": settings.forward_prefetch, "fused": settings.use_fused_kernels,
             "compiles": settings.use_torch_compile, "recomputes_entropy": settings.entropy_checkpointing,
             "chunk": settings.entropy_from_logits_chunk_size if settings.entropy_from_logits_with_chunking else None,
@@ -73,15 +78,21 @@ class VerlLoop(Loop):
         self._reference: Engine | None = None
         if settings.reference and not settings.lora_rank:  # with LoRA it is the actor without its adapters
             made = random_model(settings, model, dtype=settings.ref_model_dtype, lora=False)
-            self._reference = Engine(made, forward_only=True, **common)
+            sharers = settings.ref_ulysses_sequence_parallel_size
+            self._reference = Engine(made, forward_only=True, sharers=sharers, dtype=torch.bfloat16, **common)
         actor = random_model(settings, model, dtype=settings.model_dtype, lora=bool(settings.lora_rank))
         law = self._law(actor)
-        self.actor = Engine(actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, **common)
+        self._sharers = settings.ulysses_sequence_parallel_size
+        self.actor = Engine(
+            actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, sharers=self._sharers,
+            dtype=DTYPES[settings.param_dtype], reduce_dtype=DTYPES[settings.reduce_dtype], **common,
+        )  # fmt: skip
         self.model = self.actor.module
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.actor.optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.01)
         if settings.param_offload:
             self.actor.offload_model()
+        self._critic = Critic(settings, critic, setup.device) if settings.critic else None
         self._engine = None if law is None else _started(law, actor)
         self._sleep()
 
@@ -142,35 +153,17 @@ class VerlLoop(Loop):
         prompts = [{"prompt_token_ids": [0] * settings.max_prompt_length}]
         self._engine.group = settings.rollout_n
         asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
-        self._engine.generate(prompts * (settings.generated * settings.tensor_model_parallel_size), asked)
+        served = max(1, settings.generated * settings.tensor_model_parallel_size // self._sharers)
+        self._engine.generate(prompts * served, asked)
         self._sleep()
-
-    # ------------------------------------------------------------------ batches
-    def _inputs(self, rows: int) -> dict[str, torch.Tensor]:
-        """`rows` samples of full length, packed: (1, tokens)."""
-        each = self._settings.tokens
-        ids = torch.zeros((1, rows * each), dtype=torch.long, device=self._device)
-        positions = torch.arange(each, device=self._device).repeat(rows)[None]
-        return {"input_ids": ids, "position_ids": positions}
-
-    def _answers(self, rows: int) -> dict[str, torch.Tensor]:
-        """What the loss reads beside the model's outputs, (rows, tokens of a response)."""
-        shape = (rows, self._settings.max_response_length)
-        names = ("old", "advantages", "mask", *(("reference",) if self._settings.use_kl_loss else ()))
-        return {name: torch.zeros(shape, device=self._device) for name in names}
-
-    def _of_responses(self, packed: torch.Tensor, rows: int) -> torch.Tensor:
-        """The part of the responses, (rows, length), of a number for each packed token."""
-        settings = self._settings
-        start = settings.max_prompt_length - 1
-        return packed.view(rows, settings.tokens)[:, start : start + settings.max_response_length]
 
     def _scored(self, engine: Engine, sizes: list[int], *, entropy: bool) -> None:
         """Log-probabilities of all samples of a generation, without gradients."""
         engine.module.eval()
-        for rows, times in _runs(sizes):
-            with torch.no_grad(), _stands_for(times):
-                found = engine.log_probs(self._inputs(rows), entropy=entropy, training=False)
+        engine.count()
+        for rows, times in runs_of(sizes):
+            with torch.no_grad(), stands_for(times), engine.attending():
+                found = engine.log_probs(self._samples.inputs(rows), entropy=entropy, training=False)
                 {name: values.cpu() for name, values in found.items()}
                 del found
 
@@ -187,12 +180,18 @@ class VerlLoop(Loop):
         rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         if settings.param_offload:
             actor.load_model()
-        self._scored(actor, settings.split(settings.generated, rows=rows, budget=budget), entropy=True)
+        sizes = settings.split(settings.generated, rows=rows, budget=budget, sharers=self._sharers)
+        self._scored(actor, sizes, entropy=True)
         if settings.param_offload:
             actor.offload_model()
         if settings.reference:
             report.enter(REFERENCE)
             self._refer()
+        if self._critic is not None:
+            report.enter(VALUES)
+            self._critic.values()
+            report.enter(CRITIC)
+            self._critic.update()
         report.enter(LOADING)  # for all optimizer steps of a generation
         if settings.param_offload:
             actor.load_model()
@@ -200,12 +199,12 @@ class VerlLoop(Loop):
             actor.move_optimizer(self._device)
         report.enter(UPDATE)
         actor.module.train()
+        actor.count()
         sizes = settings.split(
-            settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu
-        )
-        *first, last = sizes
-        runs = [(rows, times, False) for rows, times in _runs(first[1:])]
-        return [*[(rows, 1, False) for rows in first[:1]], *runs, (last, 1, True)]
+            settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu,
+            sharers=self._sharers,
+        )  # fmt: skip
+        return marked_last(sizes)
 
     def _refer(self) -> None:
         settings = self._settings
@@ -217,19 +216,23 @@ class VerlLoop(Loop):
             adapters = engine.without_adapters()
             if settings.param_offload:
                 engine.load_model()
+        sharers = self._sharers if engine is self.actor else settings.ref_ulysses_sequence_parallel_size
+        referred = settings.generated if engine is self.actor else settings.referred
         with adapters:
-            self._scored(engine, settings.split(settings.generated, rows=rows, budget=budget), entropy=False)
+            self._scored(engine, settings.split(referred, rows=rows, budget=budget, sharers=sharers), entropy=False)
         if engine is self.actor and settings.param_offload:
             engine.offload_model()
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         rows = int(micro_batch)
         settings = self._settings
-        found = self.actor.log_probs(self._inputs(rows), entropy=settings.calculate_entropy, training=True)
+        found = self.actor.log_probs(self._samples.inputs(rows), entropy=settings.calculate_entropy, training=True)
         entropy = found.get("entropy")
+        names = ("old", "advantages", "mask", *(("reference",) if settings.use_kl_loss else ()))
         return policy_loss(
-            self._of_responses(found["log_probs"], rows), self._answers(rows), kl=settings.use_kl_loss,
-            entropy=None if entropy is None else self._of_responses(entropy, rows),
+            self._samples.of_responses(found["log_probs"], rows), self._samples.answers(rows, *names),
+            kl=settings.use_kl_loss,
+            entropy=None if entropy is None else self._samples.of_responses(entropy, rows),
             tokens=settings.samples * settings.max_response_length,
         )  # fmt: skip
 
@@ -238,7 +241,7 @@ class VerlLoop(Loop):
         settings, actor, optimizer = self._settings, self.actor, self.optimizer
         optimizer_device = torch.device("cpu")
         for rows, times, last in self.micro_batches(step, report):
-            with _stands_for(times):
+            with stands_for(times):
                 actor.backward(partial(self.loss, rows), last=last)
         report.gradient_is_whole(actor.module, optimizer)
         actor.clip(settings.clip_grad)
@@ -260,8 +263,8 @@ class VerlRun:
 
     def __init__(self, loop: VerlLoop, settings: Settings, *, steps: int) -> None:
         self.loop, self.last_step = loop, steps
-        self.samples_per_step = settings.samples
-        self.tokens_per_step = settings.samples * settings.tokens
+        self.samples_per_step = settings.samples / settings.ulysses_sequence_parallel_size  # each rank's share of them
+        self.tokens_per_step = int(self.samples_per_step * settings.tokens)
         self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
 
     @property
@@ -291,7 +294,7 @@ class VerlTrainer(LoopTrainer):
     space: ClassVar[Path] = Path(str(resources.files("autofit.search_spaces").joinpath("verl.yaml")))
     keys: ClassVar[BatchKeys] = BatchKeys(
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
-        reuse="ppo_epochs", completion="max_response_length",
+        reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
     )  # fmt: skip
 
     @property
@@ -329,19 +332,14 @@ class VerlTrainer(LoopTrainer):
         )  # fmt: skip
 
     def _keep_model(self, settings: Settings, inspection: Inspection) -> int:
-        """The parameters of the model, whose config is kept beside the longest sample."""
-        try:
-            config = model_config(settings.model_path, trust_remote_code=settings.trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"the model {settings.model_path!r} must be a folder with a config.json, or a name that the hub or "
-                "autofit's catalogue has; give one with --set model_path=NAME"
-            ) from error
-        if hasattr(config, "vision_config"):
-            raise ConfigError(
-                f"{settings.model_path} has a vision tower, which is not simulated for verl; take a text model"
-            )
+        """The parameters of the actor; its config and the critic's are kept beside the longest sample."""
+        config = _text_config(settings, settings.model_path, "model_path")
+        _check_sharing(settings, config)
         config.save_pretrained(inspection.worst_case.folder / _MODEL)
+        if settings.critic:
+            critic = _text_config(settings, settings.critic_model_path or settings.model_path, "critic_model_path")
+            _check_values(critic)
+            critic.save_pretrained(inspection.worst_case.folder / _CRITIC_MODEL)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return sum(parameter.numel() for parameter in model.parameters())
@@ -356,11 +354,46 @@ class VerlTrainer(LoopTrainer):
         version = 2 if os.environ.get("FSDP_VERSION") == "2" else 1
         reshards = _reshards(version)
         setup = Setup(device=device, sample={})
-        loop = VerlLoop(settings, setup, model=str(task.worst_case.folder / _MODEL), version=version, reshards=reshards)
+        loop = VerlLoop(settings, setup, folder=task.worst_case.folder, version=version, reshards=reshards)
         return VerlRun(loop, settings, steps=task.steps or 1)
 
     def small_trainings(self, *args: Any, **options: Any) -> Any:
         raise ConfigError(_ONLY_SIMULATED)
+
+
+def _text_config(settings: Settings, name: str, key: str) -> Any:
+    """The config of the model `name`, which the setting `key` gave. Raises ConfigError."""
+    try:
+        config = model_config(name, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model {name!r} must be a folder with a config.json, or a name that the hub or autofit's catalogue "
+            f"has; give one with --set {key}=NAME"
+        ) from error
+    if hasattr(config, "vision_config"):
+        raise ConfigError(f"{name} has a vision tower, which is not simulated for verl; take a text model")
+    return config
+
+
+def _check_values(config: Any) -> None:
+    """Raise ConfigError where transformers has no model of this kind with a number for each token."""
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise ConfigError(
+            f"a critic of the model type {config.model_type} is not simulated: transformers has no token classifier of "
+            "it, in whose place verl takes a class of TRL; set critic.model.path to another model"
+        )
+
+
+def _check_sharing(settings: Settings, config: Any) -> None:
+    """Raise ConfigError where Ulysses cannot deal the heads to its ranks (apply_monkey_patch)."""
+    size = max(settings.ulysses_sequence_parallel_size, settings.ref_ulysses_sequence_parallel_size)
+    heads = getattr(config, "num_attention_heads", size)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size or (pairs % size and size % pairs):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size {size} must divide the {heads} heads of {settings.model_path}, and divide "
+            f"its {pairs} key-value heads or be a multiple of them; verl ends when it loads the model"
+        )
 
 
 def _reshards(version: int) -> bool:
@@ -375,25 +408,6 @@ def _started(law: VllmEngine, model: torch.nn.Module) -> FakeEngine:
     assert gpu is not None
     beside = law.spec.context_bytes + nccl_bytes(law.spec, law.ranks)  # vLLM's workers are processes of their own
     return FakeEngine(gpu, inner(model), law, process_bytes=beside)
-
-
-def _runs(sizes: list[int]) -> list[tuple[int, int]]:
-    """(size, how often in a row) of equal neighbours."""
-    found: list[tuple[int, int]] = []
-    for size in sizes:
-        if found and found[-1][0] == size:
-            found[-1] = (size, found[-1][1] + 1)
-        else:
-            found.append((size, 1))
-    return found
-
-
-@contextmanager
-def _stands_for(times: int) -> Iterator[None]:
-    """What runs inside happens `times` times: on a simulated card it is traced once."""
-    gpu = active_gpu()
-    with nullcontext() if gpu is None else gpu.standing_for(times):
-        yield
 
 
 TRAINER = VerlTrainer()

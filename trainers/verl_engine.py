@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autofit.fakegpu.patches.cuda_api import active_gpu
 
 from .verl_losses import FusedLogProbs, entropy_in_chunks, entropy_of, row_log_probs
+from .verl_ulysses import Ulysses
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
@@ -31,9 +32,11 @@ class Engine:
     def __init__(
         self, model: torch.nn.Module, *, version: int, reshards: bool, dtype: torch.dtype, device: torch.device,
         forward_only: bool = False, defers_sync: bool = True, prefetches: bool = False, fused: bool = False,
-        compiles: bool = True, chunk: int | None = None, recomputes_entropy: bool = False,
+        compiles: bool = True, chunk: int | None = None, recomputes_entropy: bool = False, sharers: int = 1,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         self.version, self._device, self._dtype = version, device, dtype
+        self._reduce_dtype = reduce_dtype
         self._forward_only, self._defers_sync, self._fused = forward_only, defers_sync, fused
         self._recomputes_entropy = recomputes_entropy
         entropy: Callable[[torch.Tensor], torch.Tensor] = (
@@ -42,6 +45,7 @@ class Engine:
         self._entropy = torch.compile(entropy, dynamic=True) if compiles else entropy
         ranks = torch.distributed.get_world_size()
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
+        self._ulysses = Ulysses(sharers) if sharers > 1 else None
         wrap = self._flat if version == 1 else self._fully
         self.module = wrap(model, mesh, reshards=reshards, prefetches=prefetches)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -54,10 +58,12 @@ class Engine:
         policies: list[Any] = [partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)]
         if any(not parameter.requires_grad for parameter in model.parameters()) and not self._forward_only:
             policies.insert(0, partial(lambda_auto_wrap_policy, lambda_fn=_is_trained_leaf))
-        precision = fsdp.MixedPrecision(param_dtype=self._dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        precision = fsdp.MixedPrecision(
+            param_dtype=self._dtype, reduce_dtype=self._reduce_dtype, buffer_dtype=torch.float32
+        )
         return FullyShardedDataParallel(
             model, auto_wrap_policy=partial(_or_policy, policies=policies), device_mesh=mesh,
-            device_id=torch.cuda.current_device() if self._device.type == "cuda" else None,
+            device_id=torch.cuda.current_device() if self._device.type == "cuda" else self._device,
             sharding_strategy=ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP,
             mixed_precision=precision, forward_prefetch=prefetches, use_orig_params=False,
             cpu_offload=fsdp.CPUOffload(offload_params=True) if self._forward_only else None,
@@ -73,7 +79,7 @@ class Engine:
             if type(module).__name__ in names or name.rpartition(".")[2] in apart
         ]  # fmt: skip
         policy = fsdp.MixedPrecisionPolicy(
-            param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+            param_dtype=self._dtype, reduce_dtype=self._reduce_dtype, cast_forward_inputs=True
         )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshards}
         if self._forward_only and self._device.type == "cuda":
@@ -153,7 +159,19 @@ class Engine:
     # ------------------------------------------------------------------ computing
     def log_probs(self, inputs: dict[str, torch.Tensor], *, entropy: bool, training: bool) -> dict[str, torch.Tensor]:
         """Log-probabilities, and with `entropy` the entropy, of each packed token: forward_step's part of the model."""
-        labels = torch.roll(inputs["input_ids"], shifts=-1, dims=1)[0]
+        labels = torch.roll(inputs["input_ids"], shifts=-1, dims=1)
+        if self._ulysses is None:
+            return self._own_log_probs(inputs, labels[0], entropy=entropy, training=training)
+        own = {name: self._ulysses.part(values) for name, values in inputs.items()}
+        self._ulysses.begin(inputs["position_ids"])
+        told = self._own_log_probs(own, self._ulysses.part(labels)[0], entropy=entropy, training=training)
+        tokens = labels.shape[1]
+        return {name: self._ulysses.whole(values, tokens) for name, values in told.items()}
+
+    def _own_log_probs(
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, entropy: bool, training: bool
+    ) -> dict[str, torch.Tensor]:
+        """The same of the tokens that this rank computes."""
         with self._autocast():
             if self._fused:
                 found, entropies = self.module(**inputs, use_cache=False, shift_labels=labels)
@@ -170,14 +188,33 @@ class Engine:
             told["log_probs"] = row_log_probs(logits, labels, inplace=training and not entropy)
             return told
 
+    def values(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A number for each packed token from a model with a value head."""
+        own = inputs
+        if self._ulysses is not None:
+            own = {name: self._ulysses.part(values) for name, values in inputs.items()}
+            self._ulysses.begin(inputs["position_ids"])
+        with self._autocast():
+            found: torch.Tensor = self.module(**own, use_cache=False).logits.squeeze(0).squeeze(-1)
+        return found if self._ulysses is None else self._ulysses.whole(found, inputs["input_ids"].shape[1])
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=self._device.type, dtype=self._dtype)
 
+    def attending(self) -> AbstractContextManager[None]:
+        """Context in which the model computes, forward and backward."""
+        return nullcontext() if self._ulysses is None else self._ulysses.attending()
+
+    def count(self) -> None:
+        """The sum of a batch's tokens, before its micro-batches; in the group of all ranks it has no bytes."""
+        if self._ulysses is not None:
+            self._ulysses.count(self._device)
+
     def backward(self, loss_of: Callable[[], torch.Tensor], *, last: bool) -> None:
         """Forward and backward of one micro-batch."""
-        with self._syncing(last=last):
+        with self._syncing(last=last), self.attending():
             loss = loss_of()
             float(loss.detach())
             loss.backward()

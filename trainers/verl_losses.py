@@ -104,6 +104,17 @@ class FusedLogProbs(torch.autograd.Function):
         return d_hidden, d_weights, None
 
 
+def value_loss(found: torch.Tensor, batch: dict[str, torch.Tensor], *, tokens: int) -> torch.Tensor:
+    """A micro-batch's share of the critic's clipped loss, a mean over the `tokens` of an optimizer step."""
+    values, returns, mask = batch["values"], batch["returns"], batch["mask"].to(torch.bool)
+    clipped = torch.max(torch.min(found, values + 0.5), values - 0.5)
+    plain, other = (found - returns) ** 2, (clipped - returns) ** 2
+    losses = torch.max(plain, other)
+    loss = 0.5 * torch.where(mask, losses, torch.zeros_like(losses)).sum() / tokens
+    float((torch.gt(other, plain).float() * mask).sum())
+    return loss
+
+
 def policy_loss(
     log_probs: torch.Tensor, batch: dict[str, torch.Tensor], *, entropy: torch.Tensor | None, kl: bool, tokens: int
 ) -> torch.Tensor:

@@ -6,7 +6,7 @@ Read in verl at commit 1dda039b: verl/workers/engine/fsdp/transformer_impl.py, _
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from .verl_engine import DTYPES, fuse_head
 from .verl_settings import Settings
@@ -24,6 +24,23 @@ def random_model(settings: Settings, folder: str, *, dtype: str, lora: bool) -> 
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _with_lora(model, settings) if lora else model
+
+
+def value_model(settings: Settings, folder: str) -> torch.nn.Module:
+    """The critic: the layers of the config in `folder` and a head of one number (utils/model.py, load_valuehead_model).
+
+    verl sets its attention itself.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, num_labels=1)
+    config.classifier_dropout = 0.0
+    dtype = DTYPES[settings.critic_model_dtype]
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "flash_attention_2"}
+    model: Any = AutoModelForTokenClassification.from_config(config, **options)
+    model.to(dtype)
+    if settings.critic_enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made: torch.nn.Module = model
+    return made
 
 
 def _with_lora(model: Any, settings: Settings) -> torch.nn.Module:

@@ -20,6 +20,7 @@ _SERVED = "vLLM"  # the category of what is verl's server process's, which verl'
 # {verl's timer: the phases of a simulated step that it covers}; those of an optimizer step come several times
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "gen": ("rollout",), "old_log_prob": ("old log-probs",), "ref": ("reference",), "update_weights": ("sync",),
+    "values": ("values",), "update_critic": ("update critic",),
 }  # fmt: skip
 _ONCE, _EACH = ("loading",), ("update", "optimizer")
 

@@ -13,6 +13,7 @@ from autofit.frontends import (
     trl_script,
     verl,
     verl_recipe,
+    verl_rules,
     verl_script,
     words,
 )
@@ -85,7 +86,7 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
             "recipe of TRL is explained by `autofit doctor`"
         )
     if tool is VERL:
-        return verl.explain(verl.on_gpus(values, ranks))
+        return verl_rules.explain(verl.on_gpus(values, ranks))
     return _with_recipe(flat.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
 
 
@@ -131,8 +132,8 @@ def _script(path: Path, ranks: int | None) -> Explanation:
     found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs
-        return replace(verl.explain({**found, **dict.fromkeys(batch, verl.UNSURE)}), unread=tuple(batch))
-    return verl.explain(found)
+        return replace(verl_rules.explain({**found, **dict.fromkeys(batch, verl.UNSURE)}), unread=tuple(batch))
+    return verl_rules.explain(found)
 
 
 def _partly(values: Mapping[str, object]) -> str:

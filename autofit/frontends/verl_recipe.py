@@ -12,7 +12,8 @@ from autofit.errors import ConfigError, quoted
 from autofit.frontends import verl_script
 from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus
+from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus, sequence_parallel
+from autofit.frontends.verl_critic import critic_values, has_critic
 
 VERSION = "verl 0.9 (1dda039b)"
 _A, _R, _F, _M = (
@@ -68,6 +69,8 @@ KEYS: Mapping[str, Key] = {
         f"{_FSDP}.entropy_from_logits_chunk_size", 2048, f"{_A}.entropy_from_logits_chunk_size"
     ),
     "entropy_checkpointing": Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
+    "param_dtype": Key(f"{_FSDP}.mixed_precision.param_dtype", "bf16"),
+    "reduce_dtype": Key(f"{_FSDP}.mixed_precision.reduce_dtype", "fp32"),
     "model_dtype": Key(f"{_FSDP}.model_dtype", "fp32"),
     "ref_model_dtype": Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
     "param_offload": Key(f"{_FSDP}.param_offload", False),
@@ -83,7 +86,21 @@ KEYS: Mapping[str, Key] = {
     "max_num_batched_tokens": Key(f"{_R}.max_num_batched_tokens", 8192),
     "max_model_len": Key(f"{_R}.max_model_len"),
     "update_weights_bucket_megabytes": Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
+    "critic_model_path": Key("critic.model.path", "~/models/deepseek-llm-7b-chat"),
+    "critic_ppo_epochs": Key("critic.ppo_epochs", 1, f"{_A}.ppo_epochs"),
+    "critic_forward_max_token_len_per_gpu": Key("critic.ppo_infer_max_token_len_per_gpu", 32768),
+    "critic_ulysses_sequence_parallel_size": Key("critic.fsdp.ulysses_sequence_parallel_size", 1),
+    "critic_enable_gradient_checkpointing": Key("critic.model.enable_gradient_checkpointing", True),
+    "critic_model_dtype": Key("critic.fsdp.model_dtype", "fp32"),
+    "critic_param_offload": Key("critic.fsdp.param_offload", False),
+    "critic_optimizer_offload": Key("critic.fsdp.optimizer_offload", False),
+    "critic_reshard_after_forward": Key("critic.fsdp.reshard_after_forward", True),
+    "critic_forward_prefetch": Key("critic.fsdp.forward_prefetch", False),
+    "critic_use_no_sync_for_gradient_accumulation": Key("critic.fsdp.use_no_sync_for_gradient_accumulation", True),
+    "critic_lr": Key("critic.optim.lr", 1e-5),
+    "critic_clip_grad": Key("critic.optim.clip_grad", 1.0),
 }
+_CRITIC = "critic_"  # begins the recipe's keys of a critic
 # What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
 _ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _MICRO = "ppo_micro_batch_size_per_gpu"
@@ -118,14 +135,22 @@ def recipe(
         raise ConfigError(
             f"the batch of this verl config is not certain: {open_keys} must be whole numbers in the file"
         )
-    found = {key: _value(config, named) for key, named in KEYS.items() if _said(config, named) is not None}
+    critic = has_critic(config)
+    keys = {key: named for key, named in KEYS.items() if critic or not key.startswith(_CRITIC)}
+    found = {key: _value(config, named) for key, named in keys.items() if _said(config, named) is not None}
     found |= _sizes(config, batch, found)
+    if critic:
+        found |= critic_values(config, batch)
+        found["critic_model_dtype"] = _dtype("critic_model_dtype", str(found["critic_model_dtype"]))
     if not found.get("model_path"):
         raise ConfigError(f"the verl config must name its model; give {_M}.path")
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{_A}.calculate_entropy") or _number(config, f"{_A}.entropy_coeff") != 0
-    for key in ("model_dtype", "ref_model_dtype"):
-        found[key] = _dtype(key, str(found.get(key) or ("fp32" if key == "model_dtype" else "bf16")))
+    found["ulysses_sequence_parallel_size"] = sequence_parallel(config)
+    found["ref_ulysses_sequence_parallel_size"] = sequence_parallel(config, _F)
+    for key in ("model_dtype", "ref_model_dtype", "param_dtype", "reduce_dtype"):
+        usual = "bf16" if key == "ref_model_dtype" else KEYS[key].usual  # null of a model that is not trained
+        found[key] = _dtype(key, str(found.get(key) or usual))
     sharding = "fsdp2" if config.strategy == "fsdp2" else "fsdp1"
     nodes = config.whole("trainer.nnodes") or 1
     reshards = _truth(f"{_FSDP}.reshard_after_forward", config.said.get(f"{_FSDP}.reshard_after_forward", True))
@@ -261,21 +286,29 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
         yield "agent loops with tools are not simulated for verl; set multi_turn.enable=False"
     if str(said.get("data.image_key", "")) not in ("", "images", UNSURE) or f"{_M}.freeze_vision_tower" in said:
         yield "verl with images is not simulated; take a text model"
-    critic = config.value("critic.enable")
-    if config.is_on("critic.enable") or (critic is None and config.value("algorithm.adv_estimator") == "gae"):
-        yield (
-            "verl with a critic (adv_estimator gae, its default) is not simulated; set algorithm.adv_estimator=grpo or "
-            "another estimator without one"
-        )
     for path, why in _NOT_SIMULATED.items():
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
-    parallel = max(config.whole(f"{part}.ulysses_sequence_parallel_size") or 1 for part in (_A, _FSDP))
-    if parallel > 1:
-        yield "ulysses_sequence_parallel_size above 1 is not simulated for verl; set it to 1"
+    yield from _unshared(config)
     size, gpus = said.get(f"{_FSDP}.fsdp_size", -1), batch_of(config)
     if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
         yield f"{_FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
+
+
+def _unshared(config: VerlConfig) -> Iterator[str]:
+    """Why samples cannot be shared by so many ranks, as Ulysses does; transformer_impl.py, line 107 and 220."""
+    batch, attention = batch_of(config), f"{_M}.override_config.attn_implementation"
+    for section in (_A, _F):
+        size = sequence_parallel(config, section)
+        if size > 1 and batch is not None and batch.gpus % size:
+            yield f"{section}.ulysses_sequence_parallel_size {size} must divide the {batch.gpus} GPUs; verl ends there"
+        if size > 1 and not config.is_on(f"{_M}.use_remove_padding"):
+            yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
+        if size > 1 and config.said.get(attention, "flash_attention_2") != "flash_attention_2":
+            yield (
+                f"ulysses_sequence_parallel_size {size} needs attn_implementation flash_attention_2: in others verl "
+                f"lets each GPU attend to its own part alone; got {quoted(config.said[attention])}"
+            )
 
 
 _NOT_SIMULATED = {

@@ -24,7 +24,8 @@ WAKE_UP, ROLLOUT, SCORING = "wake-up", "rollout", "scoring"
 SYNC = "sync"  # of several ranks: weights are gathered and given to vLLM, which has woken up for them
 # Once a generation in trainers that score all samples first, and that move their states to the host while vLLM works.
 LOG_PROBS, REFERENCE, LOADING = "old log-probs", "reference", "loading"
-BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, LOADING)
+VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, and all its optimizer steps
+BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

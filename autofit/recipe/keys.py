@@ -14,8 +14,9 @@ SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_bat
 class BatchKeys:
     """The names of the keys by which a trainer batches its samples; None if the trainer has no such key.
 
-    Effective batch = micro-batch x accumulation x ranks. A trainer with `rollout` generates micro-batch x rollout
-    completions at once on each rank, in groups of `group` completions of one prompt.
+    Effective batch = micro-batch x accumulation x ranks; where `sharers` ranks compute parts of the same samples, they
+    count as one. A trainer with `rollout` generates micro-batch x rollout completions at once on each rank, in groups
+    of `group` completions of one prompt.
     """
 
     micro_batch: str = "per_device_train_batch_size"  # samples in one forward and backward on one rank
@@ -26,6 +27,7 @@ class BatchKeys:
     reuse: str | None = None  # number of passes of training over one rollout
     completion: str | None = None  # tokens of the longest completion
     length: str | None = None  # tokens of the longest sample
+    sharers: str | None = None  # ranks that compute parts of the same samples (sequence parallelism)
     engine_share: str | None = None  # the part of the card that a rollout engine takes
     engine_length: str | None = None  # tokens of the longest sequence that it must be able to serve
 

@@ -62,9 +62,14 @@ class Recipe:
     architecture_hash: str = ""
 
     @property
+    def sharers(self) -> int:
+        """Ranks that compute parts of the same samples; 1 without sequence parallelism."""
+        return 1 if self.keys.sharers is None else self.integer(self.keys.sharers)
+
+    @property
     def world_size(self) -> int:
-        """Ranks that train."""
-        return self.launch.ranks
+        """Ranks over which the samples are split; those that share samples count as one."""
+        return self.launch.ranks // self.sharers
 
     @property
     def named_hash(self) -> str:
@@ -172,7 +177,8 @@ class Recipe:
             (
                 "effective batch",
                 f"{self.effective_batch_size} = {self.micro_batch_size} micro-batch x {self.grad_accum_steps} "
-                f"accumulation x {self.world_size} rank(s)",
+                f"accumulation x {self.world_size} "
+                + ("rank(s)" if self.sharers == 1 else f"group(s) of {self.sharers} ranks that share their samples"),
             ),
         ]
         if not self.launch.is_plain:

@@ -72,16 +72,22 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
 
     Raises ConfigError where it cannot be, with the numbers of ranks that work.
     """
-    if ranks == recipe.world_size:
+    if ranks == recipe.launch.ranks:
         return recipe
     keys = recipe.keys
+    if ranks % recipe.sharers:
+        raise ConfigError(
+            f"{keys.sharers} {recipe.sharers} must divide the ranks; got {ranks}; numbers that work: "
+            f"{', '.join(str(n * recipe.sharers) for n in range(1, 5))}"
+        )
     old = Batch.of(recipe.resolved, keys, recipe.world_size)
-    new = old.on(ranks, keys)
+    new = old.on(ranks // recipe.sharers, keys)
     changes: dict[str, object] = {k: v for k, v in new.to_keys(keys).items() if v != recipe.resolved.get(k)}
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
-    note = f"{_split(new, keys)}: the effective batch {old.effective}, as {_split(old, keys)} in the recipe"
+    splits = _split(new, keys, recipe.sharers), _split(old, keys, recipe.sharers)
+    note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
     return with_launch(spread_out, _on(recipe.launch, ranks))
 
@@ -101,9 +107,10 @@ def _on(launch: Launch, ranks: int) -> Launch:
     return replace(launch, ranks=ranks, machines=machines)
 
 
-def _split(batch: Batch, keys: BatchKeys) -> str:
+def _split(batch: Batch, keys: BatchKeys, sharers: int) -> str:
     said = ", ".join(f"{key} {value}" for key, value in batch.to_keys(keys).items())
-    return f"{said} on {batch.ranks} rank{'s' if batch.ranks > 1 else ''}"
+    ranks = batch.ranks * sharers
+    return f"{said} on {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _integer(resolved: Mapping[str, object], key: str) -> int:

@@ -48,6 +48,8 @@ def batch_words(recipe: Recipe) -> str:
         f"{recipe.grad_accum_steps} accumulation {'step' if recipe.grad_accum_steps == 1 else 'steps'} x {cards} "
         f"{'card' if cards == 1 else 'cards'}"
     )
+    if recipe.sharers > 1:
+        text = f"{text.rpartition(' ')[0]} groups of {recipe.sharers} cards"
     if recipe.generates:
         text += f", which are {recipe.prompts_per_step} prompts with {recipe.num_generations} completions each"
     return f"{text}."
