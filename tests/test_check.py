@@ -17,6 +17,7 @@ from trl import SFTTrainer
 
 from autofit.api import checking, estimating
 from autofit.api.checking import Check
+from autofit.commands.common import DONE, ended
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice
@@ -40,7 +41,8 @@ def result(used_bytes: int, *, update_bytes: int | None = None) -> ProbeResult:
     return ProbeResult(
         status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device="sim:a10g", device_used_bytes=used_bytes,
         least_capacity_bytes=used_bytes, step_s=(3.0,),
-        phases=tuple(PhasePeak(name=n, peak_allocated_bytes=b, peak_reserved_bytes=b, device_used_bytes=b)
+        phases=tuple(PhasePeak(name=n, peak_allocated_bytes=b, peak_reserved_bytes=b,
+                               device_used_bytes=b + CARD.context_bytes)
                      for n, b in peaks.items()),
     )  # fmt: skip
 
@@ -94,12 +96,39 @@ def test_bytes_of_a_later_peak_are_not_told_of_the_phase_that_stops() -> None:
         assert line == f"does not fit: load, before the first step{end}"
 
 
-def test_a_fit_with_less_to_spare_than_the_error_may_not_fit() -> None:
-    assert check(result(10 * GB)).line.startswith("fits: 10.00 GB of 23.68 GB, at most 10.6")
+def test_a_fit_with_less_to_spare_than_the_error_is_tight_and_says_what_decides_and_what_makes_it_safe() -> None:
+    roomy = check(result(10 * GB))
+    assert roomy.line.startswith("fits: 10.00 GB of 23.68 GB used, up to 10.6")
+    assert (roomy.tight, len(roomy.parts())) == (False, 1)
     edge = check(result(CARD.capacity_bytes * 97 // 100))
-    assert (edge.verdict, edge.fits) == ("may not fit", False)
-    assert "update of sample 4,812" in edge.line
-    assert check(result(CARD.capacity_bytes * 94 // 100)).verdict == "may not fit"
+    assert (edge.verdict, edge.fits, edge.tight, edge.to_dict()["tight"]) == ("tight", True, True, True)
+    assert "allowing for the largest error seen so far, in update of sample 4,812" in edge.line
+    _, decides, safe = map(str, edge.parts())
+    assert decides == "What decides: the live tensors of the update, 22.97 GB with the CUDA context."
+    assert safe.startswith("It is safe with 0.74 GB less, or where 24.4")
+    assert safe.endswith("anything else on the card may take 0.71 GB.")
+    assert check(result(CARD.capacity_bytes * 94 // 100)).verdict == "tight"
+    assert ended(edge, as_json=False) == DONE
+
+
+def test_gaps_between_blocks_decide_where_the_live_tensors_alone_would_be_safe() -> None:
+    used = CARD.capacity_bytes * 97 // 100
+    gappy = [replace(p, peak_allocated_bytes=p.peak_allocated_bytes * 9 // 10) for p in result(used).phases]
+    line = str(check(replace(result(used), phases=tuple(gappy))).parts()[1])
+    assert line.startswith("What decides: fragmentation. 20.7")
+    assert "expandable_segments:True usually closes most of them." in line
+
+
+def test_a_card_that_the_allocators_cache_fills_is_not_told_as_nearly_full() -> None:
+    """The rollout's freed blocks are returned when they are needed: the least capacity counts."""
+    full = replace(result(CARD.capacity_bytes), least_capacity_bytes=CARD.capacity_bytes * 9 // 10)
+    found = check(full)
+    assert (found.verdict, found.fits) == ("fits", True)
+    assert found.line.startswith("fits: 21.32 GB of 23.68 GB needed, up to 22.70 GB allowing")
+    assert str(found.parts()[1]).startswith(
+        "The card will look full, with 23.68 GB: PyTorch keeps blocks that the update"
+    )
+    assert check(replace(full, least_capacity_bytes=CARD.capacity_bytes * 97 // 100)).tight
 
 
 def test_the_margin_is_the_error_of_the_worst_compared_peak() -> None:

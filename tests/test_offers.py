@@ -329,7 +329,7 @@ def shown(*rows: Offer) -> str:
     ("changes", "words"),
     [
         ({"tier": "recipe", "usd_per_hour": 0.1}, "rows of a lower tier than neutral."),
-        ({"verdict": Verdict.TIGHT, "step_s": 0.5}, 'rows that "may not fit".'),
+        ({"verdict": Verdict.TIGHT, "step_s": 0.5}, 'rows that are "tight".'),
         ({"is_lower_bound": True, "step_s": 0.5}, 'rows with "over" for a step.'),
     ],
 )

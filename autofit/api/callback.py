@@ -33,8 +33,9 @@ Say = Callable[[str], object]
 class AutofitCallback(TrainerCallback):  # type: ignore[misc]
     """Holds the training of a script of one's own against a promise, and watches it as a promoted run is watched.
 
-    `Trainer(..., callbacks=[AutofitCallback(study="NAME")])`. The promise is that of `trial` (a number or "best") of
-    `study` in the folder `studies`, or the one given; without either the run is watched and nothing is compared.
+    `Trainer(..., callbacks=[AutofitCallback(study="NAME")])`. The promise is that of `trial` (a number, "best" or
+    "leanest") of `study` in the folder `studies`, or the one given; without either the run is watched and nothing is
+    compared.
     `say` gets each event as a line of text. In `folder` events.jsonl and progress.jsonl are kept, so that
     `autofit.watching.contract.contract_of` reads them. `guards` is a file laid over autofit's own guards.yaml, its
     content as a mapping, or "off".
@@ -158,7 +159,7 @@ def _plain(args: Any) -> dict[str, object]:
 
 
 def _promise_of_trial(studies: Path, study: str, trial: str) -> Promise | None:
-    """The promise of `trial` (a number or "best") of a study in `studies`, with its gradient proof if there is one."""
+    """The promise of `trial` of a study in `studies`, with its gradient proof if there is one."""
     found = load_study(studies, study)
     record = record_of(found)
     chosen = choose(trials_of(found), trial, record.rule)

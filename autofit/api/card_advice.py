@@ -167,7 +167,7 @@ class CardAdvice(Shown):
         kinds = (
             (len(fitting) > len(of_tier), f"of a lower tier than {best.tier}"),
             (bool(of_tier), 'with "over" for a step'),
-            (len(lower) > len(fitting), f'that "{Verdict.TIGHT}"'),
+            (len(lower) > len(fitting), f'that are "{Verdict.TIGHT}"'),
         )
         rows = [f"rows {words}" for left_out, words in kinds if left_out]
         return [f"Not compared for these, though some have lower figures: {', '.join(rows)}."] if rows else []

@@ -18,6 +18,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.zone import care_lines, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
@@ -25,7 +26,7 @@ from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
 
-Verdict = Literal["fits", "may not fit", "does not fit"]
+Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -52,26 +53,32 @@ class Check(Shown):
 
     @property
     def verdict(self) -> Verdict:
-        """`may not fit`: it does as predicted, with less to spare than the prediction may be off."""
+        """`tight`: it fits as predicted, with less to spare than the prediction may be off."""
         if self.result.status is not ProbeStatus.FIT:
             return "does not fit"
-        return "may not fit" if is_tight(self.result, self.capacity_bytes) else "fits"
+        return "tight" if is_tight(self.result, self.capacity_bytes) else "fits"
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with room for the prediction's error."""
-        return self.verdict == "fits"
+        """Whether it fits as predicted; `tight` says that the prediction's error may exceed what is to spare."""
+        return self.result.status is ProbeStatus.FIT
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less to spare than the prediction may be off."""
+        return self.verdict == "tight"
 
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit check --json` prints: plain values only."""
-        used = self.result.device_used_bytes or 0
+        shown, _ = shown_bytes(self.result, self.capacity_bytes)
         return {
             "verdict": self.verdict,
             "fits": self.fits,
+            "tight": self.tight,
             "device": self.device,
             "capacity_bytes": self.capacity_bytes,
             "device_used_bytes": self.result.device_used_bytes,
-            "most_used_bytes": most_used_bytes(used, self.device),
+            "most_used_bytes": most_used_bytes(shown, self.device),
             "least_capacity_bytes": self.result.least_capacity_bytes,
             "step_s": self.result.median_step_s,
             "step_s_90": self.result.step_s_interval,
@@ -84,9 +91,10 @@ class Check(Shown):
         }
 
     def parts(self) -> list[Table | str]:
-        """The line, why the weights take so much, and what to change."""
+        """The line, what decides where it is tight, why the weights take so much, and what to change."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
-        return [self.line, *self._of_weights, *older, *self.advised]
+        care = care_lines(self.result, self.recipe, self.capacity_bytes)
+        return [self.line, *care, *self._of_weights, *older, *self.advised]
 
     @property
     def _of_weights(self) -> list[str]:
@@ -95,18 +103,10 @@ class Check(Shown):
     @property
     def line(self) -> str:
         """The verdict and why, in one line."""
-        used = self.result.device_used_bytes or 0
-        most = format_bytes(most_used_bytes(used, self.device))
-        of = f"{format_bytes(used)} of {format_bytes(self.capacity_bytes)}"
-        if self.crash is None:
-            return (
-                f"{self.verdict}: {of}, at most {most} if the prediction is as wrong as the worst compared{self._step}"
-            )
-        if self.verdict == "may not fit":
-            head = f"may not fit: {of}, {most} if the prediction is as wrong as the worst compared: {self.crash.where}"
-        else:
-            head = f"does not fit: {self.crash.where}{self._over(self.crash)}"
-        return head
+        if not self.fits and self.crash is not None:
+            return f"does not fit: {self.crash.where}{self._over(self.crash)}"
+        where = "" if self.crash is None else f", in {self.crash.where}"
+        return f"{self.verdict}: {used_words(self.result, self.capacity_bytes)}{where}{self._step}"
 
     def _over(self, crash: Crash) -> str:
         """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
@@ -153,12 +153,12 @@ def check(
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
 ) -> Check:  # fmt: skip
-    """Whether one config runs on a card with room for the prediction's error; if not, where it stops, and a change.
+    """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
 
     The arguments are those of `autofit.estimate`; `on_result` hears the verdict before any change is tried. Only if it
-    does not fit are changes simulated, until the first one that makes it fit, and weights of 16 bits in place of
-    float32, for `advice_time` at most. Where the dataset is read, the longest sample is named, and the step that trains
-    on it.
+    does not fit, or is tight, are changes simulated, until the first one that makes it fit with room, and weights of 16
+    bits in place of float32, for `advice_time` at most. Where the dataset is read, the longest sample is named, and the
+    step that trains on it.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
@@ -174,14 +174,14 @@ def check(
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
-        fits = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
+        safe = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
         found = Check(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
-            crash=None if fits else crash_of(result, made.recipe, made.capacity_bytes), then=asked.then(made.recipe),
+            crash=None if safe else crash_of(result, made.recipe, made.capacity_bytes), then=asked.then(made.recipe),
         )  # fmt: skip
         if on_result is not None:
             on_result(found)
-        if fits or not advice_s:
+        if safe or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)
         return replace(

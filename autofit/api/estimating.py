@@ -21,10 +21,11 @@ from autofit.api.reading import (
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.forecast.advice import Advice
-from autofit.forecast.advice_text import advice_lines, caution, float32_words, then_lines
+from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.margin import is_tight
+from autofit.forecast.zone import care_lines
 from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
 from autofit.hardware.needs import card_needs
 from autofit.probing.fork_server import ForkServer
@@ -98,10 +99,10 @@ class Estimate(Shown):
     def parts(self) -> list[Table | str]:
         """The phases by category, whether it fits, and what would make it fit, or faster."""
         table, sentence = estimate_table(self.result, self.capacity_bytes)
-        careful = caution(self.result, self.capacity_bytes)
+        careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
-        return [table, sentence, *([careful] if careful else []), *halves, *older, *self.advised]
+        return [table, sentence, *careful, *halves, *older, *self.advised]
 
     @property
     def interrupted(self) -> bool:

@@ -145,7 +145,7 @@ def verify(
     trial: str | int = "best", *, study: str | None = None, folder: str | Path = FOLDER,
     storage: str | None = None, on_event: OnEvent | None = None,
 ) -> ProofResult:  # fmt: skip
-    """The gradient proof of `trial` (a number or "best") of a study in `folder`, or of the study used last.
+    """The gradient proof of `trial` (a number, "best" or "leanest") of a study in `folder`, or of the study used last.
 
     The accumulated gradients of the trial and of the recipe as it is are compared on a small model, with identical
     samples. A proof is kept with the study and made once. Raises ConfigError for a trial that is not there, and
@@ -176,7 +176,7 @@ def promote(
     on_step: Callable[[Step], None] | None = None,
     on_event: OnEvent | None = None,
 ) -> PromotionResult:  # fmt: skip
-    """Prove `trial` (a number or "best"), write its tuned YAML (to `out` as well), and follow its full run.
+    """Prove `trial` (a number, "best" or "leanest"), write its tuned YAML (to `out` as well), and follow its full run.
 
     The run is a job of its own, found again and resumed from its last whole checkpoint by the same call; `restart`
     throws the checkpoints away. Besides the recipe's own (save_strategy, save_steps, save_total_limit) it saves one

@@ -17,7 +17,8 @@ from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tracking.front_frame import Picture
 from autofit.tracking.front_plot import front_figure, title_of
-from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, pareto_front, winner
+from autofit.tuning.foreseen import Foreseen, common_front
+from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, repeat_note, rule_json, why
@@ -40,7 +41,7 @@ class SearchResult(Shown):
     device_name: str
     fidelity: str  # measured, or predicted on a simulated card
     trials: tuple[TrialResult, ...]
-    front: tuple[TrialResult, ...]  # the trials that no other beats in both step time and bytes, fastest first
+    front: tuple[TrialResult, ...]  # the trials that nothing beats in both step time and bytes, fastest first
     winner: TrialResult | None  # None where nothing fits
     baseline: TrialResult | None  # the recipe as it is; None where it was not probed
     why: str  # why the winner won, or what to relax when nothing fits
@@ -60,6 +61,7 @@ class SearchResult(Shown):
     predicted: Cloud | None = None  # of all candidates, thinned; None where nothing was predicted
     proof: str = ""  # of the winner's gradient, as a sentence; "" before it is made
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
+    foreseen: tuple[Foreseen, ...] = ()  # candidates on the front that were predicted, not probed, fastest first
     own: str = ""  # the winner in the keys of the file that the recipe was, if that was another tool's
 
     @classmethod
@@ -69,18 +71,21 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
+        foreseen: Sequence[Foreseen] = (),
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
         base, best = baseline(trials), winner(trials, **rule)
         probed = [t.result for t in trials if t.result is not None]
         rows = {t.number: TrialResult.of(t, base, limit_bytes=rule["target_bytes"]) for t in trials}
+        front, ahead = common_front(trials, foreseen)
         by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
         return cls(
             study=study, folder=folder, original=original, target_bytes=target_bytes,
             device=probed[0].device if probed else None, device_name=card or (probed[0].device_name if probed else ""),
             fidelity=probed[0].fidelity if probed else "measured",
-            trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(pareto_front(trials), best)),
+            trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(front, best)),
+            foreseen=tuple(ahead),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
             why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
             repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
@@ -112,6 +117,7 @@ class SearchResult(Shown):
             **({"own": self.own} if self.own else {}),
             "confirmation": self.confirmation,
             "front": [trial.to_dict() for trial in self.front],
+            "foreseen": [one.to_json() for one in self.foreseen],
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "counts": dict(self.counts),
             "stopped": self.stopped,
@@ -132,6 +138,7 @@ class SearchResult(Shown):
         return front_table(
             rows, original=self.original, winner=None if self.winner is None else self.winner.number,
             target_bytes=self.target_bytes, fidelity=self.fidelity, device_name=self.device_name,
+            foreseen=self.foreseen,
         )  # fmt: skip
 
     def parts(self) -> list[Table | str]:
@@ -159,8 +166,8 @@ class SearchResult(Shown):
             fidelity=self.fidelity if self.device else "",
         )  # fmt: skip
         return front_figure(
-            Picture(trials=self.trials, front=self.front, winner=self.winner, baseline=self.baseline,
-                    target_bytes=self.target_bytes, predicted=self.predicted, title=title)
+            Picture(trials=self.trials, front=self.front, foreseen=self.foreseen, winner=self.winner,
+                    baseline=self.baseline, target_bytes=self.target_bytes, predicted=self.predicted, title=title)
         )  # fmt: skip
 
 
@@ -176,7 +183,8 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
-        trainer=record.trainer, card=record.card, predicted=Cloud.from_json(record.predicted),
+        foreseen=record.points_ahead, trainer=record.trainer, card=record.card,
+        predicted=Cloud.from_json(record.predicted),
         own="" if best is None else own_words(record.foreign, best.yaml_changes),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip

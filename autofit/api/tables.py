@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
@@ -14,11 +15,13 @@ from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes, samples_word
 from autofit.space.narrow import missing_packages
+from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 
 WIDTH = 150  # of a table, in columns, where there is no terminal
+_SAME = "no change"
 _LEAST_FRONT = 120  # columns from which on the front is a table
 
 
@@ -66,28 +69,56 @@ def _plain(cell: object) -> str:
 
 def front_table(
     rows: Sequence[TrialResult], *, original: Mapping[str, object], winner: int | None, target_bytes: int | None,
-    fidelity: str, device_name: str,
+    fidelity: str, device_name: str, foreseen: Sequence[Foreseen] = (),
 ) -> Table:  # fmt: skip
-    """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up."""
+    """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up.
+
+    A row of `foreseen` has no number and is marked as predicted.
+    """
     where = f" on {device_name}" if device_name else ""
     table = Folding(title=f"Pareto front (step time, device-used), {fidelity}{where}", from_width=_LEAST_FRONT)
     for name in ("trial", "tier", "changes"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "of target", "free", "step", f"{samples_word(original)}/s", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            f"{row.number} *" if row.number == winner else f"{row.number}",
-            row.tier,
-            escape(describe_changes(row.changes, original) + _needs(row.needs)),
-            _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
-            _share(row, target_bytes),
-            _or_dash(row.margin_bytes, format_bytes),
-            _or_dash(row.step_s, format_seconds),
-            _or_dash(row.completions_per_s, lambda v: f"{v:.2f}"),
-            _or_dash(row.speedup, lambda v: f"{v:.2f}x"),
-        )
+    base = next((row.step_s for row in rows if not row.changes), None)
+    shown = [(row.step_s, row.device_used_bytes, _probed(row, original, winner, target_bytes)) for row in rows]
+    shown += [(f.step_s, f.device_used_bytes, _predicted(f, original, target_bytes, base)) for f in foreseen]
+    for *_, cells in sorted(shown, key=lambda one: (one[0] or math.inf, one[1] or 0)):
+        table.add_row(*cells)
     return table
+
+
+def _probed(
+    row: TrialResult, original: Mapping[str, object], winner: int | None, target_bytes: int | None
+) -> tuple[str, ...]:
+    return (
+        f"{row.number} *" if row.number == winner else f"{row.number}",
+        row.tier,
+        escape(describe_changes(row.changes, original) + _needs(row.needs)),
+        _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
+        _share(row.device_used_bytes, target_bytes),
+        _or_dash(row.margin_bytes, format_bytes),
+        _or_dash(row.step_s, format_seconds),
+        _or_dash(row.completions_per_s, lambda v: f"{v:.2f}"),
+        _or_dash(row.speedup, lambda v: f"{v:.2f}x"),
+    )
+
+
+def _predicted(
+    one: Foreseen, original: Mapping[str, object], target_bytes: int | None, base_s: float | None
+) -> tuple[str, ...]:
+    return (
+        "not probed",
+        one.tier,
+        escape(f"{describe_changes(one.changes, original)}: predicted"),
+        format_bytes(one.device_used_bytes),
+        _share(one.device_used_bytes, target_bytes),
+        "-",
+        format_seconds(one.step_s),
+        "-",
+        "-" if base_s is None else f"{base_s / one.step_s:.2f}x",
+    )
 
 
 def trial_line(
@@ -120,8 +151,8 @@ def _needs(packages: Sequence[str]) -> str:
 
 
 def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | None:
-    """Rows of trial `number` with one knob changed by one step; None if no such row is known."""
-    known = [row for row in neighbours if row.device_used_delta_bytes is not None]
+    """Rows of trial `number` with one knob changed by one step, where it makes a difference; None without any."""
+    known = [row for row in neighbours if _differs(row)]
     if not known:
         return None
     table = Folding(title=f"One knob of trial {number} changed by one step")
@@ -140,9 +171,17 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
     return table
 
 
+def _differs(row: Neighbour) -> bool:
+    """Whether the change shows in the bytes or in the seconds, or decides whether it fits."""
+    if row.device_used_delta_bytes is None:
+        return False
+    used, step = _signed(row.device_used_delta_bytes, format_bytes), _signed(row.step_delta_s or 0.0, format_seconds)
+    return (used, step) != (_SAME, _SAME) or not row.fits
+
+
 def _signed(value: float, text: Callable[[int], str]) -> str:
     shown = text(abs(value))  # type: ignore[arg-type]
-    return "0" if not value or shown == text(0) else f"{'+' if value > 0 else '-'}{shown}"
+    return _SAME if not value or shown == text(0) else f"{'+' if value > 0 else '-'}{shown}"
 
 
 def margin_sentence(margin: Margin) -> str:
@@ -158,10 +197,8 @@ def margin_sentence(margin: Margin) -> str:
     return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens ({margin.fidelity})"
 
 
-def _share(row: TrialResult, target_bytes: int | None) -> str:
-    if row.device_used_bytes is None or not target_bytes:
-        return "-"
-    return f"{row.device_used_bytes / target_bytes:.0%}"
+def _share(used: int | None, target_bytes: int | None) -> str:
+    return "-" if used is None or not target_bytes else f"{used / target_bytes:.0%}"
 
 
 def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:

@@ -68,7 +68,7 @@ class VerlComparison:
 
 
 def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str = "best") -> VerlComparison:
-    """The log at `path` against a trial of a study (its number, or "best"). Raises ConfigError."""
+    """The log at `path` against a trial of a study (its number, "best" or "leanest"). Raises ConfigError."""
     with named_as_arguments():
         log = read_log(path)
         found = load_study(studies_folder(folder), study)

@@ -126,12 +126,16 @@ def parser() -> argparse.ArgumentParser:
     _advise(commands)
 
     verify = _command(commands, "verify", "compare a trial's gradient with the baseline's on a small model")
-    verify.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
+    verify.add_argument(
+        "trial", metavar="TRIAL", help="a trial's number, `best`, or `leanest`: the least memory on the front"
+    )
     verify.add_argument("--study", help="name of the study (default: the one used last)")
     verify.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     promote = _command(commands, "promote", "write a trial's YAML and launch its full run")
-    promote.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
+    promote.add_argument(
+        "trial", metavar="TRIAL", help="a trial's number, `best`, or `leanest`: the least memory on the front"
+    )
     promote.add_argument("--study", help="name of the study (default: the one used last)")
     promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
     promote.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",

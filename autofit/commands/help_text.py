@@ -34,7 +34,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "verify": ("verify best", "verify 3 --study grpo-40.00GB"),
     "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),
-    "promote": ("promote best", "promote 3 --out tuned.yaml --write-only"),
+    "promote": ("promote best", "promote leanest --out tuned.yaml --write-only"),
     "run": ("run pipeline.yaml --plan --gpu h100", "run pipeline.yaml --only sft --set sft.max_steps=100"),
     "monitor": ("monitor", "monitor --once --json"),
     "jobs": ("jobs", "jobs tail 12 --follow"),

@@ -6,7 +6,7 @@ from autofit.forecast.advice import Advice
 from autofit.forecast.cards import Card
 from autofit.forecast.change import Change
 from autofit.forecast.ending import Ending
-from autofit.forecast.margin import WORST_ERROR_FRAC, is_tight, most_used_bytes
+from autofit.forecast.margin import is_tight
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
@@ -28,18 +28,6 @@ def advice_json(advice: Advice) -> dict[str, object]:
         "card": None if advice.card is None else advice.card.to_json(),
         "advice_ended_by": None if advice.ending is None else str(advice.ending),
     }
-
-
-def caution(result: ProbeResult, capacity_bytes: int) -> str:
-    """A sentence where a recipe fits with less to spare than its prediction may be off; else ""."""
-    if not is_tight(result, capacity_bytes):
-        return ""
-    used = result.device_used_bytes or 0
-    return (
-        f"caution: {format_bytes(capacity_bytes - used)} to spare are less than the prediction's error: the worst of "
-        f"the peaks compared with measurements was {WORST_ERROR_FRAC:.1%} too low, and this one would then be "
-        f"{format_bytes(most_used_bytes(used, result.device))}"
-    )
 
 
 def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:

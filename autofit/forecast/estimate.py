@@ -22,6 +22,7 @@ from autofit.forecast.ending import Ending, within
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.zone import shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, LOG_PROBS, OPTIMIZER, ROLLOUT, SCORING, UPDATE
 from autofit.probing.fork_server import ForkServer
@@ -166,7 +167,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         "notes": list(result.notes),
         "computed_in_s": result.process_s,
         "tight": is_tight(result, capacity_bytes),
-        "most_used_bytes": most_used_bytes(result.device_used_bytes or 0, result.device),
+        "most_used_bytes": most_used_bytes(shown_bytes(result, capacity_bytes)[0], result.device),
         **advice_json(advice or Advice()),
     }
 
@@ -195,12 +196,13 @@ def _categories(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
-    used, least = result.device_used_bytes or 0, result.least_capacity_bytes or 0
+    least = result.least_capacity_bytes or 0
     top = max(result.phases, key=lambda p: p.peak_allocated_bytes)
     held = result.categories.get(top.name, {})
     largest = max(held, key=lambda name: held[name]) if held else "?"
     if result.status is ProbeStatus.FIT:
-        verdict = f"fits: {format_bytes(used)} of {format_bytes(capacity_bytes)} used"
+        verdict = "is tight" if is_tight(result, capacity_bytes) else "fits"
+        verdict += f": {used_words(result, capacity_bytes)}"
     else:
         verdict = f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} over the limit"
     step_s = result.median_step_s

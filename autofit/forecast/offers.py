@@ -15,7 +15,7 @@ _SOLD = 8 << 30  # cards are sold in multiples of 8 GB, of which drivers keep up
 
 class Verdict(StrEnum):
     FITS = "fits"
-    TIGHT = "may not fit"  # it does as predicted, with less to spare than the prediction may be off
+    TIGHT = "tight"  # it does as predicted, with less to spare than the prediction may be off
     OVER = "does not fit"
     NONE = "not possible"  # the batch cannot be split, or the card lacks what the recipe needs
 
@@ -90,7 +90,7 @@ class Choice:
 
 
 def choice(offers: Sequence[Offer]) -> Choice:
-    """The cheapest, the fastest and the smallest offer that fit; those that may not fit count where nothing fits."""
+    """The cheapest, the fastest and the smallest offer that fit; tight ones count where nothing fits."""
     fitting = [o for o in offers if o.fits] or [o for o in offers if o.verdict is Verdict.TIGHT]
     best = min((TIERS.index(o.tier) for o in fitting), default=0)
     pool = [o for o in fitting if TIERS.index(o.tier) == best]

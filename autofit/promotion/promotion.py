@@ -35,7 +35,7 @@ from autofit.recipe.recipe import merge
 from autofit.recipe.server import Server
 from autofit.space.describe import describe_changes
 from autofit.tuning.database_errors import database_errors
-from autofit.tuning.frontier import Rule, Trial, winner
+from autofit.tuning.frontier import Rule, Trial, leanest, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
@@ -44,6 +44,7 @@ from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard
 
+NAMES = ("best", "leanest")  # of trials, beside their numbers
 _YEAR_S = 365 * 24 * 3600.0
 
 
@@ -82,7 +83,7 @@ def plan_promotion(
     allow: Tier = "neutral", executor: Executor = LOCAL,
     say: Callable[[str], None] = lambda _: None,
 ) -> Promotion:  # fmt: skip
-    """The promotion of `trial` (a number or "best") of a study in `folder`, after its proof; writes its tuned YAML.
+    """The promotion of `trial` (see `choose`) of a study in `folder`, after its proof; writes its tuned YAML.
 
     `device` is where its run trains, with `executor` on machines of Slurm. Raises ConfigError, and writes nothing, for
     a trial that claims to be neutral and is not, and, where the run is to be launched, for a study of a card that this
@@ -168,17 +169,20 @@ def promise_of(chosen: Trial, record: StudyRecord, proof: str) -> Promise | None
 
 
 def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True) -> Trial:
-    """The trial that `asked` names (a number or "best"). Raises ConfigError if there is none or it does not fit."""
-    if asked == "best":
-        best = winner(trials, **rule)
-        if best is None:
-            raise ConfigError("there is no best trial: no trial fits yet; run `autofit search` to its end first")
-        return best
+    """The trial that `asked` names: a number, "best" (the winner) or "leanest" (the least memory on the front).
+
+    Raises ConfigError if there is none or it does not fit.
+    """
+    if asked in NAMES:
+        found = winner(trials, **rule) if asked == "best" else leanest(trials)
+        if found is None:
+            raise ConfigError(f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end first")
+        return found
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:
         raise ConfigError(
-            f"TRIAL must be `best` or the number of a trial of this study (0 to {len(trials) - 1}); got {asked!r}"
-            f"{nearest(asked, ['best'])}"
+            f"TRIAL must be {', '.join(f'`{name}`' for name in NAMES)} or the number of a trial of this study (0 to "
+            f"{len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}"
         )
     chosen = trials[numbers.index(asked)]
     if fitting and not chosen.fits:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from autofit.forecast.cloud import Cloud
 from autofit.probing.result import ProbeStatus
+from autofit.tuning.foreseen import Foreseen
 
 _ROOM = 1.3  # the picture ends this far above the target and the slowest probe; candidates beyond are counted
 _LOG_FROM = 8.0  # ratio of the slowest to the fastest step from which the time axis is logarithmic
@@ -34,6 +35,7 @@ class Picture:
 
     trials: Sequence[Point]
     front: Sequence[Point] = ()
+    foreseen: Sequence[Foreseen] = ()  # on the front too, predicted
     winner: Point | None = None
     baseline: Point | None = None
     target_bytes: int | None = None
@@ -55,6 +57,7 @@ class Frame:
     def of(cls, picture: Picture) -> "Frame":
         cloud = picture.predicted or Cloud(candidates=0, device_used_bytes=(), step_s=())
         known = [t.step_s for t in picture.trials if t.step_s is not None] or [*cloud.step_s]
+        known += [one.step_s for one in picture.foreseen]
         timed = known or [1.0]
         held = [t.device_used_bytes for t in picture.trials if t.device_used_bytes] or [*cloud.device_used_bytes]
         bars = tuple(t.number for t in picture.trials if is_bar(t))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from autofit.forecast.cloud import Cloud
 from autofit.probing.result import ProbeStatus
 from autofit.tracking.front_frame import Frame, Picture, Point, columns, is_bar, ran_out
-from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
+from autofit.tuning.foreseen import common_front
+from autofit.tuning.frontier import Trial, baseline, winner
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes
 
@@ -26,8 +27,9 @@ def study_figure(study: str, trials: Sequence[Trial], record: StudyRecord) -> "F
         study, record.resolved, trainer=record.trainer, device=probed[0].device_name or record.device if probed else "",
         fidelity=str(probed[0].fidelity) if probed else "",
     )  # fmt: skip
+    front, ahead = common_front(trials, record.points_ahead)
     return front_figure(
-        Picture(trials=trials, front=pareto_front(trials), winner=winner(trials, **record.rule),
+        Picture(trials=trials, front=front, foreseen=ahead, winner=winner(trials, **record.rule),
                 baseline=baseline(trials), target_bytes=record.target_bytes,
                 predicted=Cloud.from_json(record.predicted), title=title)
     )  # fmt: skip
@@ -97,8 +99,14 @@ def _trials(axes: Any, picture: Picture, frame: Frame) -> None:
         axes.scatter(*frame.places(whole), s=42, marker="x", color=_RED, label="out of memory", zorder=4)
     if bars:
         _bars(axes, bars, frame)
-    if len(picture.front) > 1:
-        axes.step(*frame.places(picture.front), where="post", color=_BLUE, alpha=0.6, label="Pareto front", zorder=3)
+    ahead = [(one.step_s, frame.amount(one.device_used_bytes)) for one in picture.foreseen]
+    if ahead:
+        axes.scatter(
+            *columns(ahead), s=34, facecolors="white", edgecolors=_BLUE, label="predicted, on the front", zorder=4
+        )
+    front = sorted([*map(frame.place, picture.front), *ahead])
+    if len(front) > 1:
+        axes.step(*columns(front), where="post", color=_BLUE, alpha=0.6, label="Pareto front", zorder=3)
 
 
 def _bars(axes: Any, trials: Sequence[Point], frame: Frame) -> None:

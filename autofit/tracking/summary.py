@@ -11,7 +11,8 @@ from mlflow.entities import Run
 from autofit.tracking.front_plot import study_figure
 from autofit.tracking.runs import COLOR, KIND, ROLE, STUDY, TRIAL, role_tags, runs_of, search
 from autofit.tracking.views import view_tags
-from autofit.tuning.frontier import Trial, baseline, pareto_front, winner
+from autofit.tuning.foreseen import common_front
+from autofit.tuning.frontier import Trial, baseline, winner
 from autofit.tuning.record import StudyRecord
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
 from autofit.units import format_bytes
@@ -44,7 +45,7 @@ def mirror_summary(
 def roles_of(trials: Sequence[Trial], record: StudyRecord) -> dict[int, str]:
     """{trial number: winner, baseline or front} of the trials to compare."""
     best, base = winner(trials, **record.rule), baseline(trials)
-    roles = {t.number: "front" for t in pareto_front(trials)}
+    roles = {t.number: "front" for t in common_front(trials, record.points_ahead)[0]}
     if base is not None and base.result is not None:
         roles[base.number] = "baseline"
     if best is not None:
@@ -74,6 +75,7 @@ def _write(api: Any, run_id: str, study_name: str, record: StudyRecord, trials: 
     target, rule = record.target_bytes, record.rule
     sentence = why(trials, record.resolved, target, rule)
     best, sure = winner(trials, **rule), confirmation_note(trials, rule)
+    front, ahead = common_front(trials, record.points_ahead)
     note = f"**{sentence}**\n\n{sum(t.result is not None for t in trials)} trials on {record.device}"
     note += f", target {format_bytes(target)}" if target else ""
     note += f"\n\n{sure}" if sure else ""
@@ -83,7 +85,7 @@ def _write(api: Any, run_id: str, study_name: str, record: StudyRecord, trials: 
         folder = Path(temporary)
         (folder / "summary.md").write_text(note + "\n")
         content = {"study": study_name, "why": sentence, "winner": None if best is None else best.number,
-                   "front": [t.number for t in pareto_front(trials)],
+                   "front": [t.number for t in front], "foreseen": [f.to_json() for f in ahead],
                    "confirmation": confirmation_json(trials, rule)}  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
         study_figure(study_name, trials, record).savefig(folder / "front.png", dpi=110)

@@ -150,6 +150,11 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
     return front
 
 
+def leanest(trials: Iterable[Trial]) -> Trial | None:
+    """The trial on the front that needs the least memory; None if no trial fits."""
+    return next(reversed(pareto_front(trials)), None)
+
+
 def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> Trial | None:
     """The winner among the fitting trials: highest tier first, then the goal. None if no trial fits.
 

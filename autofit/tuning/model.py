@@ -132,6 +132,10 @@ class Model:
         mean, spread = self.used.at(places)
         return mean + self.log_used[places], spread
 
+    def expected(self, places: Places) -> tuple[Floats, Floats]:
+        """(seconds of a step, device-used bytes) of each of `places`: their medians."""
+        return np.exp(self.log_step_at(places)[0]), np.exp(self.log_used_at(places)[0])
+
     def fits_at(self, places: Places) -> Floats:
         """The probability that each of `places` fits the target."""
         if math.isinf(self._target) or (not self.predicted and not self.used.informed):

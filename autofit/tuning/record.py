@@ -1,6 +1,6 @@
 """The typed record of a study in Optuna. The only module that knows the names of a study's attributes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import BatchKeys, Tier
+from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Goal, Rule
 from autofit.tuning.pairs import Comparison
 
@@ -61,6 +62,7 @@ class StudyRecord:
     least_floor_bytes: float | None = None  # smallest predicted floor of all candidates
     screened: int = 0  # candidates ruled out without a probe
     predicted: Mapping[str, object] | None = None  # bytes and seconds of all candidates, as JSON of forecast.cloud
+    foreseen: Sequence[Mapping[str, object]] = ()  # candidates on the front without a probe, JSON of tuning.foreseen
     relaxed: str = ""  # what a lower tier offers, in words; of the last search
     outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.advising
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
@@ -85,9 +87,15 @@ class StudyRecord:
         """The rule that picks the winner: `winner(trials, **record.rule)`."""
         return {"goal": self.goal, "target_bytes": self.limit_bytes}
 
+    @property
+    def points_ahead(self) -> list[Foreseen]:
+        """The candidates on the front without a probe."""
+        return [Foreseen.from_json(one) for one in self.foreseen]
+
     def to_json(self) -> dict[str, object]:
         special = {
             "cwd": str(self.cwd), "compared": list(self.compared),
+            "foreseen": [dict(one) for one in self.foreseen],
             "keys": None if self.keys is None else self.keys.to_json(),
         }  # fmt: skip
         return {f.name: getattr(self, f.name) for f in fields(self)} | special
@@ -98,6 +106,7 @@ class StudyRecord:
         keys = cast("Mapping[str, str | None] | None", found.get("keys"))
         special = {
             "cwd": Path(str(found.get("cwd", ""))), "compared": tuple(cast(list[str], found.get("compared", ()))),
+            "foreseen": tuple(cast("list[Mapping[str, object]]", found.get("foreseen", ()))),
             "keys": None if keys is None else BatchKeys.from_json(keys),
         }  # fmt: skip
         return cls(**found | special)  # type: ignore[arg-type]

@@ -11,9 +11,11 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from threadpoolctl import ThreadpoolController
 
+from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
+from autofit.tuning.ahead import places_ahead
 from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
 from autofit.tuning.grid import Grid, Mask
 from autofit.tuning.ledger import Ledger, Observation
@@ -60,6 +62,7 @@ class CandidateSampler(BaseSampler):
         self._cannot_fit, self._seed = cannot_fit, seed
         self._random = np.random.default_rng(seed)
         self._study: str | None = None
+        self.wanted: int | None = None  # the candidate that is proposed next, whatever else may be worth a probe
         self._judged: tuple[int, object, object] = (0, None, None)  # how many observations, of which ledger, repeats
         self._settled: set[int] = set()  # tiers of those that settle theirs
         self._begin()
@@ -95,6 +98,30 @@ class CandidateSampler(BaseSampler):
             words = f"every candidate of the {kept} tier is tried or ruled out, and one of them {does}"
             return Stop(StopKind.EXHAUSTED, words)
         return None
+
+    def ahead(self, study: Study) -> list[tuple[int, float, float]]:
+        """(index, seconds, bytes) of the untried candidates that belong on the front of `study`, as predicted.
+
+        Of no lower tier than the trials that fit. Empty without predictions, and before the first fit.
+        """
+        ledger = self.read(study)
+        fits = [int(self.tiers[o.place]) for o in ledger.observations if o.fits]
+        if self.predictions is None or not fits:
+            return []
+        model = Model(self.grid, self.predictions, target_bytes=self.target_bytes)
+        allowed = ledger.free & (self.tiers <= max(fits))
+        with _BLAS.limit(limits=1):
+            return places_ahead(model, ledger.observations, ledger.pending, allowed)
+
+    def cloud(self, study: Study) -> Cloud | None:
+        """The predictions of all candidates as points of a picture, corrected by the probes of `study`."""
+        ledger = self.read(study)
+        if self.predictions is None or not ledger.observations:
+            return Cloud.of(self.predictions)
+        model = Model(self.grid, self.predictions, target_bytes=self.target_bytes)
+        with _BLAS.limit(limits=1):
+            model.learn(ledger.observations, ())
+            return Cloud.of(self.predictions, model.expected)
 
     @property
     def tiers(self) -> NDArray[np.int64]:
@@ -146,6 +173,9 @@ class CandidateSampler(BaseSampler):
         if not free.any():
             study.tell(trial.number, state=TrialState.FAIL)
             raise RuntimeError("no candidate is left to propose: every one is tried or ruled out")
+        if self.wanted is not None:
+            place, self.wanted = self.wanted, None
+            return dict(self.grid.params(place))
         first = not ledger.observations and not ledger.pending and free[0]
         if first and self.baseline_first:
             return dict(self.grid.params(0))

@@ -23,10 +23,11 @@ from autofit.forecast.predictions import Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.result import ProbeSetup, ProbeStatus
+from autofit.probing.result import Fidelity, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.database_errors import database_errors
+from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Goal, Trial, winner
 from autofit.tuning.grid import Grid
 from autofit.tuning.prober import Prober
@@ -36,12 +37,15 @@ from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.sole_writer import SoleWriter
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.storage import me
-from autofit.tuning.study import note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.study import FOR_FRONT, note_candidate, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
 _SHOW_S = 0.5
 _BROKEN_TRIALS = 2  # failures that end a search in which no probe ran to its end
 DEFAULT_MIN_GAIN_FRAC = 0.01  # smallest expected gain (share of step time) for which a tier is searched further
+_FOUND = (StopKind.GAIN, StopKind.EXHAUSTED)  # ends of a search that has its winner
+FRONT_TRIALS = 4  # simulations of candidates that belong on the front, once the winner is found
+_QUICK_S = 20.0  # the quickest simulation of a study took less: four more cost seconds
 _GAIN = 0.01  # smallest gain (share) that counts as an improvement of the winner
 
 
@@ -227,8 +231,7 @@ class Search:
                 stop = self._fill(self.plan.parallel)
                 if not self._live:
                     assert stop is not None
-                    screened = self._sampler.read(self.study).screened
-                    keep_record(self.study, replace(record_of(self.study), screened=screened))
+                    self._keep_the_rest()
                     return stop
                 self._wait_for_one()
                 if self._repeats is not None and not self._out_of_time():
@@ -237,9 +240,43 @@ class Search:
     def _fill(self, slots: int) -> Stop | None:
         """Ask for probes until so many are at work; the reason to ask for no more, if there is one."""
         stop = None
-        while len(self._live) < slots and (stop := self._enough()) is None:
+        while len(self._live) < slots and ((stop := self._enough()) is None or self._traces_front(stop)):
             self._ask()
         return stop
+
+    def _traces_front(self, stop: Stop) -> bool:
+        """Whether a candidate that belongs on the front, as predicted, is simulated next although the winner is found.
+
+        Only where a probe is a simulation of seconds. The leanest first: it says how little memory is enough.
+        """
+        done = [r for t in self._trials() if (r := t.result) is not None]
+        quick = any(r.fidelity is Fidelity.PREDICTED and (r.process_s or math.inf) < _QUICK_S for r in done)
+        traced = sum(bool(t.user_attrs.get(FOR_FRONT)) for t in self._frozen())
+        if stop.kind not in _FOUND or not quick or traced >= FRONT_TRIALS:
+            return False
+        ahead = self._sampler.ahead(self.study)
+        if ahead:
+            self._sampler.wanted = min(ahead, key=lambda one: one[2])[0]
+        return bool(ahead)
+
+    def _keep_the_rest(self) -> None:
+        """Keep with the study how many candidates are ruled out, and what belongs on its front without a probe."""
+        space, candidates = self.plan.space, self._sampler.grid.candidates
+        ahead = [
+            Foreseen(
+                tier=space.tier(candidates[place]), changes=space.changes(candidates[place]), step_s=step_s,
+                device_used_bytes=round(used),
+            ).to_json()
+            for place, step_s, used in self._sampler.ahead(self.study)
+        ]  # fmt: skip
+        cloud, screened = self._sampler.cloud(self.study), self._sampler.read(self.study).screened
+        keep_record(
+            self.study,
+            replace(
+                record_of(self.study), screened=screened, foreseen=ahead,
+                predicted=None if cloud is None else cloud.to_json(),
+            ),
+        )  # fmt: skip
 
     def _keep_busy(self) -> None:
         """While a probe is repeated, in a slot of its own: tell what has ended, and fill the other slots."""
@@ -319,13 +356,14 @@ class Search:
         return since_improvement(self._trials(), goal=self.plan.goal, target_bytes=self.plan.limit_bytes)
 
     def _ask(self) -> None:
+        for_front = self._sampler.wanted is not None
         trial = self.study.ask(self._sampler.distributions())
         space = self.plan.space
         candidate = space.candidate(trial.params)
         yaml_changes = space.yaml_changes(candidate)
         note_candidate(
             trial, tier=space.tier(candidate), changes=space.changes(candidate), yaml_changes=yaml_changes,
-            needs=space.packages(candidate),
+            needs=space.packages(candidate), for_front=for_front,
         )  # fmt: skip
         self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
 

@@ -26,6 +26,7 @@ from autofit.tuning.storage import Database, check_is_of, check_there, database_
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
+FOR_FRONT = "for_front"  # attribute of a trial that was probed only for its place on the front
 _BUSY_S = 60.0  # longest wait for another process that writes
 _LOCK_S = 120.0  # longest wait for another process that makes the database, which takes a second
 
@@ -177,10 +178,14 @@ def with_confirmations(study: optuna.Study, frozen: list[FrozenTrial]) -> list[T
 
 def note_candidate(
     trial: optuna.trial.Trial, *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object],
-    needs: Sequence[str] = (),
+    needs: Sequence[str] = (), for_front: bool = False,
 ) -> None:  # fmt: skip
-    """Store the candidate's tier and changes with a new trial, and the packages that it needs."""
-    stored = {"tier": tier, "changes": dict(changes), "yaml_changes": dict(yaml_changes), "needs": list(needs)}
+    """Store the candidate's tier and changes with a new trial, and the packages that it needs.
+
+    `for_front`: it is probed only for its place on the front.
+    """
+    stored: dict[str, object] = {"tier": tier, "changes": dict(changes), "yaml_changes": dict(yaml_changes)}
+    stored |= {"needs": list(needs), **({FOR_FRONT: True} if for_front else {})}
     for name, value in stored.items():
         trial.set_user_attr(name, value)
 

@@ -11,6 +11,7 @@ from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.margin import most_used_bytes
 from autofit.forecast.offers import Offer
+from autofit.forecast.zone import care_lines, shown_bytes
 from autofit.frontends.explanation import Explanation
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult
@@ -30,12 +31,15 @@ def verdict_told(check: Check, given: Mapping[str, object]) -> Told:
         "is": "verdict", "verdict": check.verdict, "why": check.line.removeprefix(f"{check.verdict}: "),
         "card": spec.name, "card_name": spec.full_name, "count": recipe.launch.cards, "model": _model(recipe, given),
         "trainer": recipe.trainer, "used_bytes": result.device_used_bytes, "capacity_bytes": check.capacity_bytes,
-        "most_bytes": most_used_bytes(result.device_used_bytes or 0, check.device),
+        "most_bytes": most_used_bytes(shown_bytes(result, check.capacity_bytes)[0], check.device),
         "least_bytes": result.least_capacity_bytes, "step_s": result.median_step_s,
         "step_s_90": result.step_s_interval, "rollout_s": next(iter(result.rollout_s), None),
         "batch": batch_words(recipe), "facts": [[name, text] for name, text in _facts(recipe, given)],
         "phases": _phases(result, spec.context_bytes, check.capacity_bytes), "context_bytes": spec.context_bytes,
-        "warnings": float32_words(recipe, result, check.capacity_bytes),
+        "warnings": [
+            *(line.removesuffix(".") for line in care_lines(result, recipe, check.capacity_bytes)),
+            *float32_words(recipe, result, check.capacity_bytes),
+        ],
         "yaml": yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True),
     }  # fmt: skip
 

@@ -189,12 +189,12 @@ function done() {
 
 const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.used_bytes)} of ${gb(line.capacity_bytes)}. ${line.batch}`;
 
-const WANTED = {"fits": "What makes it faster", "may not fit": "What leaves more room", "does not fit": "What makes it fit"};
+const WANTED = {"fits": "What makes it faster", "tight": "What leaves more room", "does not fit": "What makes it fit"};
 
 // -- the verdict ------------------------------------------------------------------------------------------------------
 
 function showVerdict() {
-  const of = verdict, kind = {"fits": "", "may not fit": " may", "does not fit": " no"}[of.verdict];
+  const of = verdict, kind = {"fits": "", "tight": " may", "does not fit": " no"}[of.verdict];
   const many = of.count > 1 ? `${of.count} x ` : "";
   const figures = [
     [gb(of.verdict === "does not fit" ? of.least_bytes : of.used_bytes), of.verdict === "does not fit" ? "needed on each card" : `of ${gb(of.capacity_bytes)} used`],
