@@ -77,6 +77,7 @@ CASES: dict[str, dict[str, object]] = {
     "LoRA, adapters in bfloat16": {**LORA, "dtype": "bfloat16", "adapter_dtype": "bfloat16"},
     "DPO, float32 logits": {"objective": "dpo", "dtype": "bfloat16", "float32_logits": True},
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
+    "DPO, row by row": {"objective": "dpo", "dtype": "bfloat16"},
     "reward": {"objective": "reward"},
     "KTO as LLaMA-Factory's": {"objective": "kto", **LORA, "float32_logits": True, "keeps_logits": True},
     "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},

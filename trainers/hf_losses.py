@@ -53,7 +53,8 @@ class _Referenced(_Preferences):
 class DpoTrainer(_Referenced):
     """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
 
-    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py). The
+    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py) and ms-swift
+    (rlhf_trainers/dpo_trainer.py), which makes log-probabilities row by row where LLaMA-Factory has float32 logits. The
     reference is a model of its own, or the policy without its adapter.
     """
 
@@ -63,10 +64,11 @@ class DpoTrainer(_Referenced):
         """The mean over the pairs of a micro-batch."""
         inputs = dict(inputs)
         labels = inputs.pop("labels")
+        score = _log_probabilities if self.float32_logits else _by_row
         logits = self._logits(model, inputs)
-        scores = _log_probabilities(logits, labels)
+        scores = score(logits, labels)
         with torch.no_grad(), self._without_adapter(model):
-            expected = _log_probabilities(self._logits(self.reference or model, inputs), labels)
+            expected = score(self._logits(self.reference or model, inputs), labels)
         chosen, rejected = (scores - expected).chunk(2)
         loss = -logsigmoid(self.beta * (chosen - rejected)).mean()
         return (loss, {"logits": logits}) if return_outputs else loss

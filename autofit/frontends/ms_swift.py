@@ -178,6 +178,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _dtype(draft)
     _tuner(draft)
     length = _length(draft, kind)
+    _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
     _others(draft, kind)
     transformers_keys.take(draft)
     draft.ignore((*NO_EFFECT, TYPE))
@@ -334,9 +335,17 @@ def _length(draft: Draft, kind: str) -> int:
     return packed if packing and packed else length
 
 
+def _checkpointing(draft: Draft, *, is_replicated: bool) -> None:
+    """Re-entrant checkpointing but under DDP (swift/trainers/mixin.py, _fix_gradient_checkpointing)."""
+    draft.put("gradient_checkpointing", draft.is_on("gradient_checkpointing", True))
+    kwargs = dict(draft.mapping("gradient_checkpointing_kwargs"))
+    if kwargs.get("use_reentrant") is None:
+        kwargs["use_reentrant"] = not is_replicated
+        draft.defaults["gradient_checkpointing_kwargs"] = kwargs
+    draft.put("gradient_checkpointing_kwargs", kwargs)
+
+
 def _others(draft: Draft, kind: str) -> None:
-    on = draft.is_on("gradient_checkpointing", True)
-    draft.put("gradient_checkpointing", on)
     attention = draft.text("attn_impl")
     if attention is not None and attention not in _ATTENTION:
         draft.note(f"attn_impl {attention} is simulated as PyTorch's own attention (sdpa)")
