@@ -160,12 +160,16 @@ def _check_training(draft: Draft) -> str:
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
-    config = draft.raw("fsdp_config")
+    given = draft.raw("fsdp_config")
+    config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
+    wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
+    if wrapped is not None:  # transformers puts it into fsdp_config
+        config.setdefault("transformer_layer_cls_to_wrap", wrapped)
     if draft.says("deepspeed"):
         return sharing.zero(draft.given["deepspeed"], folder)
     if draft.says("fsdp"):
-        return sharing.fsdp(draft.given["fsdp"], config if isinstance(config, Mapping) else {})
-    draft.ignore(("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"))
+        return sharing.fsdp(draft.given["fsdp"], config)
+    draft.ignore(("fsdp_min_num_params",))
     return {}
 
 

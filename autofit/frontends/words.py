@@ -11,7 +11,9 @@ _TRAINED_BY = {"hf": "a plain transformers Trainer", "grpo": "TRL's GRPO trainer
 _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on full logits",
                "dpo": "DPO on full logits",
                "kto": "KTO on full logits", "orpo": "ORPO on full logits", "simpo": "SimPO on full logits",
-               "cpo": "CPO on full logits", "reward": "a pairwise loss"}  # fmt: skip
+               "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
+               "label_tokens": "a loss over labels of tokens",
+               "reward": "a pairwise loss"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:
