@@ -206,8 +206,15 @@ def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_sai
     assert found.values["optim"] == "adamw_torch_fused"
     assert [note.endswith(": an upper bound") for note in found.notes if note.startswith(f"{key}: ")] == [True]
     assert found.values["dtype"] == ("bfloat16" if key == "use_badam" else "float32")  # adapter.py, init_adapter
+    assert can_say(found, "optim", "adamw_8bit") is (key in ("use_galore", "use_apollo", "use_badam"))
     if key in ("use_adam_mini", "use_muon"):  # of which LLaMA-Factory reads no optim (train/trainer_utils.py)
         assert of_yaml(tmp_path, {**LLAMA, "optim": "sgd", key: True}).values["optim"] == "adamw_torch_fused"
+
+
+def test_an_optimizer_that_steps_layer_by_layer_keeps_its_accumulation_of_one(tmp_path: Path) -> None:
+    layerwise = {"use_galore": True, "galore_layerwise": True, "gradient_accumulation_steps": 1}
+    found = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "full", **layerwise})
+    assert [can_say(found, "gradient_accumulation_steps", steps) for steps in (1, 2)] == [True, False]
 
 
 def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:

@@ -326,6 +326,7 @@ def _tuner(draft: Draft) -> None:
             for ours, (key, usual) in _ADAPTERS[kind].items()
         }
         draft.put("peft_adapter", {"peft_type": _PEFT_TYPES[kind], **options}, "tuner_type")
+        draft.fixed.update(("lora_r", "use_peft"))
         draft.defaults.pop("lora_rank", None)
     draft.put("lora_r", lora["lora_rank"], "lora_rank")
     draft.put("lora_alpha", lora["lora_alpha"])
@@ -478,8 +479,6 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
         "peft_adapter": lambda _: None,
     }  # fmt: skip
-    if foreign.values.get("peft_adapter"):
-        own |= dict.fromkeys(("lora_r", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 
