@@ -124,6 +124,17 @@ def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(t
 RAY = {"nproc_per_node": 4, "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]}}
 
 
+def test_explain_names_the_adapter_and_the_layers_that_are_trained(tmp_path: Path) -> None:
+    for changed, wanted in (
+        ({"finetuning_type": "oft"}, "OFT in float32, on a frozen model held in bfloat16"),
+        ({"finetuning_type": "freeze", "use_llama_pro": True}, "2 layers trained, held in float32"),
+    ):
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump({**LLAMA, **changed}))
+        told = {line.name: line.text for line in explain(path).lines}
+        assert told["weights"].startswith(wanted)
+
+
 def test_rays_ranks_are_those_of_its_group(tmp_path: Path) -> None:
     file = {"model": "m", "tuner_type": "lora", "use_ray": True, "device_groups": RAY}
     found = of_yaml(tmp_path, file)
