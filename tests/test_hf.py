@@ -21,7 +21,7 @@ from autofit.plugin.registry import trainer_for
 from autofit.trainers import hf_qat, hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
-from autofit.trainers.hf_data import Blocks, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
 from autofit.trainers.hf_script import SAMPLES
 from autofit.trainers.keys import hf_tiers
 from autofit.trainers.trl_config import TrlConfig, parse
@@ -79,6 +79,8 @@ CASES: dict[str, dict[str, object]] = {
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
     "DPO, row by row": {"objective": "dpo", "dtype": "bfloat16"},
     "reward": {"objective": "reward"},
+    "classes of tokens": {"objective": "label_tokens", "num_labels": 2, "dtype": "bfloat16", "bf16": True},
+    "classes": {"objective": "classify", "num_labels": 3, **LORA},
     "KTO as LLaMA-Factory's": {"objective": "kto", **LORA, "float32_logits": True, "keeps_logits": True},
     "KTO as TRL's": {"objective": "kto", "dtype": "bfloat16", "keeps_logits": True},
     "ORPO as LLaMA-Factory's": {"objective": "orpo", "float32_logits": True, "nll_weight": 1.0},
@@ -142,7 +144,10 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": "ppo"}, "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, reward; got 'ppo'"),
+        (
+            {"objective": "ppo"},
+            "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward; got 'ppo'",
+        ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
         ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
@@ -181,6 +186,14 @@ def test_a_pair_is_two_rows_of_one_width_the_chosen_answers_first() -> None:
     assert Pairs(padding=0)([pair, pair])["input_ids"].tolist() == [[1, 0], [1, 0], [2, 2], [2, 2]]
 
 
+def test_a_label_is_a_class_or_a_number() -> None:
+    rows = [ROW | {"label": 2}, LONGER | {"label": 1}]
+    assert Labelled(padding=0, classes=3)(rows)["labels"].tolist() == [2, 1]
+    assert Labelled(padding=0, classes=1)(rows)["labels"].dtype is torch.float32
+    tokens = Labelled(padding=0, classes=2, tokens=True)([{"input_ids": [5, 6, 7], "labels": [-100, 1, 0]}, LONGER])
+    assert tokens["labels"].tolist() == [[-100, 1, 0, -100, -100], [1] * 5]
+
+
 def test_packed_samples_do_not_see_each_other() -> None:
     row = {"input_ids": [5] * 5, "labels": [5] * 5, "seq_lengths": [2, 3]}
     common = {"padding": 9, "width": 6, "dtype": torch.float32}
@@ -216,7 +229,8 @@ def test_packing_fills_rows_with_whole_samples() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
-                                     {"objective": "kto"}, {"objective": "orpo", "nll_weight": 1.0},
+                                     {"objective": "classify", "num_labels": 2}, {"objective": "kto"},
+                                     {"objective": "orpo", "nll_weight": 1.0},
                                      {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
 def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
     more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}

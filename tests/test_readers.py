@@ -121,6 +121,35 @@ def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(t
     assert bone["peft_adapter"] == {"peft_type": "MISS", "r": 4}
 
 
+RAY = {"nproc_per_node": 4, "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]}}
+
+
+def test_explain_names_the_adapter_and_the_layers_that_are_trained(tmp_path: Path) -> None:
+    for changed, wanted in (
+        ({"finetuning_type": "oft"}, "OFT in float32, on a frozen model held in bfloat16"),
+        ({"finetuning_type": "freeze", "use_llama_pro": True}, "2 layers trained, held in float32"),
+    ):
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump({**LLAMA, **changed}))
+        told = {line.name: line.text for line in explain(path).lines}
+        assert told["weights"].startswith(wanted)
+
+
+def test_rays_ranks_are_those_of_its_group(tmp_path: Path) -> None:
+    file = {"model": "m", "tuner_type": "lora", "use_ray": True, "device_groups": RAY}
+    found = of_yaml(tmp_path, file)
+    assert (found.ranks, found.values["gradient_accumulation_steps"]) == (4, 4)  # 16 samples over 4 ranks
+    with pytest.raises(ConfigError, match="use_ray is simulated with one group"):
+        of_yaml(tmp_path, {**file, "device_groups": {**RAY, "rollout": {"ranks": 2, "workers": ["rollout"]}}})
+
+
+def test_a_layer_class_beside_fsdp_is_a_key_of_llama_factory(tmp_path: Path) -> None:
+    sharded = {**LLAMA, "fsdp": ["full_shard", "auto_wrap"], "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
+    inner = of_yaml(tmp_path, {**sharded, "fp8": True}).launch["fsdp_config"]
+    assert isinstance(inner, dict)
+    assert inner["fsdp_transformer_layer_cls_to_wrap"] == "Qwen3DecoderLayer"
+
+
 def test_axolotls_qat_is_torchaos_with_its_own_groups(tmp_path: Path) -> None:
     found = of_yaml(tmp_path, {**AXO, "qat": {"weight_dtype": "int4", "activation_dtype": "int8"}})
     assert found.values["qat"] == {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 32}
@@ -154,6 +183,8 @@ LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its lo
      {"objective": "asft", "beta": 0.05, "dtype": "float32"}),
     ({**AXO, "rl": "kto", "rl_beta": 0.5},  # core/builders/rl.py
      {"objective": "kto", "beta": 0.5, "keeps_logits": True, "float32_logits": None, "max_length": 2000}),
+    ({**AXO, "process_reward_model": True, "num_labels": 2},  # core/trainers/trl.py
+     {"objective": "label_tokens", "num_labels": 2, "pad_to_multiple_of": 64}),
     ({**AXO, "rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "beta": 0.3, "nll_weight": 1.0}),
     ({**AXO, "rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.1},
      {"objective": "simpo", "nll_weight": 0.0, "simpo_gamma": 1.1}),
@@ -163,6 +194,8 @@ LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its lo
      {"objective": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "nll_weight": 1.0}),
     ({"model": "m", "tuner_type": "lora", "rlhf_type": "cpo", "beta": 0.3},
      {"objective": "cpo", "beta": 0.3, "nll_weight": 1.0, "simpo_gamma": None}),
+    ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls", "num_labels": 3},
+     {"objective": "classify", "num_labels": 3}),
     ({"model": "m", "tuner_type": "lora", "rlhf_type": "orpo"}, {"objective": "orpo", "nll_weight": 1.0}),
 ]  # fmt: skip
 
@@ -184,8 +217,15 @@ def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_sai
     assert found.values["optim"] == "adamw_torch_fused"
     assert [note.endswith(": an upper bound") for note in found.notes if note.startswith(f"{key}: ")] == [True]
     assert found.values["dtype"] == ("bfloat16" if key == "use_badam" else "float32")  # adapter.py, init_adapter
+    assert can_say(found, "optim", "adamw_8bit") is (key in ("use_galore", "use_apollo", "use_badam"))
     if key in ("use_adam_mini", "use_muon"):  # of which LLaMA-Factory reads no optim (train/trainer_utils.py)
         assert of_yaml(tmp_path, {**LLAMA, "optim": "sgd", key: True}).values["optim"] == "adamw_torch_fused"
+
+
+def test_an_optimizer_that_steps_layer_by_layer_keeps_its_accumulation_of_one(tmp_path: Path) -> None:
+    layerwise = {"use_galore": True, "galore_layerwise": True, "gradient_accumulation_steps": 1}
+    found = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "full", **layerwise})
+    assert [can_say(found, "gradient_accumulation_steps", steps) for steps in (1, 2)] == [True, False]
 
 
 def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:
@@ -340,6 +380,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "rlhf_type": None}, "tuner_type reft is not simulated"),
+    ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
+    ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "task_type embedding is not simulated"),
     ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "full"}, "quantised with AWQ needs an adapter"),
     ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "sequence_parallel_size:"),
 ]  # fmt: skip

@@ -48,6 +48,7 @@ ROWS: dict[str, Callable[[int], dict[str, object]]] = {  # a row of i words more
     "hf": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
 }
 ROWS |= {"hf reward": ROWS["reward"], **{f"hf {objective}": ROWS["dpo"] for objective in ("dpo", "orpo")}}
+ROWS["hf classify"] = lambda i: {"text": _words(i), "label": i % 7 % 2}
 ROWS["hf kto"] = lambda i: {**ROWS["sft"](i), "label": i % 3 > 0}
 
 

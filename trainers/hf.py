@@ -34,7 +34,7 @@ from .common import (
 )
 from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
-from .hf_script import SAMPLES
+from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
 from .padding import Collator, padded
@@ -43,14 +43,14 @@ from .trl_config import TrlConfig
 
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of eight objectives."""
+    """A plain `transformers.Trainer`, for one of ten objectives."""
 
     name = "hf"
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
-    compared = (*COMPARED, "objective", "beta", "simpo_gamma", "nll_weight", "float32_logits", "pad_to_max_length",
-                "trainable_layers", "spread_layers", "peft_adapter")  # fmt: skip
+    compared = (*COMPARED, "objective", "num_labels", "beta", "simpo_gamma", "nll_weight", "float32_logits",
+                "pad_to_max_length", "trainable_layers", "spread_layers", "peft_adapter")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -82,7 +82,7 @@ class HfTrainer(SamplesTrainer):
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
-        run.weighs_samples_alike = config.training.objective in SAMPLES
+        run.weighs_samples_alike = config.training.objective in TOKENS
         return run
 
     def real(self, config: TrlConfig) -> Any:

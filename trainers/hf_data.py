@@ -26,11 +26,14 @@ _SAMPLES: Mapping[str, tuple[str, ...]] = {
 KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # objective -> {format of its data: the columns}
     "sft": _SAMPLES, "asft": _SAMPLES,
     "dpo": _PAIRS, "reward": _PAIRS, "orpo": _PAIRS, "simpo": _PAIRS, "cpo": _PAIRS,
+    "classify": {"texts with a label": ("text", "label"), "tokens": ("input_ids",)},
+    "label_tokens": {"tokens with labels": ("input_ids", "labels"), "tokens": ("input_ids",)},
     # The chosen answer is the sample, the rejected one another answer to its prompt, whatever the sample's rating
     "kto": {"rated answers": ("prompt", "completion", "label"), "tokens": ("chosen_ids", "rejected_ids")},
 }  # fmt: skip
 
 Row = dict[str, Any]
+_ALSO = ("desirable", "label")  # what a row has beside its tokens
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -48,7 +51,7 @@ def tokenised(rows: Dataset, tokenizer: Any, *, objective: str, max_length: int)
 
     def cut(row: Row) -> Row:
         found: Row = {name: tokens[:max_length] for name, tokens in read(row, tokenizer).items()}
-        return found | {name: row[name] for name in ("desirable",) if name in row}
+        return found | {name: row[name] for name in _ALSO if name in row}
 
     return rows.map(cut, remove_columns=rows.column_names)
 
@@ -143,7 +146,7 @@ def _joined(samples: Sequence[tuple[list[int], list[int]]]) -> Row:
 
 def shorter(row: Row, place: int) -> Row:
     """A sample without its last token, unless it is the first of its batch; of the first pair only the rejected one."""
-    kept = ("desirable",) if place else ("desirable", "input_ids", "labels", "chosen_ids", "chosen_labels")
+    kept = _ALSO if place else (*_ALSO, "input_ids", "labels", "chosen_ids", "chosen_labels")
     return {name: v if name in kept or len(v) < 2 else v[:-1] for name, v in row.items()}
 
 
@@ -183,6 +186,24 @@ class Pairs(Samples):
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         return self.batch([(row[f"{side}_ids"], row[f"{side}_labels"]) for side in SIDES for row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled(Samples):
+    """Collates samples into a batch (B, T) with the label of each (B,): a class, or a number where there is one.
+
+    With `tokens` each token has a class (B, T); what is none is the last one.
+    """
+
+    classes: int
+    tokens: bool = False
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        if self.tokens:
+            batch = super().__call__(rows)
+            return batch | {"labels": batch["labels"].clamp(max=self.classes - 1)}
+        kind = torch.float32 if self.classes == 1 else torch.long
+        return super().__call__(rows) | {"labels": torch.tensor([row.get("label", 0) for row in rows], dtype=kind)}
 
 
 class Rated(Samples):

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, kl_div, logsigmoid
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 from transformers import Trainer
 from trl.trainer.utils import selective_log_softmax
 
@@ -189,6 +189,25 @@ class PairsTrainer(_Preferences):
             nll = -chosen.mean()
         loss = loss + self.nll_weight * nll
         return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class LabelTrainer(Trainer):  # type: ignore[misc]
+    """The loss of a sequence classifier: cross-entropy over classes, or the squared error of one score."""
+
+    loss_is_scaled_for_ga = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the samples of a micro-batch."""
+        scores = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits.float()
+        labels = inputs["labels"]
+        loss = mse_loss(scores.squeeze(-1), labels) if scores.shape[-1] == 1 else cross_entropy(scores, labels)
+        return (loss, {"logits": scores}) if return_outputs else loss
 
 
 class RewardTrainer(Trainer):  # type: ignore[misc]

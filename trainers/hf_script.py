@@ -10,9 +10,10 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-SAMPLES = ("sft", "asft")  # losses over the tokens of samples; the others are over answers
+TOKENS = ("sft", "asft")  # losses over the tokens of samples
+SAMPLES = (*TOKENS, "classify", "label_tokens")  # of which a row is one sample; those of the others are two answers
 WITH_REFERENCE = ("asft", "dpo", "kto")
-OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "reward")
+OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward")
 
 
 @dataclass
@@ -24,8 +25,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         metadata={
             "help": "The loss: the causal model's own (sft), one weighted by each token's probability beside a "
             "divergence from the model at the start (asft), DPO's sigmoid loss over pairs of answers (dpo), KTO's over "
-            "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), or a pairwise loss over "
-            "scores (reward).",
+            "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), one over labels of "
+            "whole samples (classify) or of their tokens (label_tokens), or a pairwise loss over scores (reward).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -34,6 +35,9 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=None, metadata={"help": "The width of a batch is a multiple of this."}
     )
     pad_to_max_length: bool = field(default=False, metadata={"help": "Whether every row has `max_length` tokens."})
+    num_labels: int = field(
+        default=1, metadata={"help": "Scores of a sample or of a token: the number of classes, or 1 for a regression."}
+    )
     packing: bool = field(
         default=False, metadata={"help": "Whether rows of `max_length` tokens are filled with several samples."}
     )
@@ -91,10 +95,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         wrong = [
             f"{key} must be 1 or more; got {value}"
-            for key in ("max_length", "pad_to_multiple_of", "trainable_layers")
+            for key in ("max_length", "pad_to_multiple_of", "trainable_layers", "num_labels")
             if (value := getattr(self, key)) is not None and value < 1
         ]
-        if self.packing and self.objective not in SAMPLES:
+        if self.packing and self.objective not in TOKENS:
             wrong.append(f"packing fills rows for objective: sft; got objective: {self.objective}; omit packing")
         if self.peft_adapter is not None and not (
             isinstance(self.peft_adapter, dict) and isinstance(self.peft_adapter.get("peft_type"), str)

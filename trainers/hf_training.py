@@ -9,6 +9,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     Trainer,
     TrainerCallback,
@@ -19,11 +20,13 @@ from trl.trainer.utils import create_model_from_path
 
 from autofit.errors import ConfigError, quoted
 
-from .hf_data import Blocks, Collate, Pairs, Rated, Samples
-from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, PairsTrainer, RewardTrainer
+from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
+from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
 from .trl_config import TrlConfig
 
+_SCORED = ("classify", "reward")  # objectives over a model with a head for scores in place of words
+_LABELLED = ("classify", "label_tokens")
 _SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
 
@@ -44,10 +47,10 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     }  # fmt: skip
     if (training.peft_adapter or {}).get("peft_type") == "ADALORA":
         common["callbacks"] = [_Allocates()]
-    if training.objective == "sft":
+    if training.objective in ("sft", "label_tokens"):
         return Trainer(**common)
-    if training.objective == "reward":
-        return RewardTrainer(**common)
+    if training.objective in _SCORED:
+        return (RewardTrainer if training.objective == "reward" else LabelTrainer)(**common)
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
     if training.objective not in WITH_REFERENCE:
         gamma, weight = training.simpo_gamma, training.nll_weight
@@ -72,7 +75,9 @@ def tokenizer_of(config: TrlConfig) -> Any:
 
 
 def architecture_of(config: TrlConfig) -> Any:
-    return AutoModelForSequenceClassification if config.training.objective == "reward" else AutoModelForCausalLM
+    if config.training.objective == "label_tokens":
+        return AutoModelForTokenClassification
+    return AutoModelForSequenceClassification if config.training.objective in _SCORED else AutoModelForCausalLM
 
 
 def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
@@ -85,8 +90,8 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
     quantization = get_quantization_config(model)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
-    if config.training.objective == "reward":
-        kwargs["num_labels"] = 1
+    if config.training.objective in (*_LABELLED, "reward"):
+        kwargs["num_labels"] = config.training.num_labels if config.training.objective in _LABELLED else 1
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
         kwargs["device_map"] = None  # each rank has its own card
     return create_model_from_path(model.model_name_or_path, architecture_of(config), **kwargs)
@@ -109,10 +114,12 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         from .hf_qat import prepare
 
         prepare(model, training.qat)
-    if training.objective == "reward":
+    if training.objective in _SCORED:
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
             lora.task_type = "SEQ_CLS"
+    if training.objective == "label_tokens" and lora is not None:
+        lora.task_type = "TOKEN_CLS"
     if lora is not None:
         model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
@@ -181,6 +188,9 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     common: dict[str, Any] = {"padding": int(tokenizer.pad_token_id), "multiple": training.pad_to_multiple_of}
     if training.packing or training.pad_to_max_length:
         common["width"] = training.max_length
+    if training.objective in _LABELLED:
+        tokens = training.objective == "label_tokens"
+        return Labelled(**common, classes=training.num_labels, tokens=tokens)
     if training.objective not in SAMPLES:
         return Rated(**common) if training.objective == "kto" else Pairs(**common)
     if training.block_diagonal:

@@ -39,6 +39,8 @@ _COLUMNS = {
     "reward": {"chosen": 1.0, "rejected": 1.0},
     "hf sft": {"input_ids": 1.0},
     "hf asft": {"input_ids": 1.0},
+    "hf classify": {"input_ids": 1.0},
+    "hf label_tokens": {"input_ids": 1.0},
     **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
        for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward")},
 }  # fmt: skip

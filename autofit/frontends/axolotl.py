@@ -41,8 +41,13 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
     objective = str(draft.given.get("rl") or "sft")
+    if draft.is_on("process_reward_model"):  # TRL's PRMTrainer: a transformers Trainer of a token classifier
+        if trainer != "hf" or objective != "sft":
+            raise ConfigError("process_reward_model needs samples, without rl or reward_model")
+        objective = "label_tokens"
+        draft.put("num_labels", draft.whole("num_labels", 2))
     if trainer == "hf":
-        draft.put("objective", objective, "rl")
+        draft.put("objective", objective, "process_reward_model" if objective == "label_tokens" else "rl")
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
     _batch(draft)
     launch = _launch(draft, folder)
@@ -66,7 +71,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _grpo(draft)
     elif trainer != "hf":
         _preferences(draft, trainer)
-    elif objective != "sft":
+    elif objective in _LIKE_TRL:
         _full_logits(draft, objective)
     _qat(draft, trainer)
     _plugins(draft)

@@ -8,7 +8,6 @@ from autofit.frontends.transformers_keys import FP8_EFFECT
 UNLIKE = {
     "processor_type": "training on images, video or sound is not read, only on text",
     "image_size": "training on images, video or sound is not read, only on text",
-    "process_reward_model": "a process reward model is not simulated",
     "trainer_cls": "a trainer of your own is not simulated",
     "diffusion": "training by diffusion is not simulated",
     "ebft": "energy-based fine-tuning is not simulated",

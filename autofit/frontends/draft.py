@@ -30,6 +30,7 @@ class Draft:
     values: dict[str, object] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, object] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
     _wrong: list[str] = field(default_factory=list)
@@ -171,7 +172,8 @@ class Draft:
             raise ConfigError("; ".join(self._wrong))
         return Foreign(
             tool=self.tool, trainer=trainer, values=self.values, launch=launch or {}, ranks=ranks,
-            prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, notes=tuple(self.notes),
+            prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, fixed=frozenset(self.fixed),
+            notes=tuple(self.notes),
         )  # fmt: skip
 
 
@@ -184,7 +186,9 @@ def said(
     """
     found: dict[str, object] = {}
     for key, value in changes.items():
-        if key in own:
+        if key in foreign.fixed and value != foreign.values.get(key):
+            theirs = None
+        elif key in own:
             theirs = own[key](value)
         elif key in _SAME_VALUE or key in foreign.keys:
             theirs = {foreign.keys.get(key, key): value}

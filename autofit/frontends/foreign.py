@@ -21,4 +21,5 @@ class Foreign:
     prompt_tokens: int | None = None  # of the synthetic sample that stands for the tool's data
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()  # keys of the recipe that the tool takes no other value of beside the others
     notes: tuple[str, ...] = ()  # what the tool does otherwise, and what is not simulated, a sentence each

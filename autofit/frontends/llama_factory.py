@@ -160,12 +160,16 @@ def _check_training(draft: Draft) -> str:
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
-    config = draft.raw("fsdp_config")
+    given = draft.raw("fsdp_config")
+    config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
+    wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
+    if wrapped is not None:  # transformers puts it into fsdp_config
+        config.setdefault("transformer_layer_cls_to_wrap", wrapped)
     if draft.says("deepspeed"):
         return sharing.zero(draft.given["deepspeed"], folder)
     if draft.says("fsdp"):
-        return sharing.fsdp(draft.given["fsdp"], config if isinstance(config, Mapping) else {})
-    draft.ignore(("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"))
+        return sharing.fsdp(draft.given["fsdp"], config)
+    draft.ignore(("fsdp_min_num_params",))
     return {}
 
 
@@ -257,6 +261,7 @@ def _oft(draft: Draft) -> None:
     options |= {"oft_block_size": draft.whole("oft_block_size", 32, least=0)}
     options |= {"module_dropout": draft.number("module_dropout", 0.0)}
     draft.put("peft_adapter", options, "finetuning_type")
+    draft.fixed.update(("lora_r", "lora_alpha", "lora_dropout", "use_peft"))
     for key in ("lora_rank", "lora_alpha", "lora_dropout"):
         draft.defaults.pop(key, None)
 
@@ -284,11 +289,14 @@ def _optimizer(draft: Draft) -> None:
         layerwise = f"{key.removeprefix('use_')}_layerwise"
         if projects and draft.is_on(layerwise) and draft.values["gradient_accumulation_steps"] != 1:
             raise ConfigError(f"{layerwise} needs gradient_accumulation_steps: 1, as LLaMA-Factory says")
+        if projects and draft.is_on(layerwise):
+            draft.fixed.add("gradient_accumulation_steps")
         optim = str(draft.values["optim"])
         if projects and not optim.startswith(("adamw", "paged_adamw")):
             raise ConfigError(f"{key} with optim {optim} is not simulated; with adamw_torch it is")
         if not projects and key != "use_badam":  # optim is not read then
             draft.put("optim", "adamw_torch_fused", key)
+            draft.fixed.add("optim")
         draft.note(f"{key}: {effect}: an upper bound")
 
 
@@ -361,8 +369,6 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
         "peft_adapter": lambda _: None,
     }  # fmt: skip
-    if foreign.values.get("peft_adapter"):
-        own |= dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 

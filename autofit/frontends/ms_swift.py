@@ -5,6 +5,7 @@ started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,9 @@ from autofit.frontends.transformers_keys import QUANTISED, take_quantised
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
-_LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward"}
+_LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward",
+         "seq_cls": "classify"}  # fmt: skip
+_NAMED_BY = {"seq_cls": "task_type"}  # the argument that names an objective which is no rlhf_type
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
@@ -167,12 +170,16 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         given.setdefault("tuner_type", given.pop("train_type"))
     draft = Draft(MS_SWIFT.name, given)
     kind = _kind(draft)
+    if draft.is_on("use_ray"):
+        ranks = _ray_ranks(draft, ranks)
     _check_certain(draft)
     draft.put("model_name_or_path", draft.text("model"), "model")
     draft.put("model_revision", draft.text("model_revision"))
     trainer = "grpo" if kind == "grpo" else "hf"
     if trainer == "hf":
-        draft.put("objective", _LIKE.get(kind, "sft"), "rlhf_type" if kind in _LIKE else TYPE)
+        draft.put("objective", _LIKE.get(kind, "sft"), _NAMED_BY.get(kind, "rlhf_type" if kind in _LIKE else TYPE))
+    if kind == "seq_cls":
+        draft.put("num_labels", draft.whole("num_labels"))
     launch = _launch(draft, folder)
     _batch(draft, kind, ranks)
     _dtype(draft)
@@ -193,8 +200,8 @@ def _kind(draft: Draft) -> str:
     task = draft.text(
         "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
     )
-    if task not in (None, "causal_lm"):
-        raise ConfigError(f"task_type {task} is not simulated; causal_lm is")
+    if task not in (None, "causal_lm", "seq_cls"):
+        raise ConfigError(f"task_type {task} is not simulated; causal_lm and seq_cls are")
     if (draft.whole("sequence_parallel_size") or 1) > 1:
         raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
     if (draft.whole("lisa_activated_layers", least=0) or 0) > 0:
@@ -208,11 +215,34 @@ def _kind(draft: Draft) -> str:
     draft.check_model(draft.given.get("model"))
     command = draft.text(TYPE)
     rlhf = draft.text("rlhf_type", "dpo" if command == "rlhf" else None)
+    if task == "seq_cls" and rlhf is None:  # a head for scores, and no logits of words
+        if draft.given.get("num_labels") is None:
+            raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
+        return "seq_cls"
     if rlhf is None:
         return command or "sft"
-    if rlhf not in ("grpo", *_LIKE):
-        raise ConfigError(f"rlhf_type {rlhf} is not simulated; grpo, {', '.join(_LIKE)} are")
+    if rlhf not in ("grpo", *_LIKE) or rlhf in _NAMED_BY:
+        raise ConfigError(
+            f"rlhf_type {rlhf} is not simulated; grpo, {', '.join(k for k in _LIKE if k not in _NAMED_BY)} are"
+        )
     return rlhf
+
+
+def _ray_ranks(draft: Draft, told: int | None) -> int | None:
+    """The ranks that Ray starts: those of the group of the worker `default` (swift/ray_utils/resource_manager.py).
+
+    Raises ConfigError where roles have groups of their own.
+    """
+    groups = {name: group for name, group in draft.mapping("device_groups").items() if isinstance(group, Mapping)}
+    if [group.get("workers") for group in groups.values()] != [["default"]]:
+        raise ConfigError("use_ray is simulated with one group of device_groups, whose only worker is default")
+    given = next(iter(groups.values())).get("ranks")
+    span = re.fullmatch(r"list\(range\((\d+), ?(\d+)\)\)", str(given))
+    if told is not None:
+        return told
+    if span:
+        return int(span[2]) - int(span[1])
+    return len(given) if isinstance(given, list) else int(number(given) or 0) or None
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
@@ -297,6 +327,7 @@ def _tuner(draft: Draft) -> None:
             for ours, (key, usual) in _ADAPTERS[kind].items()
         }
         draft.put("peft_adapter", {"peft_type": _PEFT_TYPES[kind], **options}, "tuner_type")
+        draft.fixed.update(("lora_r", "use_peft"))
         draft.defaults.pop("lora_rank", None)
     draft.put("lora_r", lora["lora_rank"], "lora_rank")
     draft.put("lora_alpha", lora["lora_alpha"])
@@ -314,7 +345,7 @@ def _length(draft: Draft, kind: str) -> int:
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
     if packing and kind not in ("sft", "pt"):
-        raise ConfigError(f"packing with rlhf_type {kind} is not simulated; omit it")
+        raise ConfigError(f"packing with {_NAMED_BY.get(kind, 'rlhf_type')} {kind} is not simulated; omit it")
     if kind == "grpo":
         if length is None:
             length = 512
@@ -361,7 +392,7 @@ def _others(draft: Draft, kind: str) -> None:
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
             draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
         draft.put("beta", beta if beta is not None else 0.1, "beta")
-    elif kind in _LIKE and kind != "rm":
+    elif kind in _LIKE and kind not in ("rm", "seq_cls"):
         _answers(draft, kind, loss, beta)
     if kind == "grpo":
         _grpo(draft, loss, beta)
@@ -457,8 +488,6 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
         "peft_adapter": lambda _: None,
     }  # fmt: skip
-    if foreign.values.get("peft_adapter"):
-        own |= dict.fromkeys(("lora_r", "use_peft"), lambda _: None)
     return said(foreign, changes, own)
 
 

@@ -1,7 +1,6 @@
 """Arguments of ms-swift (swift/arguments, swift/trainers/arguments.py at 3602360a) by their effect. No torch here."""
 
 UNLIKE = {
-    "use_ray": "training through Ray is not simulated",
     "deepspeed_autotp_size": "tensor parallelism is not simulated",
     "chord_sft_dataset": "CHORD, whose steps have a batch of SFT beside, is not simulated",
     "teacher_model": "a teacher beside the trained model is not simulated",

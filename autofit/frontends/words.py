@@ -1,6 +1,6 @@
 """What a recipe made of another tool's file trains, in lines for a reader. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autofit.frontends import sharing
 from autofit.frontends.explanation import Line
@@ -11,7 +11,9 @@ _TRAINED_BY = {"hf": "a plain transformers Trainer", "grpo": "TRL's GRPO trainer
 _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on full logits",
                "dpo": "DPO on full logits",
                "kto": "KTO on full logits", "orpo": "ORPO on full logits", "simpo": "SimPO on full logits",
-               "cpo": "CPO on full logits", "reward": "a pairwise loss"}  # fmt: skip
+               "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
+               "label_tokens": "a loss over labels of tokens",
+               "reward": "a pairwise loss"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:
@@ -46,13 +48,14 @@ def _weights(foreign: Foreign) -> str:
     if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):
-        adapters = f"LoRA of rank {values['lora_r']} in {values.get('adapter_dtype') or 'float32'}"
+        other = values.get("peft_adapter")
+        kind = other.get("peft_type") if isinstance(other, Mapping) else f"LoRA of rank {values['lora_r']}"
+        adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
     if values.get("trainable_layers"):
-        trained = (
-            f"the last {values['trainable_layers']} layers trained, held in {values.get('adapter_dtype') or dtype}"
-        )
+        layers = f"{'' if values.get('spread_layers') else 'the last '}{values['trainable_layers']} layers"
+        trained = f"{layers} trained, held in {values.get('adapter_dtype') or dtype}"
         return f"{trained}, the others in {dtype}{autocast}"
     return f"all weights trained, held in {dtype}{autocast}"
 

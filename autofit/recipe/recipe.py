@@ -194,7 +194,11 @@ class Recipe:
             limit = None if key is None else self.resolved.get(key)
             of = f"no {key or 'limit'}" if limit is None else f"{key} {limit}"
             rows.append(("worst case", f"{self.longest_sample_tokens} tokens in the longest sample ({of})"))
-        if self.uses_lora:
+        other = self.resolved.get("peft_adapter")
+        if self.uses_lora and isinstance(other, Mapping):
+            options = (f"{key}={value}" for key, value in other.items() if key != "peft_type")
+            rows.append(("adapter", f"{other.get('peft_type')} {' '.join(options)}".rstrip()))
+        elif self.uses_lora:
             rows.append(("adapter", f"LoRA r={self.resolved.get('lora_r')} alpha={self.resolved.get('lora_alpha')}"))
         if self.model_parameters is not None and self.weights_bytes is not None:
             rows.append(("weights", f"{_count(self.model_parameters)} parameters, {format_bytes(self.weights_bytes)}"))

@@ -5,7 +5,8 @@ Each DIR is a checkout. bash runs ms-swift's scripts in an empty folder with stu
 environment, and swift's own rule for the accumulation, are the truth of the batch. Of ms-swift only the scripts whose
 path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
 images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. A file of the others is
-of a text model unless it is refused for images, video or sound. Writes recipes.json.
+of a text model unless it is refused for images, video or sound; those that are refused for another reason although
+their model sees or hears are counted as text too, and told apart. Writes recipes.json.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from examples import STUBS, arguments, commit_of
 
 from autofit.errors import ConfigError
 from autofit.frontends import verl, verl_script
+from autofit.frontends.draft import Draft
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import explain, read
 from autofit.frontends.writing import can_say, written
@@ -72,7 +74,7 @@ def batch_of_yaml(path: Path, tool: str) -> int:
     return micro * int(steps)
 
 
-def batch_of_script(path: Path, folder: Path) -> int | None:
+def batch_of_script(path: Path, folder: Path, checkout: Path) -> int | None:
     """Samples of an optimizer step over all ranks, by what bash starts; None where it starts no training here."""
     told = folder / "told"
     told.write_bytes(b"")
@@ -84,13 +86,19 @@ def batch_of_script(path: Path, folder: Path) -> int | None:
     lines = told.read_bytes().decode().split("\n")
     for words, counts in zip(lines[::2], lines[1::2], strict=False):
         if TRAINS.search(words.replace("\0", " ")):
-            return _batch(words.split("\0"), counts.split())
+            return _batch(words.split("\0"), counts.split(), checkout)
     return None
 
 
-def _batch(words: list[str], counts: list[str]) -> int:
+def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
     given = {a.lstrip("-").split("=")[0]: a.split("=")[1] if "=" in a else b for a, b in zip(words, [*words[1:], ""],
              strict=True) if a.startswith("--")}  # fmt: skip
+    named = next((word for word in words[2:3] if word.endswith(".yaml")), None)
+    settings = yaml.safe_load((checkout / named).read_text("utf-8")) if named else {}
+    given = {key: str(value) for key, value in settings.items()} | given
+    if settings.get("use_ray"):  # swift/ray_utils/resource_manager.py
+        ranks = settings["device_groups"]["default"]["ranks"]
+        counts = [str(len(eval(ranks, {"__builtins__": {"list": list, "range": range}}))), "1"]
     each, nodes = given.get("nproc_per_node", counts[0]), given.get("nnodes", counts[1])
     config = given.get("config_file")
     ranks = 1 if each == "none" else int(each) * int(nodes)
@@ -178,24 +186,42 @@ def round_trips(path: Path, foreign: Foreign) -> Counter[str]:
     return counts
 
 
+def sees(path: Path, tool: str) -> bool:
+    """Whether the model of a file, by its name, sees or hears; False where its name cannot be read."""
+    if path.suffix == ".sh":
+        found = re.search(r"--model\s+(\S+)", path.read_text("utf-8"))
+        name = found[1] if found else None
+    else:
+        values = yaml.safe_load(path.read_text("utf-8"))
+        name = values.get("model_name_or_path", values.get("base_model"))
+    try:
+        Draft(tool, {}).check_model(name)
+    except ConfigError:
+        return True
+    return False
+
+
 def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> dict[str, object]:
     counts: Counter[str] = Counter()
     batches: Counter[str] = Counter()
     trips: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
+    seeing = 0
     for path in paths:
         try:
             foreign = read(path)
         except ConfigError as error:
             counts["refused by name"] += 1
-            reasons[re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))] += 1
+            reason = re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))
+            reasons[reason] += 1
+            seeing += SEES not in reason and sees(path, tool)
             continue
         if foreign is None:
             counts["not recognised"] += 1
             print("not recognised:", path)
             continue
         counts["read"] += 1
-        truth = batch_of_script(path, folder) if path.suffix == ".sh" else batch_of_yaml(path, tool)
+        truth = batch_of_script(path, folder, checkout) if path.suffix == ".sh" else batch_of_yaml(path, tool)
         ours = batch(foreign) * ((foreign.ranks or 1) if path.suffix == ".sh" else 1)
         kind = "no truth" if truth is None else "the same" if truth == ours else "wrong"
         batches[kind] += 1
@@ -205,7 +231,8 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
     of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason)
     return {
         "commit": commit_of(checkout), "files": dict(counts),
-        "of text models": {"files": of_text, "read": counts["read"], "share": round(counts["read"] / of_text, 3)},
+        "of text models": {"files": of_text, "read": counts["read"], "share": round(counts["read"] / of_text, 3),
+                           "whose model sees or hears all the same": seeing},
         "effective batch": dict(batches),
         "round trips": dict(trips), "refused": dict(reasons.most_common()),
     }  # fmt: skip

@@ -20,7 +20,8 @@ SAME: dict[str, object] = {
     "qat": None,
 }
 _COLUMNS = {
-    **dict.fromkeys(("sft", "asft", "kto"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
+    **dict.fromkeys(("sft", "asft", "kto", "label_tokens"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
+    "classify": ("text",),
 }  # fmt: skip
 
 
@@ -28,7 +29,8 @@ def build(config: TrlConfig, steps: int) -> Any:
     """The trainer over `steps` optimizer steps of fixed rows."""
     training, words = config.training, tokenizer()
     found = rows(config, steps, *_COLUMNS.get(training.objective, ("prompt", "chosen", "rejected")))
-    if training.objective == "kto":
-        found = found.add_column("label", [number % 3 > 0 for number in range(len(found))])
+    if training.objective in ("kto", "classify"):
+        classes = max(2, training.num_labels)
+        found = found.add_column("label", [number % classes for number in range(len(found))])
     tokens = tokenised(found, words, objective=training.objective, max_length=training.max_length)
     return made(config, tokens, tokenizer=words)
