@@ -16,6 +16,7 @@ from autofit.errors import ConfigError
 from autofit.frontends import ms_swift
 from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
+from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
 from autofit.frontends.sources import source_of
 from autofit.frontends.writing import can_say, in_own_keys, written
@@ -99,6 +100,9 @@ def test_llama_factory_trains_whole_models_from_float32_masters_unless_told_othe
 def test_llama_factory_takes_its_preference_loss_from_float32_logits_and_its_packed_rows_whole(tmp_path: Path) -> None:
     dpo = of_yaml(tmp_path, {**LLAMA, "stage": "dpo", "pref_beta": 0.2, "cutoff_len": 1024})
     assert [dpo.values[key] for key in ("objective", "float32_logits", "beta")] == ["dpo", True, 0.2]
+    assert (
+        of_yaml(tmp_path, {**LLAMA, "stage": "kto", "lora_dropout": 0.1, "cutoff_len": 64}).values["lora_dropout"] == 0
+    )
     packed = of_yaml(tmp_path, {**LLAMA, "neat_packing": True, "cutoff_len": 1024}).values
     assert [packed[key] for key in ("packing", "block_diagonal", "max_length")] == [True, True, 1024]
     frozen = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze"})
@@ -320,6 +324,20 @@ def test_ms_swift_makes_16_samples_or_more_over_all_ranks(tmp_path: Path, micro:
     values = {"model": "m", "per_device_train_batch_size": micro, "tuner_type": "full"}
     found = ms_swift.recipe(values, folder=tmp_path, ranks=ranks)
     assert found.values["gradient_accumulation_steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "reentrant", "dropout"),
+    [({}, None, True, 0.05), ({}, 2, False, 0.05), ({"deepspeed": "zero2"}, 2, True, 0.05),
+     ({TYPE: "dpo"}, None, True, 0.0), ({TYPE: "rm", "disable_dropout": "false"}, None, True, 0.05)],
+)  # fmt: skip
+def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_losses_over_answers(
+    more: dict[str, object], ranks: int | None, reentrant: bool, dropout: float, tmp_path: Path
+) -> None:
+    values = {"model": "m", "max_length": 64, "tuner_type": "lora", **more}
+    found = ms_swift.recipe(values, folder=tmp_path, ranks=ranks).values
+    assert found["gradient_checkpointing_kwargs"] == {"use_reentrant": reentrant}
+    assert found["lora_dropout"] == dropout
 
 
 def test_ms_swifts_grpo_is_trls_with_its_own_defaults(tmp_path: Path) -> None:

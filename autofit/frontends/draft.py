@@ -116,6 +116,12 @@ class Draft:
             self.values[ours] = value
             self.keys[ours] = key or ours
 
+    def without_dropout(self, key: str) -> None:
+        """Leave the adapter's dropout out, as trainers do whose loss is over whole answers; `key` is why."""
+        if self.values.get("lora_dropout"):
+            self.put("lora_dropout", 0.0, key)
+            self.defaults.pop("lora_dropout", None)
+
     def same(self, *names: str) -> None:
         """Take keys over that mean the same in transformers. Numbers such as 1e-5, which YAML has as text, are read."""
         for name in names:

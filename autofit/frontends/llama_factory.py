@@ -124,6 +124,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         )
     if stage in ("dpo", "kto"):
         _preferences(draft, stage)
+        draft.without_dropout("stage")  # train/dpo/trainer.py and train/kto/trainer.py, disable_dropout
     elif stage == "sft" and draft.is_on("use_asft_loss"):  # sft/workflow.py; LoRA gets no reference there
         if draft.values.get("use_peft"):
             raise ConfigError("use_asft_loss needs finetuning_type full or freeze: LLaMA-Factory fails with adapters")

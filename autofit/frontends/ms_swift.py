@@ -377,6 +377,8 @@ def _checkpointing(draft: Draft, *, is_replicated: bool) -> None:
 
 
 def _others(draft: Draft, kind: str) -> None:
+    if kind in _LIKE and kind not in _NAMED_BY and draft.is_on("disable_dropout", True):  # rlhf_trainers/rlhf_mixin.py
+        draft.without_dropout("disable_dropout")
     attention = draft.text("attn_impl")
     if attention is not None and attention not in _ATTENTION:
         draft.note(f"attn_impl {attention} is simulated as PyTorch's own attention (sdpa)")
