@@ -91,6 +91,7 @@ CASES: dict[str, dict[str, object]] = {
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
+    "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
     "last layer": {"trainable_layers": 1},
 }
 
@@ -159,6 +160,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ({"peft_adapter": {"peft_type": "OFT"}}, "peft_adapter is used in place of LoRA; it needs use_peft: true"),
         ({"use_peft": True, "peft_adapter": {"r": 8}}, "peft_adapter must be a mapping with a peft_type"),
         ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
+        ({"added_layers": 2, "trainable_layers": 2}, "added_layers are trained alone; omit them or trainable_layers"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
@@ -373,6 +375,19 @@ def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
     )
     assert (abs(sum(apart) / 2 - together) > 1e-4) is split
     assert bool(hf_tiers(loss)) is split
+
+
+def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_trained_alone() -> None:
+    torch.manual_seed(0)
+    model = build_model(Model(kind="sft"), num_hidden_layers=4)
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(input_ids=ids).logits
+    hf_training.add_layers(model, 2)
+    assert {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad} == {2, 5}
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(6))
+    assert torch.equal(model(input_ids=ids).logits, before)
+    with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of added_layers 4"):
+        hf_training.add_layers(model, 4)
 
 
 def test_another_adapter_has_the_modules_that_lora_would_have() -> None:

@@ -121,6 +121,8 @@ def test_adapters_of_pefts_other_than_lora_are_read_with_the_tools_own_options(t
         "beta2": 0.85, "orth_reg_weight": 0.5,
     }  # fmt: skip
     assert not can_say(found, "lora_r", 4)
+    pro = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--tuner_type llamapro")).values
+    assert (pro["added_layers"], "use_peft" in pro) == (4, False)
     bone = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--tuner_type bone")).values
     assert bone["peft_adapter"] == {"peft_type": "MISS", "r": 4}
 

@@ -50,7 +50,7 @@ class HfTrainer(SamplesTrainer):
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "num_labels", "beta", "simpo_gamma", "nll_weight", "float32_logits",
-                "pad_to_max_length", "trainable_layers", "spread_layers", "peft_adapter")  # fmt: skip
+                "pad_to_max_length", "trainable_layers", "spread_layers", "added_layers", "peft_adapter")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -64,6 +64,8 @@ class HfTrainer(SamplesTrainer):
             raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:
             raise ConfigError("qat trains whole models; omit use_peft or qat")
+        if training.added_layers is not None and config.model.use_peft:
+            raise ConfigError("added_layers are trained alone; omit use_peft or added_layers")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
         if count is not None and mixed and not (training.bf16 or training.fp16):
             raise ConfigError(
@@ -77,7 +79,9 @@ class HfTrainer(SamplesTrainer):
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
-        other = any(facts.resolved[key] is not None for key in ("trainable_layers", "peft_adapter", "qat"))
+        other = any(
+            facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
+        )
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:

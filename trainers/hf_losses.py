@@ -53,8 +53,8 @@ class _Referenced(_Preferences):
 class DpoTrainer(_Referenced):
     """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
 
-    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py), of float32
-    logits, and in ms-swift (rlhf_trainers/dpo_trainer.py), which makes log-probabilities row by row. The reference is
+    The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py, of float32
+    logits) and in ms-swift (rlhf_trainers/dpo_trainer.py), which makes log-probabilities row by row. The reference is
     a model of its own, or the policy without its adapter.
     """
 

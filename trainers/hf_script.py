@@ -73,6 +73,12 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     trainable_layers: int | None = field(
         default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
     )
+    added_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many copies of layers, spread evenly, are added to the model and trained; the rest is frozen."
+        },
+    )
     spread_layers: bool = field(
         default=False,
         metadata={"help": "Whether `trainable_layers` are spread evenly over the model, instead of its last ones."},
@@ -95,7 +101,7 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         wrong = [
             f"{key} must be 1 or more; got {value}"
-            for key in ("max_length", "pad_to_multiple_of", "trainable_layers", "num_labels")
+            for key in ("max_length", "pad_to_multiple_of", "trainable_layers", "added_layers", "num_labels")
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if self.packing and self.objective not in TOKENS:
@@ -106,6 +112,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
         if self.qat is not None and not isinstance(self.qat, dict):
             wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
+        if self.added_layers is not None and self.trainable_layers is not None:
+            wrong.append("added_layers are trained alone; omit them or trainable_layers")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:

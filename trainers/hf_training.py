@@ -1,5 +1,6 @@
 """A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,11 +125,14 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
-    elif training.trainable_layers is not None:
-        _freeze_all_but(model, training.trainable_layers, spread=training.spread_layers)
-        # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers keep
-        # nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
-        model.enable_input_require_grads = lambda: None
+    elif training.trainable_layers is not None or training.added_layers is not None:
+        if training.added_layers is None:
+            _freeze_all_but(model, training.trainable_layers, spread=training.spread_layers)
+            # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers
+            # keep nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
+            model.enable_input_require_grads = lambda: None
+        else:
+            add_layers(model, training.added_layers)
         # With re-entrant checkpointing the first trained layer, whose input needs no gradient, would get none
         for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # its newer name
             if hasattr(training, name):
@@ -173,13 +177,54 @@ def _freeze_all_but(model: Any, count: int, *, spread: bool) -> None:
     LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). Raises ConfigError.
     """
     model.requires_grad_(False)
-    number = model.config.get_text_config().num_hidden_layers
-    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
+    _, layers = _layers(model)
+    number = len(layers)
     if spread and number % count:
         raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")
-    layers = list(next(lists))
     for layer in layers[number // count - 1 :: number // count] if spread else layers[-count:]:
         layer.requires_grad_(True)
+
+
+def _layers(model: Any) -> tuple[str, list[Any]]:
+    """(the name of the list of a model's layers, the layers)."""
+    number = model.config.get_text_config().num_hidden_layers
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
+    name, found = next(lists)
+    return name, list(found)
+
+
+def add_layers(model: Any, count: int) -> None:
+    """Add a copy of the last of each of `count` groups of layers behind it, and freeze all but these.
+
+    The copies add nothing at first, as ms-swift's LLaMA-Pro makes them (swift/tuners/llamapro.py). Raises ConfigError.
+    """
+    model.requires_grad_(False)
+    name, layers = _layers(model)
+    config = model.config.get_text_config()
+    if len(layers) % count:
+        raise ConfigError(f"the {len(layers)} layers of the model must be a multiple of added_layers {count}")
+    each = len(layers) // count
+    kinds = getattr(config, "layer_types", None)
+    found, found_kinds = [], []
+    for place, layer in enumerate(layers):
+        new = [layer]
+        if place % each == each - 1:
+            new.append(copy.deepcopy(layer).requires_grad_(True))
+            for part, module in new[1].named_modules():
+                if part.endswith((".o_proj", ".down_proj")):
+                    for parameter in module.parameters():
+                        parameter.data.zero_()
+        found += new
+        found_kinds += [kinds[place]] * len(new) if kinds else []
+    for place, layer in enumerate(found):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, torch.nn.ModuleList(found))
+    config.num_hidden_layers = len(found)
+    if kinds:
+        config.layer_types = found_kinds
 
 
 def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:

@@ -288,10 +288,10 @@ def _tuner(draft: Draft) -> None:
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
     quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
-    if quantised and kind == "full":
+    if quantised and kind in ("full", "llamapro"):
         raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
-    if kind not in ("lora", "full", *_ADAPTERS):
-        raise ConfigError(f"tuner_type {kind} is not simulated; full, lora, {', '.join(_ADAPTERS)} are")
+    if kind not in ("lora", "full", "llamapro", *_ADAPTERS):
+        raise ConfigError(f"tuner_type {kind} is not simulated; full, lora, llamapro, {', '.join(_ADAPTERS)} are")
     quantizer, bits = draft.text("quant_method"), draft.whole("quant_bits")
     nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
     storage = draft.text("bnb_4bit_quant_storage")
@@ -314,7 +314,9 @@ def _tuner(draft: Draft) -> None:
             draft.put("use_bnb_nested_quant", nested, "bnb_4bit_use_double_quant")
             draft.put("bnb_4bit_quant_type", table)
             draft.put("bnb_4bit_quant_storage", storage)
-    if kind == "full":
+    if kind == "llamapro":
+        _llamapro(draft)
+    if kind in ("full", "llamapro"):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
         return
@@ -338,6 +340,17 @@ def _tuner(draft: Draft) -> None:
     draft.put("use_rslora", stable or None)
     if "objective" in draft.values:
         draft.put("adapter_dtype", cast or "float32", "lora_dtype")
+
+
+def _llamapro(draft: Draft) -> None:
+    """swift/tuners/llamapro.py. Raises ConfigError for what its own trainer, or ours, does not take."""
+    blocks, groups = draft.whole("llamapro_num_new_blocks", 4), draft.whole("llamapro_num_groups")
+    if groups not in (None, blocks):
+        raise ConfigError("llamapro_num_groups is simulated where it equals llamapro_num_new_blocks; omit it")
+    if draft.values.get("load_in_4bit") or draft.values.get("load_in_8bit") or "objective" not in draft.values:
+        raise ConfigError("tuner_type llamapro is not simulated with quant_method or rlhf_type grpo")
+    draft.put("added_layers", blocks, "llamapro_num_new_blocks")
+    draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit"))
 
 
 def _length(draft: Draft, kind: str) -> int:

@@ -53,6 +53,8 @@ def _weights(foreign: Foreign) -> str:
         adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
+    if values.get("added_layers"):
+        return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
     if values.get("trainable_layers"):
         layers = f"{'' if values.get('spread_layers') else 'the last '}{values['trainable_layers']} layers"
         trained = f"{layers} trained, held in {values.get('adapter_dtype') or dtype}"

@@ -321,10 +321,12 @@ def _standing(model: Any) -> dict[int, float]:
 def needs_all_layers(values: Mapping[str, object]) -> bool:
     """Whether a model with fewer layers would train otherwise.
 
-    LoRA settings may name single layers, and a recipe may train the last ones only. DeepSpeed lays all parameters into
-    flat buffers, which is not a pattern of layers that could be repeated.
+    LoRA settings may name single layers, and a recipe may train some of them only, or add some. DeepSpeed lays all
+    parameters into flat buffers, which is not a pattern of layers that could be repeated.
     """
-    if Launch.of(values).sharding.startswith("zero") or values.get("trainable_layers") is not None:
+    if Launch.of(values).sharding.startswith("zero"):
+        return True
+    if any(values.get(key) is not None for key in ("trainable_layers", "added_layers")):
         return True
     named = [str(value) for key, value in values.items() if key.startswith("lora_") and not isinstance(value, float)]
     return any(re.search(r"layers|\.\d|[\[(]\d", name) for name in named)
