@@ -15,7 +15,7 @@ EXIT_CODES = {
 }
 GROUPS: Mapping[str, Sequence[str]] = {
     "Ask, without a GPU": ("check", "estimate", "advise", "doctor", "explain", "fit-check"),
-    "Search and prove": ("search", "verify", "report", "studies"),
+    "Search and prove": ("search", "verify", "report", "studies", "export"),
     "Train": ("promote", "run", "monitor", "jobs"),
     "Track": ("ui", "sync"),
     "Set up": ("init", "completion", "server", "web"),
@@ -34,6 +34,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "verify": ("verify best", "verify 3 --study grpo-40.00GB"),
     "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),
+    "export": ("export best --to verl", "export 3 --to verl --study grpo-40.00GB"),
     "promote": ("promote best", "promote 3 --out tuned.yaml --write-only"),
     "run": ("run pipeline.yaml --plan --gpu h100", "run pipeline.yaml --only sft --set sft.max_steps=100"),
     "monitor": ("monitor", "monitor --once --json"),
