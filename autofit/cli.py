@@ -17,6 +17,7 @@ from autofit.commands.completion import completion
 from autofit.commands.doctor import doctor
 from autofit.commands.estimate import estimate
 from autofit.commands.explain import explain
+from autofit.commands.export import export
 from autofit.commands.fit_check import fit_check
 from autofit.commands.init import init
 from autofit.commands.jobs import jobs
@@ -40,7 +41,7 @@ _COMMANDS = {
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain, "fit-check": fit_check,
     "server": server, "init": init, "completion": completion,
-    "web": web,
+    "web": web, "export": export,
 }  # fmt: skip
 
 

@@ -12,11 +12,12 @@ import tiny
 import yaml
 from rank_peaks import real_peaks
 
+from autofit.api.exporting import export_of
 from autofit.api.reading import source_of
 from autofit.api.verl_log import rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
-from autofit.frontends import verl_recipe, verl_rules
+from autofit.frontends import verl_recipe, verl_rules, verl_script
 from autofit.frontends.verl_log import read_log
 from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -30,6 +31,7 @@ from autofit.recipe.source import Source
 from autofit.recipe.spread import spread
 from autofit.trainers.verl import TRAINER
 from autofit.trainers.verl_settings import Settings
+from autofit.tuning.record import StudyRecord
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -254,6 +256,71 @@ def test_changes_are_written_into_a_yaml_at_their_place(tmp_path: Path) -> None:
     assert {key: values[key] for key in CHANGES} == CHANGES
     with pytest.raises(ConfigError, match="max_steps: 9 has no key in verl"):
         in_own_keys(verl_recipe.recipe(QWEN), {"max_steps": 9})
+
+
+# -- a trial as overrides ---------------------------------------------------------------------------------------------
+
+TRL = {
+    "model_name_or_path": "Qwen/Qwen3-8B", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8,
+    "steps_per_generation": 16, "num_generations": 16, "num_iterations": 1, "max_completion_length": 2048,
+    "learning_rate": 2e-6, "max_grad_norm": 0.5, "epsilon": 0.1, "epsilon_high": 0.28, "beta": 0.04,
+    "loss_type": "dr_grpo", "scale_rewards": "none", "lr_scheduler_type": "linear", "dtype": "bfloat16",
+    "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "vllm_tensor_parallel_size": 2, "max_steps": 100,
+    "gradient_checkpointing": True, "use_peft": False, "launch": Launch(ranks=8, sharding="fsdp2").to_values(),
+}  # fmt: skip
+
+
+def test_a_grpo_trial_goes_to_verl_with_its_batch_and_the_differences_are_named() -> None:
+    record = StudyRecord(trainer="grpo", values={"optim": "sgd", "epsilon": 0.1}, resolved=TRL)
+    made = export_of(record, 3, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16,
+                                 "steps_per_generation": 32}, "study")  # fmt: skip
+    values = verl_recipe.recipe(made.overrides).values
+    assert values["ppo_micro_batch_size_per_gpu"] == 2
+    assert values["gradient_accumulation_steps"] == 16  # 256 completions an optimizer step, 16 prompts x 16
+    assert values["steps_per_generation"] == 32
+    assert values["reference"] is True
+    assert values["launch"]["sharding"] == "fsdp2"  # type: ignore[index]
+    said = made.overrides
+    assert said["data.train_batch_size"] == 32
+    assert said[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert said[f"{ACTOR}.loss_scale_factor"] == 2048
+    assert (said[f"{ACTOR}.clip_ratio_low"], said[f"{ACTOR}.clip_ratio_high"]) == (0.1, 0.28)
+    assert said["trainer.total_training_steps"] == 50  # of two optimizer steps each
+    assert said["algorithm.norm_adv_by_std_in_grpo"] is False
+    text = str(made)
+    assert "# lr_scheduler_type linear: verl has constant and cosine" in text
+    assert "# not carried over: optim, per_device" not in text
+    assert "# not carried over: optim" in text
+    command = text[text.index("python3") :]
+    assert verl_script.overrides(command)[0].items() >= {k: v for k, v in said.items() if v is not None}.items()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps_per_generation": 12}, "must be a multiple of the effective batch 256"),
+        ({"num_generations": 12}, "that of num_generations=12"),
+        ({"vllm_tensor_parallel_size": 3}, "must divide the 8 GPUs"),
+    ],
+)
+def test_a_batch_that_verl_cannot_hold_is_not_exported(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_of(StudyRecord(trainer="grpo", resolved={**TRL, **changed}), 0, {}, "study")
+    with pytest.raises(ConfigError, match="takes a study of a verl config or a grpo recipe; s is of sft"):
+        export_of(StudyRecord(trainer="sft"), 0, {}, "s")
+
+
+def test_a_trial_of_a_verl_config_is_overrides_behind_the_users_command(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(QWEN))
+    record = StudyRecord(trainer="verl", foreign=origin_of(path))
+    made = export_of(record, 1, {**CHANGES, "env": {"NCCL_NVLS_ENABLE": "0"}}, "study")
+    assert str(made).splitlines() == [
+        "# NCCL_NVLS_ENABLE 0 (in the environment)",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true "
+        "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    ]
+    assert str(export_of(record, 0, {}, "study")) == "# the trial changes nothing of the config"
 
 
 # -- a log ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from autofit.recipe.secrets import without_secrets
 from autofit.recipe.trainer_keys import TRAINERS
 
 _UNKNOWN = "unrecognized arguments: "
-_OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run")
+_OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run", "export")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,6 +152,14 @@ def parser() -> argparse.ArgumentParser:
 
     _run(commands)
     _jobs(commands)
+
+    export = _command(commands, "export", "print a trial in another tool's keys, to paste behind its command")
+    export.add_argument("trial", metavar="TRIAL", help="a trial's number, or `best`")
+    export.add_argument("--to", choices=("verl",), required=True,
+                        help="the tool: verl takes overrides; what differs from a grpo recipe stands above as comments"
+                        )  # fmt: skip
+    export.add_argument("--study", help="name of the study (default: the one used last)")
+    export.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
 
     ui = _command(commands, "ui", "serve MLflow on 127.0.0.1 and print the address that compares the Pareto front")
     ui.add_argument("--study", help="name of the study (default: the one used last)")

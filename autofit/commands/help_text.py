@@ -15,7 +15,7 @@ EXIT_CODES = {
 }
 GROUPS: Mapping[str, Sequence[str]] = {
     "Ask, without a GPU": ("check", "estimate", "advise", "doctor", "explain", "fit-check"),
-    "Search and prove": ("search", "verify", "report", "studies"),
+    "Search and prove": ("search", "verify", "report", "studies", "export"),
     "Train": ("promote", "run", "monitor", "jobs"),
     "Track": ("ui", "sync"),
     "Set up": ("init", "completion", "server", "web"),
@@ -35,6 +35,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),
     "promote": ("promote best", "promote leanest --out tuned.yaml --write-only"),
+    "export": ("export best --to verl", "export 3 --to verl --study grpo-40.00GB"),
     "run": ("run pipeline.yaml --plan --gpu h100", "run pipeline.yaml --only sft --set sft.max_steps=100"),
     "monitor": ("monitor", "monitor --once --json"),
     "jobs": ("jobs", "jobs tail 12 --follow"),

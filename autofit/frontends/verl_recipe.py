@@ -311,6 +311,7 @@ def _unshared(config: VerlConfig) -> Iterator[str]:
             )
 
 
+_OPTIMIZER = {"optimizer_impl": "torch.optim", "optimizer": "AdamW"}
 _NOT_SIMULATED = {
     f"{_M}.enable_activation_offload": "its copies run between the layers",
     f"{_M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
@@ -336,6 +337,9 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
         yield "use_remove_padding False is simulated as True: samples of full length have no padding"
     if config.is_on(f"{_M}.use_liger"):
         yield "Liger's kernels were not simulated; the layers ran without them, which needs at least as many bytes"
+    optimizer = [str(config.said.get(f"{_A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
+    if optimizer != list(_OPTIMIZER.values()):
+        yield f"actor.optim {'.'.join(optimizer)} is simulated as torch's AdamW, whose states have 8 bytes a parameter"
     for path in ("reward_model.enable", "reward.reward_model.enable"):
         if config.is_on(path):
             yield f"{path}: the reward model is not simulated, and takes memory besides"

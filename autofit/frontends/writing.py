@@ -84,20 +84,27 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     """
     if not origin:
         return ""
+    own, others = own_changes(origin, changes)
+    if origin["tool"] == VERL.name:
+        parts = [" ".join(override(key, value) for key, value in own.items())] if own else []
+    else:
+        parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
+    return ", ".join((*parts, *others))
+
+
+def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """(changes in the keys of the file that a recipe was, the words of those that it has no key for)."""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
     changes = dict(_flat(changes))
     said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
-    others = {key: value for key, value in changes.items() if key not in said and value is not None}
-    own = in_own_keys(foreign, said)
-    if foreign.tool == VERL.name:
-        parts = [" ".join(_override(key, value) for key, value in own.items())] if own else []
-    else:
-        parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
-    for key, value in others.items():
+    others: list[str] = []
+    for key, value in changes.items():
+        if key in said or value is None:
+            continue
         name = key.removeprefix(_ENV).removeprefix(_LAUNCH)
         where = "the environment" if key.startswith(_ENV) else "its launch" if key.startswith(_LAUNCH) else ""
-        parts.append(f"{name} {value} ({f'in {where}' if where else f'{foreign.tool} has no key for it'})")
-    return ", ".join(parts)
+        others.append(f"{name} {value} ({f'in {where}' if where else f'{foreign.tool} has no key for it'})")
+    return in_own_keys(foreign, said), others
 
 
 def _flat(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -225,7 +232,7 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
 
     The last of several overrides of a key is the one that counts.
     """
-    name, shown = key.lstrip("+"), _override(key, value)
+    name, shown = key.lstrip("+"), override(key, value)
     places = list(re.finditer(rf"""(?<=[\s(])(['"]?)(\+{{0,2}}){re.escape(name)}=(?:(?=\s)|{_WORD}|[^\s'"]*)""", text))
     if len(places) == 1 and not places[0][1] and text.count(f"{name}=") == 1:
         found = places[0]
@@ -234,7 +241,7 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
     return f"{text[:end].rstrip()} \\\n    {shown}{text[end:]}"
 
 
-def _override(key: str, value: object) -> str:
+def override(key: str, value: object) -> str:
     """`a.b=8`, as hydra takes it in a shell."""
     return shlex.quote(f"{key}={'null' if value is None else _flow(value)}")
 
