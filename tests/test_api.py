@@ -193,7 +193,7 @@ def a_result() -> SearchResult:
         return Trial(number=number, tier="neutral", changes=changes, params={}, result=result)
 
     trials = [trial(0, step_s=2.0, changes={}), trial(1, step_s=1.0, changes={"run_name": "<script>&[red]"})]
-    return SearchResult.of(trials, study="s", folder=Path(), original={}, target_bytes=10**8, why="1 < 2 [b]")
+    return SearchResult.of(trials, study="s", folder=Path(), original={}, target_bytes=10**8, reasons=("1 < 2 [b]",))
 
 
 def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
@@ -201,7 +201,7 @@ def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
 
     found = a_result()
     with pytest.raises(FrozenInstanceError):
-        found.why = ""  # type: ignore[misc]
+        found.study = ""  # type: ignore[misc]
     assert found.winner is not None
     with pytest.raises(FrozenInstanceError):
         found.winner.number = 5  # type: ignore[misc]
@@ -221,8 +221,7 @@ def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
 def test_progress_is_a_line_of_text() -> None:
     best = a_result().winner
     assert str(Progress(done=3, probing=("trial 3: lora_r 4 -> 2",), best=best, elapsed_s=62.0, left_s=5.0)) == (
-        "3 done, probing trial 3: lora_r 4 -> 2 | best trial 1 [neutral] at 1.00 s a step, 2.00x | 1m02s, about 5.00 s "
-        "left"
+        "3 done, probing trial 3 | best trial 1 [neutral] at 1.00 s a step, 2.00x | 1m02s, about 5.00 s left"
     )
     assert str(Progress(done=0, probing=(), best=None, elapsed_s=1.0, left_s=None)) == (
         "0 done, probing ... | best none yet | 1.00 s"

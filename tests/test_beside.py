@@ -77,8 +77,8 @@ def test_beside_a_search_only_lower_tiers_are_told() -> None:
 
 def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
     change = Outside.of(faster(below="neutral")[0][0], step_s=9.0)
-    (head, line) = outside_lines([change], {"dtype": None}, "neutral", fits=True)
-    assert "--allow approximate or --allow recipe" in head
+    _, line, tries = outside_lines([change], {"dtype": None}, "neutral", fits=True)
+    assert "--allow approximate or --allow recipe" in tries
     assert line == "  dtype None -> bfloat16 (approximate): 5.00 s a step, 9.00 GB, 1.80x   --set dtype=bfloat16"
     assert outside_lines([], {}, "neutral", fits=True) == []
 

@@ -141,7 +141,7 @@ def test_where_nothing_is_faster_in_turns_the_recipe_stays_as_it_is_whoever_asks
     assert (found.winner.number, found.winner.speedup) == (best.number, 1.0)
     assert f"{best.number} *" in list(found.table().columns[0].cells)
     assert why(trials, {}, None, RULE).startswith(f"trial {best.number} wins: the recipe as it is, at ")
-    assert "; no other trial that was compared with it in turns (" in why(trials, {}, None, RULE)
+    assert ". No other trial that was compared with it in turns (" in why(trials, {}, None, RULE)
     content = found.to_dict()["confirmation"]
     assert content["status"] == "baseline"  # type: ignore[index]
     assert all(f["comparison"]["faster"] is False for f in content["fallen"])  # type: ignore[index]
@@ -172,7 +172,7 @@ def test_a_baseline_that_runs_out_of_memory_in_its_turn_is_nothing_to_compare_wi
     assert (best.number, best.comparison) == (first.number, None)
     assert best.confirmed is not None
     assert any("trial 0 failed its confirmation run: out of memory" in line for line in said)
-    assert ", the recipe as it is does not fit, at " in why(trials, {}, None, RULE)
+    assert "(the recipe as it is does not fit), and " in why(trials, {}, None, RULE)
 
 
 def test_with_another_goal_than_speed_the_finalist_is_probed_alone(

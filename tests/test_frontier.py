@@ -60,8 +60,8 @@ def test_of_equally_fast_trials_the_one_with_clearly_less_memory_wins(
     assert best is not None
     assert best.number == number + 1
     said = why(trials, {}, limit, {"goal": "speed", "target_bytes": limit})
-    assert ("is faster by " in said) is (costs_of(trials[0]) < costs_of(best)), said
-    assert ("but needs 7.65 GB more and leaves 70.0 MB free" in said) is (rows[1] == (3.22, 55.0)), said
+    assert (" % faster, but needs " in said) is (costs_of(trials[0]) < costs_of(best)), said
+    assert ("but needs 7.65 GB more and leaves only 70.0 MB; 2 is chosen" in said) is (rows[1] == (3.22, 55.0)), said
 
 
 def costs_of(one: Trial) -> float:
@@ -98,7 +98,7 @@ def test_with_nothing_in_the_band_the_nearest_from_below_wins() -> None:
     rows = [TRIALS[1], TRIALS[2], TRIALS[4]]
     assert winner(rows, goal="utilisation", target_bytes=10 * GB) is TRIALS[2]
     said = why(rows, {}, 10 * GB, {"goal": "utilisation", "target_bytes": 10 * GB})
-    assert said.endswith("; no trial is between 75% and 85%")
+    assert said.endswith(". No trial is between 75% and 85%")
     nearly = [trial(0, 1.0, 6.0), trial(1, 1.0, 6.1, tier="recipe")]  # 1 % nearer is not worth a tier
     assert winner(nearly, goal="utilisation", target_bytes=10 * GB) is nearly[0]
 

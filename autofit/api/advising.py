@@ -100,6 +100,6 @@ def outside_lines(found: Sequence[Outside], original: Mapping[str, object], allo
         return []
     lower = " or ".join(f"--allow {tier}" for tier in TIERS[TIERS.index(allow) + 1 :])
     goal = " with --goal speed-at-any-tier" if fits else ""  # without it a search stays in the highest tier that fits
-    permits = f" ({lower}{goal} lets a search try such changes, --set makes one)" if lower else ""
-    head = f"Outside the {allow} tier, on top of the winner, predicted" if fits else "What would fit, predicted"
-    return [f"{head}{permits}:", *(f"  {one.line(original)}" for one in found)]
+    head = f"Faster on top of the winner, but outside the {allow} tier" if fits else "What would fit"
+    tries = [f"To use one: the same command with its --set. To try them all: {lower}{goal}."] if lower else []
+    return [f"{head}, predicted:", *(f"  {one.line(original)}" for one in found), *tries]

@@ -37,7 +37,7 @@ class Progress:
             best += "" if self.best.speedup is None else f", {self.best.speedup:.2f}x"
             best += "" if self.best.margin_bytes is None else f", {format_bytes(self.best.margin_bytes)} free"
         left = "" if self.left_s is None else f", about {format_seconds(self.left_s)} left"
-        now = ", ".join(self.probing) or "..."
+        now = ", ".join(one.partition(":")[0] for one in self.probing) or "..."  # their changes are said when they end
         return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"
 
 

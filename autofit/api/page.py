@@ -218,8 +218,9 @@ def _outside(result: SearchResult) -> list[Html]:
     if not lines and not relaxed:
         return []
     head = element("h2", "What lies outside the allowed tier" if result.winner else "What would make it fit")
-    return [head, bullets([*relaxed]), *(element("p", line) for line in lines[:1]),
-            bullets(element("code", line.strip()) for line in lines[1:])]  # fmt: skip
+    shown = bullets(element("code", line.strip()) for line in lines if line.startswith("  "))
+    said = [element("p", line) for line in lines if not line.startswith("  ")]
+    return [head, bullets([*relaxed]), *said[:1], shown, *said[1:]]
 
 
 # -- the full runs ----------------------------------------------------------------------------------------------------

@@ -13,15 +13,22 @@ from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_
 from autofit.api.trials import TrialResult
 from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
-from autofit.probing.result import ProbeStatus
+from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tracking.front_frame import Picture
 from autofit.tracking.front_plot import front_figure, title_of
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
-from autofit.tuning.record import kept_proof, record_of
+from autofit.tuning.record import StudyRecord, kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
-from autofit.tuning.sentences import confirmation_json, confirmation_note, predicted_note, repeat_note, rule_json, why
+from autofit.tuning.sentences import (
+    confirmation_json,
+    confirmation_note,
+    predicted_note,
+    reasons,
+    repeat_note,
+    rule_json,
+)
 from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
@@ -44,7 +51,7 @@ class SearchResult(Shown):
     front: tuple[TrialResult, ...]  # the trials that nothing beats in both step time and bytes, fastest first
     winner: TrialResult | None  # None where nothing fits
     baseline: TrialResult | None  # the recipe as it is; None where it was not probed
-    why: str  # why the winner won, or what to relax when nothing fits
+    reasons: tuple[str, ...]  # sentences: what the winner changes and gives, or what to relax when nothing fits
     confirmation: Mapping[str, object] | None  # the winner's longer probes: figures, comparison, those that gave way
     confirmation_note: str
     counts: Mapping[str, int]  # trials asked for, by status, and candidates screened out by their prediction
@@ -67,7 +74,8 @@ class SearchResult(Shown):
     @classmethod
     def of(
         cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
-        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None, why: str = "",
+        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None,
+        reasons: Sequence[str] = (),
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
@@ -87,7 +95,8 @@ class SearchResult(Shown):
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(front, best)),
             foreseen=tuple(ahead),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
-            why=why, confirmation=confirmation_json(trials, rule), confirmation_note=confirmation_note(trials, rule),
+            reasons=tuple(reasons), confirmation=confirmation_json(trials, rule),
+            confirmation_note=confirmation_note(trials, rule),
             repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
@@ -99,6 +108,11 @@ class SearchResult(Shown):
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the search; the same call goes on with it."""
         return self.stop is not None and self.stop.kind is StopKind.INTERRUPTED
+
+    @property
+    def why(self) -> str:
+        """Why the winner won, or what to relax when nothing fits, in one line without its full stop."""
+        return ". ".join(self.reasons)
 
     @property
     def stopped(self) -> str:
@@ -132,13 +146,12 @@ class SearchResult(Shown):
 
     def table(self) -> Table:
         """The front and the baseline, the winner marked."""
-        rows = list(self.front)
-        if self.baseline is not None and self.baseline.status is not None and self.baseline not in rows:
-            rows.append(self.baseline)
+        base = self.baseline
         return front_table(
-            rows, original=self.original, winner=None if self.winner is None else self.winner.number,
+            self.front, original=self.original, winner=None if self.winner is None else self.winner.number,
             target_bytes=self.target_bytes, fidelity=self.fidelity, device_name=self.device_name,
             foreseen=self.foreseen,
+            beside=base if base is not None and base.status is not None and base not in self.front else None,
         )  # fmt: skip
 
     def parts(self) -> list[Table | str]:
@@ -146,18 +159,22 @@ class SearchResult(Shown):
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours)
-        notes = [f"{note[:1].upper()}{note[1:]}." for note in (self.confirmation_note, self.repeat_note) if note]
+        notes = [_sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
-            f"{self.why}.",
+            *(_sentence(text) for text in self.reasons),
+            f"{margin}." if self.margin is not None and (margin := self._margin_words(self.margin)) else "",
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
-            f"{margin}." if self.margin is not None and (margin := margin_sentence(self.margin)) else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
         outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None)
         runs = [part for run in self.promoted for part in run.parts()]
         return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside, *runs]
+
+    def _margin_words(self, margin: Margin) -> str:
+        """What the winner leaves free; that this is predicted goes without saying where all is."""
+        return margin_sentence(margin, predicted=self.fidelity == Fidelity.PREDICTED)
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
@@ -180,7 +197,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
     return SearchResult.of(
         trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
         screened=record.screened, stop=stop,
-        why=why(trials, original, target, rule, allow=record.allow) + predicted_note(trials, record),
+        reasons=_reasons(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
         foreseen=record.points_ahead, trainer=record.trainer, card=record.card,
@@ -188,6 +205,16 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         own="" if best is None else own_words(record.foreign, best.yaml_changes),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
+
+
+def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
+    """Why the winner won; what was skipped ends the last sentence."""
+    *found, last = reasons(trials, record.resolved, record.target_bytes, record.rule, allow=record.allow)
+    return [*found, last + predicted_note(trials, record)]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:

@@ -69,11 +69,11 @@ def _plain(cell: object) -> str:
 
 def front_table(
     rows: Sequence[TrialResult], *, original: Mapping[str, object], winner: int | None, target_bytes: int | None,
-    fidelity: str, device_name: str, foreseen: Sequence[Foreseen] = (),
+    fidelity: str, device_name: str, foreseen: Sequence[Foreseen] = (), beside: TrialResult | None = None,
 ) -> Table:  # fmt: skip
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up.
 
-    A row of `foreseen` has no number and is marked as predicted.
+    A row of `foreseen` has no number and is marked as predicted; `beside` is the baseline where it is not on the front.
     """
     where = f" on {device_name}" if device_name else ""
     table = Folding(title=f"Pareto front (step time, device-used), {fidelity}{where}", from_width=_LEAST_FRONT)
@@ -81,21 +81,23 @@ def front_table(
         table.add_column(name, overflow="fold")
     for name in ("device-used", "of target", "free", "step", f"{samples_word(original)}/s", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
+    rows = [*rows, *([] if beside is None else [beside])]
     base = next((row.step_s for row in rows if not row.changes), None)
-    shown = [(row.step_s, row.device_used_bytes, _probed(row, original, winner, target_bytes)) for row in rows]
+    words = {row.number: describe_changes(row.changes, original) + _needs(row.needs) for row in rows}
+    if beside is not None:
+        words[beside.number] += ", not on the front"
+    shown = [(row.step_s, row.device_used_bytes, _probed(row, words[row.number], winner, target_bytes)) for row in rows]
     shown += [(f.step_s, f.device_used_bytes, _predicted(f, original, target_bytes, base)) for f in foreseen]
     for *_, cells in sorted(shown, key=lambda one: (one[0] or math.inf, one[1] or 0)):
         table.add_row(*cells)
     return table
 
 
-def _probed(
-    row: TrialResult, original: Mapping[str, object], winner: int | None, target_bytes: int | None
-) -> tuple[str, ...]:
+def _probed(row: TrialResult, changes: str, winner: int | None, target_bytes: int | None) -> tuple[str, ...]:
     return (
         f"{row.number} *" if row.number == winner else f"{row.number}",
         row.tier,
-        escape(describe_changes(row.changes, original) + _needs(row.needs)),
+        escape(changes),
         _or_dash(row.device_used_bytes, format_bytes, at_least=row.at_least),
         _share(row.device_used_bytes, target_bytes),
         _or_dash(row.margin_bytes, format_bytes),
@@ -184,17 +186,21 @@ def _signed(value: float, text: Callable[[int], str]) -> str:
     return _SAME if not value or shown == text(0) else f"{'+' if value > 0 else '-'}{shown}"
 
 
-def margin_sentence(margin: Margin) -> str:
-    """Free memory of the winner under the limit (target - headroom), in one sentence; "" without a target."""
+def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
+    """What the winner leaves under the limit (target - headroom), in one sentence; "" without a target.
+
+    `predicted`: that all figures are is said elsewhere.
+    """
     if margin.bytes_left is None:
         return ""
-    head = f"Free: {format_bytes(margin.bytes_left)} under the limit"
+    head = f"It leaves {format_bytes(margin.bytes_left)} under the limit"
     if margin.key is None:
         return head
     if margin.tokens is None:
         return f"{head}; how far {margin.key} can grow was not predicted"
     more = "at least" if margin.at_least else "about"
-    return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens ({margin.fidelity})"
+    source = "" if predicted else f" ({margin.fidelity})"
+    return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens{source}"
 
 
 def _share(used: int | None, target_bytes: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Sentences for people: the reason why a trial won, advice when nothing fits, and the state of the confirmation."""
+"""Sentences for people: the reasons why a trial won, advice when nothing fits, and the state of the confirmation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,53 +29,66 @@ def why(
     trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
     allow: Tier = "neutral",
 ) -> str:  # fmt: skip
-    """One sentence: the reason why the winner won, or advice when nothing fits."""
+    """The sentences of `reasons` in one line, without the last full stop."""
+    return ". ".join(reasons(trials, original, target_bytes, rule, allow=allow))
+
+
+def reasons(
+    trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
+    allow: Tier = "neutral",
+) -> list[str]:  # fmt: skip
+    """What the winner changes and what that gives; then why a faster trial did not win, without their full stops.
+
+    One sentence of advice when nothing fits.
+    """
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
-        return _what_to_relax(trials, target_bytes, allow)
+        return [_what_to_relax(trials, target_bytes, allow)]
     fitting = measured(trials)
     at_any = rule["goal"] in ("speed-at-any-tier", "utilisation")
     rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
     used = format_bytes(best.device_used_bytes or 0)
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
-    against = _against(best, baseline(trials), samples_word(original))
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [] if at_any else [t for t in lower if cost(t) < cost(best)]
-    note = f"; {len(faster)} faster trials change more than the {best.tier} tier allows" if faster else ""
+    notes = [f"{len(faster)} faster trials change more than the {best.tier} tier allows"] if faster else []
     compared = [t for t in rivals if t.comparison is not None]
     if compared and not best.changes:
-        return (
-            f"trial {best.number} wins: the recipe as it is, at {used}{of}; no other trial that was compared with it "
-            f"in turns ({len(compared)} of {len(rivals) - 1}) is clearly faster{note}"
-        )
+        head = f"trial {best.number} wins: the recipe as it is, at {used}{of}"
+        return [
+            head,
+            f"No other trial that was compared with it in turns ({len(compared)} of {len(rivals) - 1}) is clearly "
+            "faster",
+            *notes,
+        ]
     level = [t for t in rivals if cost(t)[0] < cost(best)[0]] if rule["goal"] in FASTEST else []
     if level and not compared:
-        note = f"; {_level(best, min(level, key=cost), rule['target_bytes'])}{note}"
-    change = describe_changes(best.changes, original)
+        notes.insert(0, _level(best, min(level, key=cost), rule["target_bytes"]))
     if rule["goal"] == "utilisation" and not in_band(best, rule["target_bytes"]):
-        note = f"; no trial is between {BAND[0]:.0%} and {BAND[1]:.0%}{note}"
+        notes.insert(0, f"No trial is between {BAND[0]:.0%} and {BAND[1]:.0%}")
     tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and keep the {best.tier} tier"
-    return (
-        f"trial {best.number} wins: {_WINS[rule['goal']]} of the {len(rivals)} that fit{tier}"
-        f"{against}, at {used}{of}, with {change}{note}"
-    )
+    gives = f"{format_seconds(best.step_s or 0)} a step{_against(best, baseline(trials), samples_word(original))}"
+    return [
+        f"trial {best.number} wins with {describe_changes(best.changes, original)}: {_WINS[rule['goal']]} of the "
+        f"{len(rivals)} that fit{tier}",
+        f"It takes {gives}, and {used}{of}",
+        *notes,
+    ]
 
 
 def _level(best: Trial, quick: Trial, limit_bytes: int | None) -> str:
     """Why `quick`, which is faster than the winner `best`, did not win."""
     ahead_s, more_bytes = cost(best)[0] - cost(quick)[0], cost(quick)[1] - cost(best)[1]
-    ahead = format_seconds(ahead_s)
     if more_bytes <= 0:
-        return f"trial {quick.number} was {ahead} a step faster, within the noise of two probes"
-    share = ahead_s / cost(quick)[0]
+        return f"Trial {quick.number} was {format_seconds(ahead_s)} a step faster, within the noise of two probes"
     most = edge_bytes(limit_bytes)
     at_edge = ""
     if limit_bytes is not None and most is not None and cost(quick)[1] > most:
-        at_edge = f" and leaves {format_bytes(limit_bytes - cost(quick)[1])} free"
+        at_edge = f" and leaves only {format_bytes(limit_bytes - cost(quick)[1])}"
     return (
-        f"trial {quick.number} is faster by {ahead} a step ({share:.1%}), which counts as equal, but needs "
-        f"{format_bytes(more_bytes)} more{at_edge}"
+        f"Trial {quick.number} is {100 * ahead_s / cost(quick)[0]:.1f} % faster, but needs {format_bytes(more_bytes)} "
+        f"more{at_edge}; {best.number} is chosen"
     )
 
 
@@ -86,7 +99,7 @@ def _against(best: Trial, base: Trial | None, word: str) -> str:
     if not best.changes:
         return ""
     if base is not None and base.result is not None and not base.fits:
-        return ", the recipe as it is does not fit"
+        return " (the recipe as it is does not fit)"
     speed = best.speedup(base)
     return "" if speed is None else f", {speed:.2f}x the baseline's {word}/s"
 
