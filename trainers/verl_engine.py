@@ -4,6 +4,7 @@ Read in verl at commit 1dda039b: verl/workers/engine/fsdp/transformer_impl.py an
 FSDP1 or FSDP2 shards the real transformers model. Imports torch.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -213,7 +214,8 @@ class Engine:
         if self._ulysses is not None:
             own = {name: self._ulysses.part(values) for name, values in inputs.items()}
             self._ulysses.begin(inputs["position_ids"])
-        with self._autocast():
+        with self._autocast(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views that are written to: none is
             found: torch.Tensor = self.module(**own, use_cache=False).logits.squeeze(0).squeeze(-1)
         return found if self._ulysses is None else self._ulysses.whole(found, inputs["input_ids"].shape[1])
 
