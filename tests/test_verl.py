@@ -167,6 +167,7 @@ REFUSED = [
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
     ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
+    ({f"{ROLLOUT}.layered_summon": True}, "layered_summon needs"),
     ({**PPO, "critic.strategy": "megatron"}, "critic with megatron is not simulated"),
     ({**PPO, "critic.model.lora_rank": 8}, "a critic with LoRA"),
     ({**PPO, "critic.ppo_mini_batch_size": 100}, "= 500 must be a multiple of the critic's 8 data-parallel ranks"),
@@ -473,6 +474,18 @@ def test_ranks_that_share_samples_hold_their_part_of_the_activations(
     assert shared.peaks["reference"] == pytest.approx(plain.peaks["reference"], rel=0.01)  # which does not share
     with pytest.raises(ConfigError, match="8 must divide the 4 heads"):
         simulated(model, tmp_path, sharding, ulysses_sequence_parallel_size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    large = tiny.write_model(tmp_path / "model", hidden=256, layers=6)
+    changes = {"lora_rank": 4, "reference": False, "use_kl_loss": False}
+    whole = simulated(large, tmp_path, sharding, **changes)
+    layered = simulated(large, tmp_path, sharding, **changes, layered_summon=True)
+    assert layered.peaks["sync"] < whole.peaks["sync"] - (1 << 19)
+    assert layered.peaks["update"] == pytest.approx(whole.peaks["update"], rel=1e-3)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])

@@ -139,7 +139,10 @@ class VerlLoop(Loop):
         """One whole tensor after another, through a buffer that both processes have."""
         size = self._settings.update_weights_bucket_megabytes << 20
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        engine.load_weights(self.actor.whole_weights())
+        if self._settings.lora_rank and self._settings.layered_summon:  # vLLM has loaded the base itself
+            self.actor.send_adapters()
+        else:
+            engine.load_weights(self.actor.whole_weights())
         del bucket
 
     def _generate(self) -> None:

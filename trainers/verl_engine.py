@@ -4,6 +4,7 @@ Read in verl at commit 1dda039b: verl/workers/engine/fsdp/transformer_impl.py an
 FSDP1 or FSDP2 shards the real transformers model. Imports torch.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -148,6 +149,25 @@ class Engine:
             on_card = parameter.to(self._device, non_blocking=True)
             yield name, on_card.full_tensor() if isinstance(on_card, DTensor) else on_card
 
+    def send_adapters(self) -> None:
+        """Gather the adapters to host memory, one sharded module at a time (layered_summon_lora_params)."""
+        for name, module in cast(Any, self.module).named_modules():
+            flat = isinstance(module, FullyShardedDataParallel)
+            if not name or not (flat or isinstance(module, fsdp.FSDPModule)):
+                continue
+            nested = [f"{n}." for n, m in module.named_modules() if n and isinstance(m, type(module)) and flat]
+            if not any("lora_" in n and not n.startswith(tuple(nested)) for n, _ in module.named_parameters()):
+                continue
+            if flat:
+                module._is_root = True
+            with FullyShardedDataParallel.summon_full_params(module, writeback=False) if flat else nullcontext():
+                for parameter_name, parameter in module.named_parameters():
+                    if "lora_" in parameter_name and not parameter_name.startswith(tuple(nested)):
+                        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+            if flat:
+                module._is_root = False
+            empty_cache()
+
     def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
         root = cast(Any, self.module)
         kind, settings = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
@@ -194,7 +214,8 @@ class Engine:
         if self._ulysses is not None:
             own = {name: self._ulysses.part(values) for name, values in inputs.items()}
             self._ulysses.begin(inputs["position_ids"])
-        with self._autocast():
+        with self._autocast(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views that are written to: none is
             found: torch.Tensor = self.module(**own, use_cache=False).logits.squeeze(0).squeeze(-1)
         return found if self._ulysses is None else self._ulysses.whole(found, inputs["input_ids"].shape[1])
 

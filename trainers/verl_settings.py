@@ -84,6 +84,7 @@ class Settings:
     max_num_seqs: int = _USUAL["max_num_seqs"]
     max_num_batched_tokens: int = _USUAL["max_num_batched_tokens"]
     max_model_len: int | None = None
+    layered_summon: bool = _USUAL["layered_summon"]  # only LoRA's adapters are sent, a layer at a time
     update_weights_bucket_megabytes: int = _USUAL["update_weights_bucket_megabytes"]
 
     @property

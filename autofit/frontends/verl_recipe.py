@@ -85,6 +85,7 @@ KEYS: Mapping[str, Key] = {
     "max_num_seqs": Key(f"{_R}.max_num_seqs", 256),
     "max_num_batched_tokens": Key(f"{_R}.max_num_batched_tokens", 8192),
     "max_model_len": Key(f"{_R}.max_model_len"),
+    "layered_summon": Key(f"{_R}.layered_summon", False),
     "update_weights_bucket_megabytes": Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
     "critic_model_path": Key("critic.model.path", "~/models/deepseek-llm-7b-chat"),
     "critic_ppo_epochs": Key("critic.ppo_epochs", 1, f"{_A}.ppo_epochs"),
@@ -290,6 +291,8 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
     yield from _unshared(config)
+    if config.is_on(f"{_R}.layered_summon") and "dummy" in str(said.get(f"{_R}.load_format", "dummy")):
+        yield f"{_R}.layered_summon needs {_R}.load_format=safetensors; verl ends at the first weight sync"
     size, gpus = said.get(f"{_FSDP}.fsdp_size", -1), batch_of(config)
     if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
         yield f"{_FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
