@@ -48,6 +48,7 @@ def change(path: Path, **changes: object) -> Path:
         ({"reward_funcs": ["tiny_rewards.share_of_t2"]}, "no function 'share_of_t2'; the nearest .*'share_of_t1'"),
         ({"reward_funcs": ["acuracy_reward"]}, "the nearest valid one is 'accuracy_reward'"),
         ({"reward_funcs": None}, "needs a reward"),
+        ({"reward_funcs": "accuracy_reward"}, r"write reward_funcs: \[accuracy_reward\]"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"env": ["A=1"]}, "env"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16"),

@@ -14,11 +14,13 @@ from autofit.plugin.protocol import Inspection
 from .key_table import KeyTable, kept_table, taken_env
 from .local_files import NO_MODEL, with_local_file
 from .names import overridden_by
-from .offline import or_stated, unknown_model
+from .offline import not_a_list, or_stated, unknown_model
 
 
 def check(trainer: str, values: Mapping[str, object], inspection: Inspection) -> None:
     """Raise ConfigError for a key, a value or a file of the recipe `values` that the inspection would refuse."""
+    if isinstance(values.get("reward_funcs"), str):
+        raise ConfigError(not_a_list(str(values["reward_funcs"])))
     table = kept_table(trainer)
     if table is not None:
         _check_keys(table, values, inspection)

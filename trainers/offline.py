@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
@@ -61,6 +61,13 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
         changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
     return changes
+
+
+def not_a_list(name: str) -> str:
+    """Why `reward_funcs: name` is refused: TRL reads a text as a list of its letters."""
+    return (
+        f"reward_funcs must be a list, of which TRL takes each; got {quoted(name)}; write reward_funcs: [{name[:60]}]"
+    )
 
 
 STATE_IT = "or give --prompt-tokens N: a synthetic prompt of N tokens then replaces the dataset"
