@@ -17,7 +17,9 @@ from trl import SFTTrainer
 
 from autofit.api import checking, estimating
 from autofit.api.checking import Check
-from autofit.commands.common import DONE, ended
+from autofit.api.events import Event
+from autofit.cli import main
+from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice
@@ -236,3 +238,26 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
         assert happened == ["verdict"]
         with pytest.raises(ConfigError, match="advice_time"):
             call(None, advice_time="soon")
+
+
+def test_a_stream_has_an_object_a_line_the_verdict_before_advice_and_the_whole_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = check(result(CARD.capacity_bytes + GB))
+    whole = replace(verdict, advice=Advice(changes=(MEND,)))
+
+    def answers(
+        *_: object, on_event: Callable[[Event], None], on_result: Callable[[Check], None], **__: object
+    ) -> Check:
+        on_event(Event(text="a100 simulated", label="card"))
+        on_result(verdict)
+        on_event(Event(text="trying gradient_checkpointing"))
+        return whole
+
+    monkeypatch.setattr("autofit.api.check", answers)
+    assert main(["check", "--gpu", "a10g", "--stream"]) == NOTHING_FITS
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("is") for line in lines] == ["note", "verdict", "note", None]
+    assert lines[0] == {"is": "note", "label": "card", "text": "a100 simulated"}
+    assert (lines[1]["verdict"], lines[1]["change"]) == ("does not fit", None)
+    assert lines[-1] == json.loads(json.dumps(whole.to_dict()))

@@ -107,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
     search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
     search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _stream(search)
     _executor(search, debugging=True).add_argument("--probes-per-job", type=int, metavar="N",
                                    help="probes of one job, one after the other (default: 1)")  # fmt: skip
 
@@ -118,10 +119,12 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument("--no-advice", "--no-changes", dest="no_advice", action="store_true",
                           help="do not look for changes that make it fit, or faster, nor for another card")  # fmt: skip
     estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _stream(estimate)
 
     check = _command(commands, "check", "say in one line whether a config runs on a card; exit code 1 if not")
     _card(check)
     check.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _stream(check)
 
     _advise(commands)
 
@@ -198,6 +201,8 @@ def parser() -> argparse.ArgumentParser:
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _stream(doctor)
     doctor.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
@@ -330,6 +335,13 @@ def _card(parser: _Parser) -> None:
     parser.add_argument("--advice-time", default="20s", metavar="TIME",
                         help="time for changes to be tried after the verdict (default: 20s; 0: none); Ctrl-C ends it "
                              "and keeps what was found")  # fmt: skip
+
+
+def _stream(parser: _Parser) -> None:
+    parser.add_argument("--stream", action="store_true",
+                        help="with or without --json: a JSON object a line on stdout as things become known; \"is\" "
+                             "says what it is (note, trial, verdict); the last line is the whole, as --json prints "
+                             "it")  # fmt: skip
 
 
 def _as_of(parser: _Parser) -> None:

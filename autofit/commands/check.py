@@ -3,7 +3,17 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ended, hears, launch_arguments, look_early, settings, show, terminate_like_interrupt
+from autofit.commands.common import (
+    ended,
+    hears,
+    launch_arguments,
+    look_early,
+    settings,
+    show,
+    stream,
+    streams,
+    terminate_like_interrupt,
+)
 
 if TYPE_CHECKING:
     from autofit.api import Check
@@ -14,7 +24,9 @@ def check(options: argparse.Namespace) -> int:
     from autofit import api
 
     def shown(found: "Check") -> None:
-        if not options.json:
+        if options.stream:
+            stream("verdict", found.to_dict())
+        elif not options.json:
             show(found)
 
     terminate_like_interrupt()
@@ -22,6 +34,7 @@ def check(options: argparse.Namespace) -> int:
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        advice_time=options.advice_time, as_of=options.as_of, on_event=hears, on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, on_event=streams if options.stream else hears,
+        on_result=shown,
     )  # fmt: skip
-    return ended(found, as_json=options.json)
+    return ended(found, as_json=options.json or options.stream)

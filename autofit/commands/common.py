@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -62,6 +62,22 @@ def hears(event: "Event") -> None:
     if event.interrupted:
         ignore_interrupts()
     say(str(event))
+
+
+def streams(event: "Event") -> None:
+    """Print an event as a JSON object on a line of stdout; what was interrupted stops its work in peace."""
+    if event.interrupted:
+        ignore_interrupts()
+    if event.trial is not None:
+        stream("trial", {**event.trial.to_dict(), "text": event.text})
+    else:
+        stream("note", {"label": event.label, "text": event.text})
+
+
+def stream(kind: str, content: Mapping[str, object]) -> None:
+    """Print a JSON object on a line of stdout at once, in one write: several threads may; "is" tells what it is."""
+    sys.stdout.write(json.dumps({"is": kind, **content}) + "\n")
+    sys.stdout.flush()
 
 
 def show_lines(lines: Sequence[str]) -> None:

@@ -1,11 +1,12 @@
 """`autofit doctor`: check a recipe and show what follows from it; without one, the cards of this machine."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line, stream
 from autofit.errors import ConfigError
 from autofit.units import format_bytes
 
@@ -16,17 +17,39 @@ if TYPE_CHECKING:
     from autofit.recipe.recipe import Recipe
 
 
+class Told:
+    """What is said: lines on stdout, or JSON objects as they come, or one object at the end."""
+
+    def __init__(self, *, as_json: bool, streaming: bool) -> None:
+        self._as_json, self._streaming = as_json or streaming, streaming
+        self._lines: list[dict[str, str]] = []
+
+    def __call__(self, label: str, text: str) -> None:
+        self._lines.append({"label": label, "text": text})
+        if self._streaming:
+            stream("note", self._lines[-1])
+        elif not self._as_json:
+            show_line(f"{label:>16}: {text}")
+
+    def ended(self, code: int) -> int:
+        """The exit code `code`, once the whole is printed."""
+        if self._as_json:
+            print(json.dumps({"ok": code == DONE, "lines": self._lines}))
+        return code
+
+
 def doctor(options: argparse.Namespace) -> int:
-    if options.calibrate:
-        _calibrate()
-    if options.recipe is not None:
-        return _of_recipe(options)
-    if options.as_of is not None:
+    told = Told(as_json=options.json, streaming=options.stream)
+    if options.recipe is None and options.as_of is not None:
         raise ConfigError("--as-of is about a recipe; name one: autofit doctor run.yaml --as-of ...")
-    return DONE if options.calibrate else _of_machine()
+    if options.calibrate:
+        told("host costs", _calibrate())
+    if options.recipe is not None:
+        return told.ended(_of_recipe(options, told))
+    return told.ended(DONE if options.calibrate else _of_machine(told))
 
 
-def _of_machine() -> int:
+def _of_machine(told: Told) -> int:
     """Say which cards this machine has, and whether CUDA starts on them."""
     from autofit.hardware.health import look_at_cards
     from autofit.hardware.visible import why_none
@@ -35,38 +58,36 @@ def _of_machine() -> int:
 
     look = look_at_cards()
     if not look.cards and not look.faults:
-        show_line(
-            f"{'card':>16}: none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)"
-        )
+        told("card", f"none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
         return NOTHING_FITS if look.refused else DONE
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
         try:
-            return DONE if _cards_work(look, server, folder) else NOTHING_FITS
+            return DONE if _cards_work(look, server, folder, told) else NOTHING_FITS
         finally:
             server.close()
 
 
-def _cards_work(look: "Look", server: "ForkServer", folder: Path) -> bool:
+def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Told) -> bool:
     """Whether probes can run on the cards; says so, and what is wrong with them."""
     from autofit.hardware.compiler import compiling_faults
     from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
 
     start = cuda_start(server, folder, look.cards)
     for gpu in look.cards:
-        show_line(f"{'card':>16}: {gpu.name} ({gpu.uuid}), {format_bytes(gpu.capacity_bytes)}")
+        told("card", f"{gpu.name} ({gpu.uuid}), {format_bytes(gpu.capacity_bytes)}")
     problem = start_problem(look, start)
     if not problem:
-        show_line(f"{'cuda':>16}: starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
+        told("cuda", f"starts with driver {look.driver}, torch {start.torch} for CUDA {start.cuda}")
     errors = (*held_cards(look), *([problem] if problem else ()))
     warnings = (*look.refused, *look.faults, compiling_faults()) if look.cards else ()
     for severity, lines in (("error", errors), ("warning", filter(None, warnings))):
         for line in lines:
-            show_line(f"{severity:>16}: {line}")
+            told(severity, line)
     return not errors
 
 
-def _of_recipe(options: argparse.Namespace) -> int:
+def _of_recipe(options: argparse.Namespace, told: Told) -> int:
     from autofit.hardware.hardware import choose_device
     from autofit.recipe.launching import launch_options
 
@@ -87,7 +108,7 @@ def _of_recipe(options: argparse.Namespace) -> int:
         server = ForkServer(folder)
         try:
             check_prompt_tokens(options.prompt_tokens, device)
-            cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder)
+            cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder, told)
             recipe = read_recipe(
                 source, trainer=options.trainer, device=device, server=server,
                 scratch=folder / "inspection", launch=launch,
@@ -98,12 +119,12 @@ def _of_recipe(options: argparse.Namespace) -> int:
     beside = executor_findings(options.recipe.resolve().parent, cards=recipe.launch.cards)
     found = [*_findings(options, source.values, recipe, device), *beside]
     for finding in found:
-        show_line(f"{finding.severity:>16}: {finding}")
+        told(str(finding.severity), str(finding))
     if options.as_of is not None:
-        show_line(f"{'as of':>16}: {then_of(recipe, options.as_of).line()}")
+        told("as of", then_of(recipe, options.as_of).line())
     recipe.check()
     for name, text in recipe.describe():
-        show_line(f"{name:>16}: {text}")
+        told(name, text)
     return NOTHING_FITS if not cards_work or any(finding.stops for finding in found) else DONE
 
 
@@ -127,10 +148,12 @@ def _findings(
     return findings(asked)
 
 
-def _calibrate() -> None:
+def _calibrate() -> str:
+    """Measure the host's costs; what they are, in words."""
     from autofit.hardware.calibration import costs_path, measure
 
     costs = measure()
-    print(f"{'host costs':>16}: {costs.launch_s * 1e6:.1f} us a kernel, "
-          f"{costs.backward_launch_s * 1e6:.1f} us one of backward, {costs.view_s * 1e6:.1f} us a view (in "
-          f"{costs_path()}); simulated cards take them from now on")  # fmt: skip
+    return (
+        f"{costs.launch_s * 1e6:.1f} us a kernel, {costs.backward_launch_s * 1e6:.1f} us one of backward, "
+        f"{costs.view_s * 1e6:.1f} us a view (in {costs_path()}); simulated cards take them from now on"
+    )

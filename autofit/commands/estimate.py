@@ -3,7 +3,17 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ended, hears, launch_arguments, look_early, settings, show, terminate_like_interrupt
+from autofit.commands.common import (
+    ended,
+    hears,
+    launch_arguments,
+    look_early,
+    settings,
+    show,
+    stream,
+    streams,
+    terminate_like_interrupt,
+)
 
 if TYPE_CHECKING:
     from autofit.api import Estimate
@@ -16,7 +26,9 @@ def estimate(options: argparse.Namespace) -> int:
     def shown(found: "Estimate") -> None:
         if options.plot is not None:
             found.plot().savefig(options.plot, dpi=110)
-        if not options.json:
+        if options.stream:
+            stream("verdict", found.to_dict())
+        elif not options.json:
             show(found)
 
     terminate_like_interrupt()
@@ -24,7 +36,7 @@ def estimate(options: argparse.Namespace) -> int:
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
-        advice_time=options.advice_time, as_of=options.as_of, deadline=options.deadline, on_event=hears,
-        on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, deadline=options.deadline,
+        on_event=streams if options.stream else hears, on_result=shown,
     )  # fmt: skip
-    return ended(found, as_json=options.json)
+    return ended(found, as_json=options.json or options.stream)

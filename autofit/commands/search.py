@@ -13,6 +13,7 @@ from autofit.commands.common import (
     look_early,
     say,
     settings,
+    streams,
     terminate_like_interrupt,
 )
 from autofit.commands.report import show_result
@@ -39,7 +40,7 @@ def search(options: argparse.Namespace) -> int:
     from autofit import api
 
     terminate_like_interrupt()
-    with _display(live=where.kind != "debug") as display:
+    with _display(live=where.kind != "debug", streaming=options.stream) as display:
         result = api.search(
             _demo_recipe if options.demo else options.recipe,
             target_vram=options.target_vram, device=options.device, gpu=options.gpu,
@@ -53,6 +54,7 @@ def search(options: argparse.Namespace) -> int:
             folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, executor=where,
             on_event=display.on_event, on_progress=display.on_progress,
         )  # fmt: skip
+    options.json |= options.stream
     return show_result(options, result)
 
 
@@ -76,12 +78,12 @@ def _demo_recipe() -> Path:
 
 
 class _Display:
-    """A live line on a terminal, unless a debugger may want it, plain lines elsewhere; both on stderr."""
+    """A live line on a terminal, unless a debugger may want it, plain lines elsewhere, both on stderr; or a stream."""
 
-    def __init__(self, *, live: bool) -> None:
+    def __init__(self, *, live: bool, streaming: bool) -> None:
         from rich.console import Console
 
-        self._console, self._live = Console(stderr=True), live
+        self._console, self._live, self._streaming = Console(stderr=True), live and not streaming, streaming
         self._status: Status | None = None
 
     @property
@@ -89,6 +91,9 @@ class _Display:
         return self._update if self._live and self._console.is_terminal else None
 
     def on_event(self, event: "Event") -> None:
+        if self._streaming:
+            streams(event)
+            return
         if event.interrupted:
             ignore_interrupts()
         if event.trial is not None and self._console.is_terminal:
@@ -113,8 +118,8 @@ class _Display:
 
 
 @contextlib.contextmanager
-def _display(*, live: bool) -> Iterator[_Display]:
-    display = _Display(live=live)
+def _display(*, live: bool, streaming: bool) -> Iterator[_Display]:
+    display = _Display(live=live, streaming=streaming)
     try:
         yield display
     finally:
