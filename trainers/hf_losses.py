@@ -77,7 +77,8 @@ class DpoTrainer(_Referenced):
 class AsftTrainer(_Referenced):
     """LLaMA-Factory's ASFT (train/trainer_utils.py): each token's loss by its probability, and a divergence.
 
-    The reference goes first and its logits stay; the model computes its usual loss too, which is not used.
+    The reference goes first, and its logits and keys and values stay; the model computes its usual loss too, which is
+    not used.
     """
 
     def compute_loss(
@@ -88,10 +89,10 @@ class AsftTrainer(_Referenced):
         with torch.no_grad(), self._without_adapter(model):
             expected = (self.reference or model)(
                 input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")
-            ).logits
+            )
         outputs = model(**inputs)
         logits = outputs.logits.float()
-        own, others = (found[:, :-1].contiguous().view(-1, found.shape[-1]) for found in (logits, expected))
+        own, others = (found[:, :-1].contiguous().view(-1, found.shape[-1]) for found in (logits, expected.logits))
         each = cross_entropy(own, labels, ignore_index=IGNORED, reduction="none")
         counted = labels != IGNORED
         each = each[counted]

@@ -91,7 +91,8 @@ def _row(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         return f"| {name} | | | {'; '.join(failed)} |"
     apart = other["allocated"] - one["allocated"]
     share = f"{apart:+,} B ({100 * apart / one['allocated']:+.3f} %)"
-    return f"| {name} | {one['allocated'] / 1e9:.3f} | {other['allocated'] / 1e9:.3f} | {share} |"
+    ended = f"; it ended with {one['ended_by']}" if one.get("ended_by") else ""
+    return f"| {name} | {one['allocated'] / 1e9:.3f} | {other['allocated'] / 1e9:.3f} | {share}{ended} |"
 
 
 def versions(python: str) -> dict[str, str]:

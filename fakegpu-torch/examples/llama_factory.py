@@ -12,9 +12,14 @@ from fakegpu_torch import fake_gpu
 
 if __name__ == "__main__":
     file, card = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "rtx4090"
+    ended = ""
     with fake_gpu(card) as gpu:
         from llamafactory.train.tuner import run_exp
 
-        run_exp(yaml.safe_load(file.read_text("utf-8")))
+        try:
+            run_exp(yaml.safe_load(file.read_text("utf-8")))
+        except Exception as error:  # a reward model's checkpoint is read back after training, and has no values
+            ended = f"{type(error).__name__}: {error}"
     said = {"allocated": gpu.peak_allocated_bytes, "reserved": gpu.peak_reserved_bytes, "notes": gpu.notes}
+    said["ended_by"] = ended
     print(json.dumps({**said, "at_peak": gpu.timeline.at_peak}))
