@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, object]] = {
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
     "DPO, row by row": {"objective": "dpo", "dtype": "bfloat16"},
     "reward": {"objective": "reward"},
+    "reward, value head": {"objective": "reward", "value_head": True, **LORA, "dtype": "bfloat16", "bf16": True},
     "classes of tokens": {"objective": "label_tokens", "num_labels": 2, "dtype": "bfloat16", "bf16": True},
     "classes": {"objective": "classify", "num_labels": 3, **LORA},
     "KTO as LLaMA-Factory's": {"objective": "kto", **LORA, "float32_logits": True, "keeps_logits": True},

@@ -212,11 +212,7 @@ class LabelTrainer(Trainer):  # type: ignore[misc]
 
 
 class RewardTrainer(Trainer):  # type: ignore[misc]
-    """The pairwise loss of a reward model: a sequence classifier with one label, which makes no logits of words.
-
-    LLaMA-Factory trains a value head on a causal model instead, whose unused logits of words it holds in the forward
-    pass; these are not counted here.
-    """
+    """A reward model's pairwise loss: of a sequence classifier with one label, or a causal model with a value head."""
 
     loss_is_scaled_for_ga = False
 
@@ -228,7 +224,11 @@ class RewardTrainer(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean over the pairs of a micro-batch."""
-        scores = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits.squeeze(-1)
+        if self.args.value_head:  # a value for each token, of which the last one counts; the words' loss is not used
+            values = model(**inputs)[-1]
+            scores = values.gather(1, inputs["attention_mask"].sum(-1, keepdim=True) - 1).squeeze(-1)
+        else:
+            scores = model(**{name: found for name, found in inputs.items() if name != "labels"}).logits.squeeze(-1)
         chosen, rejected = scores.chunk(2)
         loss = -logsigmoid(chosen.float() - rejected.float()).mean()
         return (loss, {"logits": scores}) if return_outputs else loss

@@ -90,6 +90,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     nll_weight: float = field(
         default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
     )
+    value_head: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether a reward model scores every token by a head beside the causal model's own, as "
+            "LLaMA-Factory's, in place of a sequence classifier."
+        },
+    )
     keeps_logits: bool = field(
         default=False, metadata={"help": "Whether KTO keeps copies of its samples' logits to the end of its loss."}
     )
@@ -118,6 +125,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
+        if self.value_head and self.objective != "reward":
+            wrong.append(f"value_head is a reward model's; got objective: {self.objective}; omit value_head")
         if wrong:
             raise ValueError("; ".join(wrong))
 

@@ -24,6 +24,7 @@ from autofit.errors import ConfigError, quoted
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
+from .hf_value_head import WithValueHead
 from .trl_config import TrlConfig
 
 _SCORED = ("classify", "reward")  # objectives over a model with a head for scores in place of words
@@ -78,7 +79,8 @@ def tokenizer_of(config: TrlConfig) -> Any:
 def architecture_of(config: TrlConfig) -> Any:
     if config.training.objective == "label_tokens":
         return AutoModelForTokenClassification
-    return AutoModelForSequenceClassification if config.training.objective in _SCORED else AutoModelForCausalLM
+    is_classifier = config.training.objective in _SCORED and not config.training.value_head
+    return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
 def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
@@ -91,7 +93,7 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
     quantization = get_quantization_config(model)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
-    if config.training.objective in (*_LABELLED, "reward"):
+    if architecture_of(config) is not AutoModelForCausalLM:
         kwargs["num_labels"] = config.training.num_labels if config.training.objective in _LABELLED else 1
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
         kwargs["device_map"] = None  # each rank has its own card
@@ -115,7 +117,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         from .hf_qat import prepare
 
         prepare(model, training.qat)
-    if training.objective in _SCORED:
+    if training.objective in _SCORED and not training.value_head:
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
             lora.task_type = "SEQ_CLS"
@@ -142,7 +144,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    return model
+    return WithValueHead(model) if training.value_head else model
 
 
 def other_adapter(lora: Any, given: Mapping[str, Any], *, total_steps: int) -> Any:

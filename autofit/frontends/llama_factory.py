@@ -117,11 +117,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("attn_implementation", _ATTENTION.get(attention or "auto"), "flash_attn")
     if draft.is_on("enable_liger_kernel"):
         draft.put("use_liger_kernel", True, "enable_liger_kernel")
-    if stage == "rm":
-        draft.note(
-            "the model under LLaMA-Factory's value head makes the logits of all tokens too, in float32 for a moment, "
-            "and keeps all hidden states; a head on the last token is simulated, which needs less"
-        )
+    if stage == "rm":  # model/loader.py, add_valuehead
+        draft.put("value_head", True, "stage")
     if stage in ("dpo", "kto"):
         _preferences(draft, stage)
         draft.without_dropout("stage")  # train/dpo/trainer.py and train/kto/trainer.py, disable_dropout
@@ -353,7 +350,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
                          "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
-                         "spread_layers"), lambda _: None),
+                         "value_head", "spread_layers"), lambda _: None),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
