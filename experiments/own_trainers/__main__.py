@@ -96,10 +96,16 @@ def _row(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def versions(python: str) -> dict[str, str]:
-    asked = (
-        "import importlib.metadata as m, json; known = {d.metadata['Name']: d.version for d in m.distributions()}; "
-        f"print(json.dumps({{n: m.version(n) for n in {LIBRARIES} if n in known}}))"
-    )
+    asked = f"""
+import importlib.metadata, json
+found = {{}}
+for name in {LIBRARIES}:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
     done = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
