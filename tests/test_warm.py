@@ -50,7 +50,7 @@ def main(argv):
     raise SystemExit(3)
 
 autofit.cli.main = main
-kept_server._OF_COMMANDS, kept_server._LOOKS_EVERY_S = (), 0.1
+kept_server._OF_COMMANDS, kept_server._LOOKS_EVERY_S = tuple(sys.argv[3:]), 0.1
 kept_server.IDLE_S = float(sys.argv[1])
 sys.modules["edited"] = type(sys)("edited")
 sys.modules["edited"].__file__ = sys.argv[2]
@@ -69,12 +69,13 @@ NOT_RUN = 99
 class Server:
     """A server in a process of its own, and the environment in which it is found."""
 
-    def __init__(self, folder: Path, idle_s: float = 30) -> None:
+    def __init__(self, folder: Path, idle_s: float = 30, imports: tuple[str, ...] = ()) -> None:
         self.env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(folder)}
         self.edited = folder / "edited.py"
         self.edited.write_text("A = 1")
         os.utime(self.edited, (1, 1))
-        self.process = subprocess.Popen([sys.executable, "-c", _SERVES, str(idle_s), str(self.edited)], env=self.env)
+        command = [sys.executable, "-c", _SERVES, str(idle_s), str(self.edited), *imports]
+        self.process = subprocess.Popen(command, env=self.env)
         self.home = folder / f"autofit-servers-{os.getuid()}"
         while not self.sockets and self.process.poll() is None:
             time.sleep(0.02)
@@ -127,6 +128,20 @@ def test_a_command_in_it_has_the_folder_the_variables_the_input_and_the_exit_cod
     assert told["in"] == ""
     assert told["tty"] == [False] * 3
     assert told["files"] <= 4  # the three streams, and the look at them: no descriptor of the server's
+
+
+def test_a_command_that_is_given_while_it_imports_is_run_by_it(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short / "imported.py").write_text(
+        "import pathlib\nhere = pathlib.Path(__file__).parent\n"
+        "(here / 'seen').write_text(' '.join(p.name for p in here.glob('autofit-servers-*/*')))\n"
+    )
+    os.utime(short / "imported.py", (1, 1))
+    monkeypatch.setenv("PYTHONPATH", str(short))
+    server = Server(short, imports=("imported",))
+    assert server.run("tell")[0] == 7
+    assert (short / "seen").read_text() == server.sockets[0].name
+    server.process.kill()
+    server.process.wait()
 
 
 def test_a_variable_that_a_library_may_read_makes_another_server(server: Server) -> None:

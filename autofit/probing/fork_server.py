@@ -187,11 +187,11 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
 
 
 def _preload() -> None:
-    import torch
-
-    from autofit.probing.preload import preload
-
     gc.disable()  # repeated collections of the imported modules would take a quarter of the time
+    from autofit.probing.preload import preload, without_source
+
+    with without_source():
+        import torch
     with _cards_from_the_driver(torch.cuda):
         preload()
     gc.enable()

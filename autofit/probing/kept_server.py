@@ -193,15 +193,45 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
     os.close(nowhere)
     os.chdir("/")
     kept_place.forget_the_terminal()
-    for name in _OF_COMMANDS:
-        with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
-            importlib.import_module(name)
-    gc.freeze()
-    marks = _marks()
-    if any(mark is None or mark[1] > began_s * 1e9 for mark in marks.values()):
-        return
-    with contextlib.suppress(OSError):
-        _Server(Path(path), marks, keep_call).serve()
+    with contextlib.suppress(OSError), _listening(Path(path)) as listener:
+        for name in _OF_COMMANDS:
+            with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
+                importlib.import_module(name)
+        gc.freeze()
+        marks = _marks()
+        if any(mark is None or mark[1] > began_s * 1e9 for mark in marks.values()):
+            return
+        _Server(Path(path), marks, keep_call).serve(listener)
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket that listens at `path`, in place of the servers of this Python's other environments.
+
+    It does so before the imports of commands: a command that is given meanwhile waits for them, and not for its own.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        beside = f"{path}.{os.getpid()}"
+        mask = os.umask(0o177)
+        listener.bind(beside)
+        os.umask(mask)
+        listener.listen(64)
+        _stop_others(path)
+        os.rename(beside, path)
+        own = _inode(path)
+        try:
+            yield listener
+        finally:
+            if _inode(path) == own:
+                path.unlink(missing_ok=True)
+
+
+def _stop_others(path: Path) -> None:
+    """Only the newest environment has a server: each takes some hundred megabytes."""
+    python = path.name.partition("-")[0]
+    for other in kept_place.sweep():
+        if other.name.startswith(f"{python}-") and not other.suffix:
+            ask(other, "stop")
 
 
 def _marks() -> dict[str, tuple[int, int] | None]:
@@ -231,45 +261,26 @@ class _Server:
         self._began, self._used = time.monotonic(), time.monotonic()
         self._stopping = False
 
-    def serve(self) -> None:
+    def serve(self, listener: socket.socket) -> None:
         """Answer until there is no reason to stay."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            beside = f"{self._path}.{os.getpid()}"
-            mask = os.umask(0o177)
-            listener.bind(beside)
-            os.umask(mask)
-            listener.listen(64)
-            self._stop_others()
-            os.rename(beside, self._path)
-            own = os.stat(self._path).st_ino
-            try:
-                while self._stays(own):
-                    watched: list[socket.socket] = [listener, *self._held]
-                    ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
-                    self._reap()
-                    for connection in [one for one in ready if one is not listener]:  # held no longer
-                        self._held.remove(connection)
-                        connection.close()
-                    if listener in ready:
-                        self._accept(listener)
-            finally:
-                if _inode(self._path) == own:
-                    self._path.unlink(missing_ok=True)
+        own = _inode(self._path)
+        while self._stays(own):
+            watched: list[socket.socket] = [listener, *self._held]
+            ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
+            self._reap()
+            for connection in [one for one in ready if one is not listener]:  # held no longer
+                self._held.remove(connection)
+                connection.close()
+            if listener in ready:
+                self._accept(listener)
 
-    def _stays(self, own: int) -> bool:
+    def _stays(self, own: int | None) -> bool:
         busy = bool(self._children or self._held)
         if busy:
             self._used = time.monotonic()
         replaced = _inode(self._path) != own
         return busy or not (self._stopping or replaced or time.monotonic() - self._used > IDLE_S)
-
-    def _stop_others(self) -> None:
-        """Only the newest environment has a server: each takes some hundred megabytes."""
-        python = self._path.name.partition("-")[0]
-        for other in kept_place.sweep():
-            if other.name.startswith(f"{python}-") and not other.suffix:
-                ask(other, "stop")
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
