@@ -20,7 +20,7 @@ import pytest
 import tiny
 
 from autofit.commands import warm
-from autofit.probing import kept_place, kept_server
+from autofit.probing import fork_server, kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
 
 # A server without torch, whose commands do what their first word says.
@@ -408,3 +408,52 @@ def test_the_second_check_is_run_by_what_the_first_one_left(tmp_path: Path, shor
     assert "unknown key" in autofit(*asked, "--set", "lora_rr=8").stderr
     assert autofit("server", "stop").stdout.startswith("stopped process")
     assert "no server is kept" in autofit("server").stdout
+
+
+_FIRST = """
+import sys
+from autofit.cli import main
+from autofit.probing import fork_server, kept_place
+
+class Popen:
+    pid = 0
+    def __init__(self, command, **_):
+        print(command[3], sorted({"autofit.api.searching", "optuna", "numpy", "torch"} & set(sys.modules)))
+        sys.exit(5)
+
+fork_server.subprocess.Popen = Popen
+kept_place.ask_for_one()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", [["check", "--gpu", "h100"], ["search", "--gpu", "h100"]], ids=lambda c: c[0])
+def test_the_server_starts_before_the_command_imports_what_it_needs_itself(short: Path, command: list[str]) -> None:
+    (short / "run.yaml").write_text("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]\n")
+    asked = [sys.executable, "-c", _FIRST, command[0], "run.yaml", *command[1:], "--prompt-tokens", "64"]
+    env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(short)}
+    found = subprocess.run(asked, cwd=short, env=env, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.split(maxsplit=1)) == (5, ["autofit.probing.fork_server", "[]\n"]), (
+        found.stderr
+    )
+
+
+def test_a_server_that_was_begun_is_the_next_one_and_leaves_its_log_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, short: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    monkeypatch.setattr(ForkServer, "_start", lambda self: self.log_path.write_text("said\n"))
+    fork_server.begin()
+    assert fork_server._begun == []  # none is asked for
+    monkeypatch.setattr(kept_place, "is_asked_for", lambda: True)
+    monkeypatch.setattr(kept_server, "hold", lambda: None)
+    fork_server.begin()
+    fork_server.begin()
+    (begun,) = fork_server._begun
+    made = fork_server.server_for(short / "study")
+    assert made is begun
+    assert fork_server._begun == []
+    assert fork_server.server_for(short / "other") is not begun
+    made.close()
+    assert (short / "study" / "fork_server.log").read_text() == "said\n"
+    assert not made.log_path.exists()

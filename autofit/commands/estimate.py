@@ -3,7 +3,16 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import ended, hears, launch_arguments, look_early, settings, show, terminate_like_interrupt
+from autofit.commands.common import (
+    begin_server,
+    ended,
+    hears,
+    launch_arguments,
+    look_early,
+    settings,
+    show,
+    terminate_like_interrupt,
+)
 
 if TYPE_CHECKING:
     from autofit.api import Estimate
@@ -11,6 +20,7 @@ if TYPE_CHECKING:
 
 def estimate(options: argparse.Namespace) -> int:
     look_early(options, device="sim:")
+    begin_server()
     from autofit import api
 
     def shown(found: "Estimate") -> None:
