@@ -34,6 +34,7 @@ IDLE_S = 300.0
 GO = b"go\n"
 _LOOKS_EVERY_S = 5.0
 _REQUEST_WITHIN_S = 10.0
+_READY_WITHIN_S = 6.0  # of a server that may still import; a command that does so itself takes longer
 _MOST_BYTES = 2**22  # of a request: an environment has at most 2 MB
 # What commands import besides what the fork server has: their own modules, the database, tables, datasets' readers.
 _OF_COMMANDS = (
@@ -102,7 +103,7 @@ def run_there(argv: list[str]) -> int | None:
     ended by a signal ends this process the same way.
     """
     path = kept_place.socket_path() if kept_place.is_allowed() else None
-    connection = kept_place.connected(path) if path is not None else None
+    connection = kept_place.connected(path, wait_s=_READY_WITHIN_S) if path is not None else None
     if connection is None:
         return None
     with connection, contextlib.suppress(OSError, ValueError):
