@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.preload import _compiled_on_use
+from autofit.probing.preload import _compiled_on_use, _read_once, without_source
 
 
 @pytest.mark.slow  # starts a fork server
@@ -48,3 +49,29 @@ def test_a_function_is_compiled_once_when_it_is_first_called_with_the_options_th
     assert (twice(2), twice(number=3), twice.__doc__) == (4, 6, "Doubles.")
     assert asked == [{"dynamic": False}]
     assert later(twice)(1) == 2
+
+
+def test_a_file_and_a_line_are_told_without_reading_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: object) -> None:
+        pytest.fail("the source was read")
+
+    frame = inspect.currentframe()
+    assert frame is not None
+    whole = inspect.getframeinfo(frame)
+    monkeypatch.setattr(inspect, "findsource", read)
+    with without_source():
+        told = inspect.getframeinfo(frame)
+    assert (told.filename, told.function, told.code_context) == (whole.filename, whole.function, None)
+    assert told.lineno > whole.lineno
+
+
+def test_transformers_reads_a_folder_of_models_once_however_it_is_named() -> None:
+    from transformers.utils import import_utils as imports
+
+    folder = Path(imports.__file__).parents[1] / "models" / "auto"
+    read = imports.create_import_structure_from_path
+    with _read_once():
+        found = imports.create_import_structure_from_path(str(folder / "__init__.py"))
+        assert imports.create_import_structure_from_path(folder) is found
+    assert found == read.__wrapped__(str(folder)) != {}
+    assert imports.create_import_structure_from_path is read

@@ -20,7 +20,7 @@ import pytest
 import tiny
 
 from autofit.commands import warm
-from autofit.probing import kept_place, kept_server
+from autofit.probing import fork_server, kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
 
 # A server without torch, whose commands do what their first word says.
@@ -50,7 +50,7 @@ def main(argv):
     raise SystemExit(3)
 
 autofit.cli.main = main
-kept_server._OF_COMMANDS, kept_server._LOOKS_EVERY_S = (), 0.1
+kept_server._OF_COMMANDS, kept_server._LOOKS_EVERY_S = tuple(sys.argv[3:]), 0.1
 kept_server.IDLE_S = float(sys.argv[1])
 sys.modules["edited"] = type(sys)("edited")
 sys.modules["edited"].__file__ = sys.argv[2]
@@ -69,12 +69,13 @@ NOT_RUN = 99
 class Server:
     """A server in a process of its own, and the environment in which it is found."""
 
-    def __init__(self, folder: Path, idle_s: float = 30) -> None:
+    def __init__(self, folder: Path, idle_s: float = 30, imports: tuple[str, ...] = ()) -> None:
         self.env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(folder)}
         self.edited = folder / "edited.py"
         self.edited.write_text("A = 1")
         os.utime(self.edited, (1, 1))
-        self.process = subprocess.Popen([sys.executable, "-c", _SERVES, str(idle_s), str(self.edited)], env=self.env)
+        command = [sys.executable, "-c", _SERVES, str(idle_s), str(self.edited), *imports]
+        self.process = subprocess.Popen(command, env=self.env)
         self.home = folder / f"autofit-servers-{os.getuid()}"
         while not self.sockets and self.process.poll() is None:
             time.sleep(0.02)
@@ -127,6 +128,20 @@ def test_a_command_in_it_has_the_folder_the_variables_the_input_and_the_exit_cod
     assert told["in"] == ""
     assert told["tty"] == [False] * 3
     assert told["files"] <= 4  # the three streams, and the look at them: no descriptor of the server's
+
+
+def test_a_command_that_is_given_while_it_imports_is_run_by_it(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short / "imported.py").write_text(
+        "import pathlib\nhere = pathlib.Path(__file__).parent\n"
+        "(here / 'seen').write_text(' '.join(p.name for p in here.glob('autofit-servers-*/*')))\n"
+    )
+    os.utime(short / "imported.py", (1, 1))
+    monkeypatch.setenv("PYTHONPATH", str(short))
+    server = Server(short, imports=("imported",))
+    assert server.run("tell")[0] == 7
+    assert (short / "seen").read_text() == server.sockets[0].name
+    server.process.kill()
+    server.process.wait()
 
 
 def test_a_variable_that_a_library_may_read_makes_another_server(server: Server) -> None:
@@ -393,3 +408,52 @@ def test_the_second_check_is_run_by_what_the_first_one_left(tmp_path: Path, shor
     assert "unknown key" in autofit(*asked, "--set", "lora_rr=8").stderr
     assert autofit("server", "stop").stdout.startswith("stopped process")
     assert "no server is kept" in autofit("server").stdout
+
+
+_FIRST = """
+import sys
+from autofit.cli import main
+from autofit.probing import fork_server, kept_place
+
+class Popen:
+    pid = 0
+    def __init__(self, command, **_):
+        print(command[3], sorted({"autofit.api.searching", "optuna", "numpy", "torch"} & set(sys.modules)))
+        sys.exit(5)
+
+fork_server.subprocess.Popen = Popen
+kept_place.ask_for_one()
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", [["check", "--gpu", "h100"], ["search", "--gpu", "h100"]], ids=lambda c: c[0])
+def test_the_server_starts_before_the_command_imports_what_it_needs_itself(short: Path, command: list[str]) -> None:
+    (short / "run.yaml").write_text("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]\n")
+    asked = [sys.executable, "-c", _FIRST, command[0], "run.yaml", *command[1:], "--prompt-tokens", "64"]
+    env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(short)}
+    found = subprocess.run(asked, cwd=short, env=env, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.split(maxsplit=1)) == (5, ["autofit.probing.fork_server", "[]\n"]), (
+        found.stderr
+    )
+
+
+def test_a_server_that_was_begun_is_the_next_one_and_leaves_its_log_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, short: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    monkeypatch.setattr(ForkServer, "_start", lambda self: self.log_path.write_text("said\n"))
+    fork_server.begin()
+    assert fork_server._begun == []  # none is asked for
+    monkeypatch.setattr(kept_place, "is_asked_for", lambda: True)
+    monkeypatch.setattr(kept_server, "hold", lambda: None)
+    fork_server.begin()
+    fork_server.begin()
+    (begun,) = fork_server._begun
+    made = fork_server.server_for(short / "study")
+    assert made is begun
+    assert fork_server._begun == []
+    assert fork_server.server_for(short / "other") is not begun
+    made.close()
+    assert (short / "study" / "fork_server.log").read_text() == "said\n"
+    assert not made.log_path.exists()

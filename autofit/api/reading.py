@@ -13,7 +13,7 @@ from autofit.frontends import sources
 from autofit.frontends.writing import has_key
 from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
-from autofit.probing.fork_server import ForkServer
+from autofit.probing.fork_server import ForkServer, server_for
 from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
@@ -31,7 +31,7 @@ _MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host wh
 def fork_server(folder: Path) -> ForkServer:
     """A fork server whose log is in `folder`, which is made."""
     try:
-        return ForkServer(folder)
+        return server_for(folder)
     except FileExistsError as error:
         raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
 

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import (
+    begin_server,
     ended,
     hears,
     launch_arguments,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 def check(options: argparse.Namespace) -> int:
     look_early(options, device="sim:")
+    begin_server()
     from autofit import api
 
     def shown(found: "Check") -> None:

@@ -154,6 +154,13 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
     )  # fmt: skip
 
 
+def begin_server() -> None:
+    """Let the libraries of the trainers be imported in their own process, while this one imports the rest."""
+    from autofit.probing.fork_server import begin
+
+    begin()
+
+
 def executor_option(options: argparse.Namespace) -> "Executor":
     """What the options and executor.yaml of the working directory say of where jobs run.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import (
+    begin_server,
     executor_option,
     ignore_interrupts,
     launch_arguments,
@@ -37,6 +38,7 @@ def search(options: argparse.Namespace) -> int:
     where = executor_option(options)
     if not options.demo:
         look_early(options, device=_device(options, where.kind))
+    begin_server()
     from autofit import api
 
     terminate_like_interrupt()

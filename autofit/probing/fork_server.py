@@ -13,6 +13,8 @@ A server that was asked to stay (autofit.probing.kept_place) does not end with i
 child, and that command's calls are answered by it too (autofit.probing.kept_server).
 """
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,7 +30,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from autofit.probing.supervise import Ending, computing_env, die_with_parent, ke
 from autofit.scratch import Scratch
 
 _COLD = "cold"  # argument of a server that imports nothing
+_LOG = "fork_server.log"
 _STAYS = "stays="  # before the socket of a server that outlives its starter
 # What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,8 +58,9 @@ class ForkServer:
     Where one is kept, it is that one, and a new one is left behind for the next command (kept_place.is_asked_for).
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.log_path = folder / "fork_server.log"
+    def __init__(self, folder: Path, *, own: Scratch | None = None) -> None:
+        self.log_path = self.log_at_last = folder / _LOG
+        self._own = own  # deleted with the server
         self._process: subprocess.Popen[bytes] | None = None
         self._home: Scratch | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,6 +106,11 @@ class ForkServer:
 
     def close(self) -> None:
         """Stop the server, unless it stays; running children continue."""
+        if self._own is not None:
+            if self.log_at_last != self.log_path and self.log_path.exists():
+                with contextlib.suppress(OSError), self.log_at_last.open("ab") as log:
+                    log.write(self.log_path.read_bytes())
+            self._own.close()
         if self._kept is not None:
             self._kept.close()
         if self._process is not None:
@@ -114,6 +122,35 @@ class ForkServer:
             self._process.wait(timeout=30)
         if self._home is not None:
             self._home.close()
+
+
+_begun: list[ForkServer] = []  # by `begin`, and not taken yet
+
+
+def begin() -> None:
+    """Start the server that `server_for` will give, so that it imports while this process imports its own modules.
+
+    Only for a command that may leave a server behind: what a test or a job runs starts one when it needs it.
+    """
+    if kept_place.is_asked_for() and not _begun:
+        folder = Scratch("begun-")
+        _begun.append(ForkServer(folder.path, own=folder))
+        atexit.register(_close_begun)
+
+
+def _close_begun() -> None:
+    while _begun:
+        _begun.pop().close()
+
+
+def server_for(folder: Path) -> ForkServer:
+    """The server that was begun, or else a new one; its log is in `folder`, of one that was begun when it is closed."""
+    if not _begun:
+        return ForkServer(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    server = _begun.pop()
+    server.log_at_last = folder / _LOG
+    return server
 
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
@@ -187,18 +224,18 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
 
 
 def _preload() -> None:
-    import torch
-
-    from autofit.probing.preload import preload
-
     gc.disable()  # repeated collections of the imported modules would take a quarter of the time
+    from autofit.probing.preload import preload, without_source
+
+    with without_source():
+        import torch
     with _cards_from_the_driver(torch.cuda):
         preload()
     gc.enable()
     gc.freeze()  # keeps the children's collections from copying shared memory pages
 
 
-@contextmanager
+@contextlib.contextmanager
 def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
     """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
 

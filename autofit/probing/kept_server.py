@@ -34,6 +34,7 @@ IDLE_S = 300.0
 GO = b"go\n"
 _LOOKS_EVERY_S = 5.0
 _REQUEST_WITHIN_S = 10.0
+_READY_WITHIN_S = 6.0  # of a server that may still import; a command that does so itself takes longer
 _MOST_BYTES = 2**22  # of a request: an environment has at most 2 MB
 # What commands import besides what the fork server has: their own modules, the database, tables, datasets' readers.
 _OF_COMMANDS = (
@@ -102,7 +103,7 @@ def run_there(argv: list[str]) -> int | None:
     ended by a signal ends this process the same way.
     """
     path = kept_place.socket_path() if kept_place.is_allowed() else None
-    connection = kept_place.connected(path) if path is not None else None
+    connection = kept_place.connected(path, wait_s=_READY_WITHIN_S) if path is not None else None
     if connection is None:
         return None
     with connection, contextlib.suppress(OSError, ValueError):
@@ -193,15 +194,45 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
     os.close(nowhere)
     os.chdir("/")
     kept_place.forget_the_terminal()
-    for name in _OF_COMMANDS:
-        with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
-            importlib.import_module(name)
-    gc.freeze()
-    marks = _marks()
-    if any(mark is None or mark[1] > began_s * 1e9 for mark in marks.values()):
-        return
-    with contextlib.suppress(OSError):
-        _Server(Path(path), marks, keep_call).serve()
+    with contextlib.suppress(OSError), _listening(Path(path)) as listener:
+        for name in _OF_COMMANDS:
+            with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
+                importlib.import_module(name)
+        gc.freeze()
+        marks = _marks()
+        if any(mark is None or mark[1] > began_s * 1e9 for mark in marks.values()):
+            return
+        _Server(Path(path), marks, keep_call).serve(listener)
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket that listens at `path`, in place of the servers of this Python's other environments.
+
+    It does so before the imports of commands: a command that is given meanwhile waits for them, and not for its own.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        beside = f"{path}.{os.getpid()}"
+        mask = os.umask(0o177)
+        listener.bind(beside)
+        os.umask(mask)
+        listener.listen(64)
+        _stop_others(path)
+        os.rename(beside, path)
+        own = _inode(path)
+        try:
+            yield listener
+        finally:
+            if _inode(path) == own:
+                path.unlink(missing_ok=True)
+
+
+def _stop_others(path: Path) -> None:
+    """Only the newest environment has a server: each takes some hundred megabytes."""
+    python = path.name.partition("-")[0]
+    for other in kept_place.sweep():
+        if other.name.startswith(f"{python}-") and not other.suffix:
+            ask(other, "stop")
 
 
 def _marks() -> dict[str, tuple[int, int] | None]:
@@ -231,45 +262,26 @@ class _Server:
         self._began, self._used = time.monotonic(), time.monotonic()
         self._stopping = False
 
-    def serve(self) -> None:
+    def serve(self, listener: socket.socket) -> None:
         """Answer until there is no reason to stay."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            beside = f"{self._path}.{os.getpid()}"
-            mask = os.umask(0o177)
-            listener.bind(beside)
-            os.umask(mask)
-            listener.listen(64)
-            self._stop_others()
-            os.rename(beside, self._path)
-            own = os.stat(self._path).st_ino
-            try:
-                while self._stays(own):
-                    watched: list[socket.socket] = [listener, *self._held]
-                    ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
-                    self._reap()
-                    for connection in [one for one in ready if one is not listener]:  # held no longer
-                        self._held.remove(connection)
-                        connection.close()
-                    if listener in ready:
-                        self._accept(listener)
-            finally:
-                if _inode(self._path) == own:
-                    self._path.unlink(missing_ok=True)
+        own = _inode(self._path)
+        while self._stays(own):
+            watched: list[socket.socket] = [listener, *self._held]
+            ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
+            self._reap()
+            for connection in [one for one in ready if one is not listener]:  # held no longer
+                self._held.remove(connection)
+                connection.close()
+            if listener in ready:
+                self._accept(listener)
 
-    def _stays(self, own: int) -> bool:
+    def _stays(self, own: int | None) -> bool:
         busy = bool(self._children or self._held)
         if busy:
             self._used = time.monotonic()
         replaced = _inode(self._path) != own
         return busy or not (self._stopping or replaced or time.monotonic() - self._used > IDLE_S)
-
-    def _stop_others(self) -> None:
-        """Only the newest environment has a server: each takes some hundred megabytes."""
-        python = self._path.name.partition("-")[0]
-        for other in kept_place.sweep():
-            if other.name.startswith(f"{python}-") and not other.suffix:
-                ask(other, "stop")
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
