@@ -28,7 +28,7 @@ from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.database_errors import database_errors
 from autofit.tuning.foreseen import Foreseen
-from autofit.tuning.frontier import Goal, Trial, winner
+from autofit.tuning.frontier import Goal, Trial, cost, measured, winner
 from autofit.tuning.grid import Grid
 from autofit.tuning.prober import Prober
 from autofit.tuning.record import StudyRecord, keep_record, record_of, repeats
@@ -44,8 +44,8 @@ _SHOW_S = 0.5
 _BROKEN_TRIALS = 2  # failures that end a search in which no probe ran to its end
 DEFAULT_MIN_GAIN_FRAC = 0.01  # smallest expected gain (share of step time) for which a tier is searched further
 _FOUND = (StopKind.GAIN, StopKind.EXHAUSTED)  # ends of a search that has its winner
-FRONT_TRIALS = 4  # simulations of candidates that belong on the front, once the winner is found
-_QUICK_S = 20.0  # the quickest simulation of a study took less: four more cost seconds
+FRONT_TRIALS = 2  # simulations of candidates that belong on the front, once the winner is found
+_QUICK_S = 20.0  # the quickest simulation of a study took less: two more cost seconds
 _GAIN = 0.01  # smallest gain (share) that counts as an improvement of the winner
 
 
@@ -247,7 +247,8 @@ class Search:
     def _traces_front(self, stop: Stop) -> bool:
         """Whether a candidate that belongs on the front, as predicted, is simulated next although the winner is found.
 
-        Only where a probe is a simulation of seconds. The leanest first: it says how little memory is enough.
+        Only where a probe is a simulation of seconds. One that is ahead of trials first, then the leanest: it says how
+        little memory is enough.
         """
         done = [r for t in self._trials() if (r := t.result) is not None]
         quick = any(r.fidelity is Fidelity.PREDICTED and (r.process_s or math.inf) < _QUICK_S for r in done)
@@ -255,8 +256,10 @@ class Search:
         if stop.kind not in _FOUND or not quick or traced >= FRONT_TRIALS:
             return False
         ahead = self._sampler.ahead(self.study)
+        costs = [cost(trial) for trial in measured(self._trials())]
+        beaten = {place: sum(s >= step_s and u >= used for s, u in costs) for place, step_s, used in ahead}
         if ahead:
-            self._sampler.wanted = min(ahead, key=lambda one: one[2])[0]
+            self._sampler.wanted = min(ahead, key=lambda one: (-beaten[one[0]], one[2]))[0]
         return bool(ahead)
 
     def _keep_the_rest(self) -> None:
