@@ -13,14 +13,21 @@ from .hf_data import IGNORED, OTHER
 Batch = dict[str, torch.Tensor]
 
 
-class _Preferences(Trainer):  # type: ignore[misc]
-    """A trainer whose loss is over log-probabilities of answers, from the logits of all their tokens at once."""
+class _MicroBatchMean(Trainer):  # type: ignore[misc]
+    """A trainer whose loss is a mean over each micro-batch."""
 
     loss_is_scaled_for_ga = False
 
-    def __init__(self, *args: Any, beta: float, float32_logits: bool, **more: Any) -> None:
+    def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.model_accepts_loss_kwargs = False  # transformers below 5.18 has no loss_is_scaled_for_ga
+
+
+class _Preferences(_MicroBatchMean):
+    """A trainer whose loss is over log-probabilities of answers, from the logits of all their tokens at once."""
+
+    def __init__(self, *args: Any, beta: float, float32_logits: bool, **more: Any) -> None:
+        super().__init__(*args, **more)
         self.beta, self.float32_logits = beta, float32_logits
 
     def _logits(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -192,14 +199,8 @@ class PairsTrainer(_Preferences):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-class LabelTrainer(Trainer):  # type: ignore[misc]
+class LabelTrainer(_MicroBatchMean):
     """The loss of a sequence classifier: cross-entropy over classes, or the squared error of one score."""
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -211,14 +212,8 @@ class LabelTrainer(Trainer):  # type: ignore[misc]
         return (loss, {"logits": scores}) if return_outputs else loss
 
 
-class RewardTrainer(Trainer):  # type: ignore[misc]
+class RewardTrainer(_MicroBatchMean):
     """A reward model's pairwise loss: of a sequence classifier with one label, or a causal model with a value head."""
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.model_accepts_loss_kwargs = False
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
