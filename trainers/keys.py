@@ -89,8 +89,8 @@ def hf_tiers(
     objective = resolved.get("objective")
     apart = objective == "sft" and resolved.get("average_tokens_across_devices") is False
     tokens = objective in ("orpo", "simpo", "cpo") and resolved.get("nll_weight") and not resolved["float32_logits"]
-    split = balances_experts or objective in ("asft", "kto", "label_tokens") or bool(tokens)
-    return {**_tiers(split, False, apart or split), **weights_tiers(resolved)}
+    means = objective in ("asft", "kto", "label_tokens") or bool(tokens)
+    return {**_tiers(balances_experts or means, False, apart or means), **weights_tiers(resolved)}
 
 
 def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
