@@ -15,6 +15,7 @@ from autofit.errors import ConfigError
 from autofit.recipe import catalogue
 from autofit.trainers import offline
 from autofit.trainers.offline import read_config, stand_in_model
+from autofit.units import format_bytes
 
 SIM = "sim:a100-40gb"
 
@@ -160,6 +161,35 @@ def test_flash_attention_without_its_package_is_refused_on_a_real_device_and_sim
     check_model(None, config, simulated=True)
     with pytest.raises(ConfigError, match="needs the package flash_attn"):
         check_model(None, config)
+
+
+def test_experts_that_are_no_linear_layers_are_told_and_counted_in_16_bits(tiny_recipe: Path, tmp_path: Path) -> None:
+    """transformers' own replacement of layers says which parameters bitsandbytes would pack."""
+    import torch
+    from bitsandbytes.nn.modules import Linear4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    from autofit.trainers.inspection import model_facts
+    from autofit.trainers.trl_config import parse
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 100, "num_local_experts": 4, "head_dim": 16}  # fmt: skip
+    MixtralConfig(**sizes, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    given = values_of(tiny_recipe, load_in_4bit=True, model_name_or_path=str(tmp_path), dtype="bfloat16")
+    facts = model_facts(parse("grpo", given, overrides={"use_cpu": True}), AutoModelForCausalLM)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    whole = sum(p.numel() for p in model.parameters())
+    replace_with_bnb_linear(model, ["lm_head"], quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
+    experts = 2 * 4 * 3 * 64 * 128
+    assert whole - packed > experts
+    assert facts.weights_bytes == int(0.53 * packed) + 2 * (whole - packed)
+    assert facts.notes == (
+        f"load_in_4bit leaves {format_bytes(2 * experts)} of weights as they are: bitsandbytes quantises linear "
+        "layers, and MixtralExperts holds its matrices as parameters",
+    )
 
 
 def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:

@@ -14,7 +14,7 @@ from autofit.plugin.protocol import Inspection, WorstCase
 
 from .common import dtype_of
 from .local_files import NO_MODEL
-from .model_check import check_model
+from .model_check import check_model, note_of_experts, quantised_parameters
 from .offline import STATE_IT, made_up_dataset, read_config, stand_in_model, unknown_model
 from .trl_config import TrlConfig, parse
 
@@ -30,6 +30,7 @@ class ModelFacts:
     balances_experts: bool  # True: the loss has a term over each micro-batch's expert routing
     counts_padding: bool  # True: positions are learned and include the padding of a rollout to its longest prompt
     sees: bool  # True: the model takes images
+    notes: tuple[str, ...] = ()  # a sentence each, for the recipe's user
 
 
 def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, inspection: Inspection) -> TrlConfig:
@@ -125,12 +126,15 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
     check_model(model, config, simulated=simulated)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = dtype_of(config.model.dtype, found)
-    quantised = 0.53 if config.model.load_in_4bit else 1.0 if config.model.load_in_8bit else dtype.itemsize
+    key = "load_in_4bit" if config.model.load_in_4bit else "load_in_8bit" if config.model.load_in_8bit else ""
+    packed = quantised_parameters(model) if key else 0
+    weights_bytes = (parameters - packed) * dtype.itemsize + int(packed * (0.53 if key == "load_in_4bit" else 1.0))
     vocabulary, heads = _embeddings(model)
     return ModelFacts(
         vocab_size=vocabulary, embedding_parameters=heads,
-        parameters=parameters, weights_bytes=int(parameters * quantised), counts_padding=_counts_padding(model),
+        parameters=parameters, weights_bytes=weights_bytes, counts_padding=_counts_padding(model),
         balances_experts=_balances_experts(found.get_text_config(), config), sees=sees(found),
+        notes=note_of_experts(model, key, dtype.itemsize) if key else (),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from autofit.errors import ConfigError, nearest
+from autofit.units import format_bytes
 
 from .trl_config import TrlConfig
 
@@ -77,6 +78,30 @@ def _check_targets(model: Any, config: TrlConfig) -> None:
             f"lora_target_modules must match modules of the model; {shown} matches none{hint}{near}; it has "
             f"{_linear_names(model)}"
         )
+
+
+def quantised_parameters(model: Any) -> int:
+    """Parameters that bitsandbytes packs: the matrices of linear layers, without the output head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return sum(module.weight.numel() for module in model.modules() if _is_linear(module) and module is not head)
+
+
+def note_of_experts(model: Any, key: str, itemsize: int) -> tuple[str, ...]:
+    """A note on stacks of matrices that are parameters and no linear layers: the experts of a mixture.
+
+    transformers 5.23 quantises linear layers only (integrations/bitsandbytes.py, replace_with_bnb_linear).
+    """
+    stacks: dict[str, int] = {}
+    for module in model.modules():
+        kind, own = type(module), module.parameters(recurse=False)
+        if not kind.__module__.startswith("torch.nn.") and (count := sum(p.numel() for p in own if p.dim() > 2)):
+            stacks[kind.__name__] = stacks.get(kind.__name__, 0) + count
+    if not stacks:
+        return ()
+    return (
+        f"{key} leaves {format_bytes(sum(stacks.values()) * itemsize)} of weights as they are: bitsandbytes quantises "
+        f"linear layers, and {', '.join(stacks)} holds its matrices as parameters",
+    )
 
 
 def _is_linear(module: Any) -> bool:

@@ -136,7 +136,7 @@ class TrlTrainer:
             tiers=tiers,
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
             tile_tokens=self.tile_tokens, forecasts=not model.sees,
-            other_names=named.other_names, notes=(*moved, *named.notes, *notes, *note_of_ranks(tiers)),
+            other_names=named.other_names, notes=(*moved, *named.notes, *model.notes, *notes, *note_of_ranks(tiers)),
             version=installed(),
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
