@@ -145,6 +145,7 @@ CASES = [
     ("bnb_4bit_quant_storage", "warning", asked(FSDP2, **QLORA), asked(FSDP2, **FLAT)),
     ("bnb_4bit_quant_storage", "error", asked(Launch(ranks=2, sharding="fsdp1"), **QLORA),
      asked(Launch(ranks=2, sharding="fsdp1"), **FLAT)),
+    ("bnb_4bit_quant_storage", "error", asked(FSDP2, **FLAT, fp16=True), asked(FSDP2, **FLAT, bf16=True)),
     ("load_in_4bit", "warning", asked(ZERO3, **QLORA), asked(**QLORA)),
     ("load_in_4bit", "note", asked(FSDP2, **FLAT), asked(FSDP2, **QLORA)),
     ("fsdp_config.fsdp_activation_checkpointing", "error",

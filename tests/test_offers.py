@@ -26,7 +26,7 @@ from autofit.forecast.shop import Shop
 from autofit.hardware.prices import Price, prices
 from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.keys import SYNC_EACH_BATCH
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.recipe.spread import with_launch
@@ -175,6 +175,12 @@ def test_gradients_that_fsdp_keeps_whole_are_added_up_as_shards() -> None:
     assert eight.changes[SYNC_EACH_BATCH] is True
     assert sixteen.fits  # 64 completions of 4 on 16 cards are one micro-batch: nothing is held in between
     assert SYNC_EACH_BATCH not in sixteen.changes
+
+
+def test_sharded_4bit_weights_are_stored_as_a_float() -> None:
+    keys = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": None}
+    found = by_words(offers(Cards(states=1600 * GB), ["h100"], counts=(4,), **keys))["4 x h100"]
+    assert (found.changes["sharding"], found.changes[QUANT_STORAGE]) == ("fsdp2", "bfloat16")
 
 
 @pytest.mark.parametrize(("activations", "undivided"), [(6 * GB, True), (8 * GB, False)])

@@ -242,7 +242,9 @@ def test_every_default_space_is_valid_yaml_with_known_entries() -> None:
     for path in sorted((Path(__file__).parents[1] / "search_spaces").glob("*.yaml")):
         knobs = load_space(str(path), trainer=path.stem)
         assert all(knob.optional for knob in knobs)
-        assert all(key in [k.name for k in knobs] or key == "vllm_mode" for knob in knobs for key, _ in knob.when)
+        assert all(
+            key in [k.name for k in knobs] or key in ("vllm_mode", "fp16") for knob in knobs for key, _ in knob.when
+        )
 
 
 def test_a_target_may_be_below_the_weights_where_a_candidate_has_fewer_bits() -> None:

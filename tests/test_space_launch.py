@@ -10,10 +10,11 @@ from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
 from autofit.forecast.host_steps import has_room, without_offload
+from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.clashes import clashes
-from autofit.recipe.keys import SYNC_EACH_BATCH, Tier
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, Tier
+from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
 from autofit.space import narrow
@@ -120,6 +121,20 @@ def test_gradients_are_synced_in_every_micro_batch_where_they_are_sharded(given:
             assert values["accelerator_config"] == {**kept, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
     assert {synced for sharding, synced in seen if sharding == "fsdp2"} == {False, True}
     assert {synced for sharding, synced in seen if sharding != "fsdp2"} == {None}
+
+
+@pytest.mark.parametrize(("sharding", "fp16"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
+def test_4bit_weights_are_stored_as_a_float_where_fsdp2_shards_them_and_gathers_that_float(
+    sharding: Sharding, fp16: bool
+) -> None:
+    recipe = recipe_on(Launch(ranks=4, sharding=sharding), load_in_4bit=True, fp16=fp16, bnb_4bit_quant_storage=None)
+    levers = Levers.of(recipe, SIM)
+    found = levers.strengths.get(QUANT_STORAGE, ())
+    assert found == (() if fp16 else ("bfloat16",))
+    if found:
+        assert levers.tier_of(QUANT_STORAGE) == "neutral"
+        at = levers.strongest([QUANT_STORAGE]) or {QUANT_STORAGE: "bfloat16", "launch.sharding": "fsdp2"}
+        assert levers.changes(at)[QUANT_STORAGE] == "bfloat16"
 
 
 def test_a_file_of_accelerator_settings_leaves_the_sync_as_it_is() -> None:

@@ -31,7 +31,10 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then, read_libraries, then_of
+from autofit.recipe.finding import Asked as of_recipe
+from autofit.recipe.finding import Severity
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
+from autofit.recipe.memory_findings import quantised
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
@@ -167,7 +170,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                 tell(Event(label="card", text=choice))
             if stated.launch.offload != "none":
                 tell(Event(label="note", text="the optimizer's step on the host is not timed: a step takes longer"))
-            for note in stated.notes:
+            for note in (*stated.notes, *of_quantised(stated)):
                 tell(Event(label="note", text=note))
             yield Estimator(
                 recipe=stated, device=device, capacity_bytes=capacity, folder=folder / "probes", server=server,
@@ -175,6 +178,15 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
             )  # fmt: skip
         finally:
             server.close()
+
+
+def of_quantised(recipe: Recipe) -> list[str]:
+    """What several ranks make of 4-bit weights, and what to set. Raises ConfigError where they cannot train on them."""
+    found = list(quantised(of_recipe(recipe=recipe)))
+    for finding in found:
+        if finding.stops:
+            raise ConfigError(str(finding))
+    return [str(finding) for finding in found if finding.severity is Severity.WARNING]
 
 
 def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, number
 from autofit.probing.result import ProbeResult
-from autofit.recipe.keys import SYNC_EACH_BATCH
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import SHARED
 from autofit.space.space import QUANTIZATION, Value
@@ -100,7 +100,7 @@ class Bounds:
 
     def _unscaled(self, name: str, phase: str, category: str) -> float:
         """The share that a setting leaves at least whose size is not known: none of what it may remove."""
-        if name.startswith(SHARED) or name == SYNC_EACH_BATCH:
+        if name.startswith(SHARED) or name in (SYNC_EACH_BATCH, QUANT_STORAGE):
             return 0.0  # a rank holds a share of anything, or the host does
         if name in ("use_vllm", "vllm_max_model_length"):
             return 0.0 if category == "vLLM" else 1.0

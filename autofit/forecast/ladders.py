@@ -7,7 +7,7 @@ from itertools import groupby
 from autofit.errors import ConfigError
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
 from autofit.hardware.hardware import Device
-from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, Tier
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier
 from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
@@ -55,7 +55,7 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     seen: set[str] = set()
     found: list[Ladder] = []
     for at in _bases(levers):
-        for launch in _launches(recipe.launch, quantised=at.get(QUANTIZATION) == "4bit"):
+        for launch in _launches(recipe.launch):
             settings = list(_leaner(levers, at))
             mildest = [_rung(recipe, levers, launch, setting) for setting in settings[:1]]
             made = mildest + [
@@ -69,10 +69,10 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     return sorted(found, key=lambda ladder: (TIERS.index(ladder[0].tier), ladder[0].offloads))
 
 
-def _launches(own: Launch, *, quantised: bool) -> list[Launch]:
-    """The launch as it is, then without offload, then sharded, then in host memory too. 4-bit weights stay whole."""
+def _launches(own: Launch) -> list[Launch]:
+    """The launch as it is, then without offload, then sharded, then in host memory too."""
     found = [own, replace(own, offload="none")]
-    if own.ranks > 1 and not quantised:
+    if own.ranks > 1:
         which: Sharding = "zero3" if own.sharding.startswith("zero") else "fsdp2"
         sharded = own if _shards(own) else replace(own, sharding=which, reshard_after_forward=True)
         found += [sharded, replace(sharded, offload="parameters")]
@@ -138,6 +138,9 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
         values, tier = merge(changed.values, levers.changes(at, yaml=True)), levers.tier(at)
     if leaner and launch.sharding.startswith("fsdp") and _keeps_gradients(values, recipe):
         values, changes[SYNC_EACH_BATCH] = merge(values, {SYNC_EACH_BATCH: True}), True
+    if (leaner or launch.sharding != recipe.launch.sharding) and launch.sharding == "fsdp2" and _in_integers(values):
+        changes[QUANT_STORAGE] = storage = "float16" if values.get("fp16") else "bfloat16"
+        values = merge(values, {QUANT_STORAGE: storage})
     if launch.sharding != recipe.launch.sharding:
         changes["sharding"] = launch.sharding
     if launch.offload != recipe.launch.offload:
@@ -147,6 +150,11 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
         offloads=launch.offload not in ("none", recipe.launch.offload),
         quantised=bool(values.get("load_in_4bit") or values.get("load_in_8bit")),
     )  # fmt: skip
+
+
+def _in_integers(values: Mapping[str, object]) -> bool:
+    """Whether weights of 4 bits are stored as integers, which FSDP2 does not shard."""
+    return bool(values.get("load_in_4bit")) and values.get(QUANT_STORAGE) in (None, "uint8")
 
 
 def _keeps_gradients(values: Mapping[str, object], recipe: Recipe) -> bool:

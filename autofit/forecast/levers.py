@@ -7,7 +7,7 @@ from itertools import islice, product
 
 from autofit.hardware.hardware import Device
 from autofit.recipe.clashes import OFFLOAD, SHARDING
-from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, Tier
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
 from autofit.space.space_file import space_knobs
@@ -18,7 +18,7 @@ SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # The order in which a practitioner tries settings of one tier. Others come after them.
 LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, SHARDING, SYNC_EACH_BATCH, "vllm_max_model_length",
+    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, SHARDING, QUANT_STORAGE, SYNC_EACH_BATCH, "vllm_max_model_length",
     SHARE, SLEEP, "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft",
     QUANTIZATION, OFFLOAD,
 )  # fmt: skip
@@ -26,8 +26,9 @@ LADDER = (
 _MAY_HELP = {
     ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
     "padding_free", "use_peft", SLEEP, "vllm_max_model_length", SHARDING, OFFLOAD,
+    QUANT_STORAGE,
 }  # fmt: skip
-_OF_FSDP2 = ((OFFLOAD, "parameters"), (SYNC_EACH_BATCH, True))
+_OF_FSDP2 = ((OFFLOAD, "parameters"), (SYNC_EACH_BATCH, True), (QUANT_STORAGE, "bfloat16"))
 _ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from autofit.recipe.finding import Asked, Finding, Severity
-from autofit.recipe.keys import SYNC_EACH_BATCH
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import is_on, wrap_policy
 from autofit.recipe.recipe import inner_value
 from autofit.units import format_bytes
@@ -141,14 +141,21 @@ def _between_syncs(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _quantised(asked: Asked) -> Iterator[Finding]:
+def quantised(asked: Asked) -> Iterator[Finding]:
     """4-bit weights whose storage cannot be sharded."""
     launch = asked.launch
     if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
         return
-    where, storage = asked.in_recipe("bnb_4bit_quant_storage"), str(asked.value("bnb_4bit_quant_storage") or "uint8")
-    dtype = str(asked.value("dtype") or "bfloat16")
-    set_it = f"set bnb_4bit_quant_storage: {dtype if dtype in _FLOATS else 'bfloat16'}, the same as dtype"
+    where, storage = asked.in_recipe(QUANT_STORAGE), str(asked.value(QUANT_STORAGE) or "uint8")
+    computed = _computed(asked)
+    set_it = f"set {QUANT_STORAGE}: {computed}, the type that FSDP gathers in"
+    if launch.sharding.startswith("fsdp") and storage in _FLOATS and computed not in (storage, "float32"):
+        # torch/distributed/fsdp/_fully_shard/_fsdp_param.py, line 901; _flat_param.py, _use_low_precision_shard
+        yield Finding(
+            severity=Severity.ERROR, where=where,
+            what=f"FSDP casts what it gathers to {computed}: 4-bit weights stored as {storage} lose their bits",
+            fix=set_it,
+        )  # fmt: skip
     if storage not in _FLOATS:
         if launch.sharding == "fsdp2":  # accelerate/utils/fsdp_utils.py, line 798
             yield Finding(
@@ -160,7 +167,8 @@ def _quantised(asked: Asked) -> Iterator[Finding]:
         elif launch.sharding == "fsdp1":  # torch/distributed/fsdp/_flat_param.py, line 811
             yield Finding(
                 severity=Severity.ERROR, where=where,
-                what=f"FSDP1 cannot flatten 4-bit weights stored as {storage} (integers)", fix=set_it,
+                what=f"FSDP1 cannot flatten 4-bit weights stored as {storage} (integers)",
+                fix=f"{set_it}, and dtype too: it flattens weights of one type only",
             )  # fmt: skip
     elif launch.sharding == "fsdp2":  # on two gloo ranks with torch 2.13 every such bit pattern stayed as it was
         yield Finding(
@@ -173,8 +181,15 @@ def _quantised(asked: Asked) -> Iterator[Finding]:
         yield Finding(
             severity=Severity.WARNING, where=asked.in_recipe("load_in_4bit"),
             what="transformers loads quantised weights whole on every rank, also with zero3_init_flag: true",
-            fix=f"{set_it}, and plan host and card memory for all weights while loading; or take multi_gpu",
+            fix="plan card memory for all weights while loading; or take multi_gpu",
         )  # fmt: skip
 
 
-CHECKS = (_wrapped, _loading, _whole_base, _gathered, _reference, _between_syncs, _quantised)
+def _computed(asked: Asked) -> str:
+    """The type of a training's mixed precision; without it, that of its weights."""
+    given = "bfloat16" if is_on(asked.value("bf16")) else "float16" if is_on(asked.value("fp16")) else None
+    dtype = given or str(asked.value("dtype") or "float32")
+    return dtype if dtype in _FLOATS else "bfloat16"
+
+
+CHECKS = (_wrapped, _loading, _whole_base, _gathered, _reference, _between_syncs, quantised)

@@ -18,6 +18,8 @@ _REASONS = {
     "torch_empty_cache_steps": "Giving cached blocks back takes time, and a later allocation takes them again.",
     "dtype": "How weights are stored: bfloat16 takes half the bytes of float32, and its kernels are faster.",
     "quantization": "Frozen weights in 4 or 8 bits: far fewer bytes, and time to unpack them.",
+    "bnb_4bit_quant_storage": "FSDP shards 4-bit weights that are stored as a float; stored as integers, every card "
+    "holds all of them. The bits are the same.",
     "use_peft": "LoRA trains small matrices beside frozen weights: no gradients or moments of the large ones are held.",
     "lora_r": "The rank of the trained matrices: fewer weights, gradients and moments.",
     "optim": "How the optimizer keeps its moments: in 8 bits they take a quarter of the bytes; paged ones may go to "
