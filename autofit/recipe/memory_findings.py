@@ -162,7 +162,7 @@ def quantised(asked: Asked) -> Iterator[Finding]:
                 severity=Severity.WARNING, where=where,
                 what=f"accelerate leaves 4-bit weights stored as {storage} out of the sharding: every card holds all "
                      "of them",
-                fix=set_it,
+                fix=f"{set_it}; the step then needs less, the load not: a card holds all and its share",
             )  # fmt: skip
         elif launch.sharding == "fsdp1":  # torch/distributed/fsdp/_flat_param.py, line 811
             yield Finding(
