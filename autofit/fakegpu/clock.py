@@ -70,6 +70,19 @@ class Moment(NamedTuple):
     row: Row | None = None
 
 
+class _Cost(NamedTuple):
+    """One kernel's work, the reads or writes of each of its tensors, its seconds, and the family of their rates."""
+
+    work: Work
+    times: Times
+    seconds: float
+    family: Family
+    by_shapes: bool  # whether all operations on inputs of these shapes cost the same
+
+
+_UNKNOWN = _Cost(Work("", (), 0.0, 0, False, 0, 0), None, 0.0, "others", False)
+
+
 class OperationLog(Protocol):
     """A listener of the clock: every operation on the GPU, the decode steps of a rollout, and its engine."""
 
@@ -107,6 +120,7 @@ class Clock:
         self.collectives = CollectiveSeconds(spec)
         self.ranks = 1  # of the largest group that had a collective
         self._collecting: deque[tuple[float, float]] = deque()  # times of collectives that kernels may run beside
+        self._costs: dict[tuple[object, ...] | None, _Cost | None] = {}
         self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
         self.flops = 0
         self.bytes_moved = 0
@@ -253,17 +267,40 @@ class Clock:
         for lane in lanes:
             setattr(self, _TIMES[lane], max(getattr(self, _TIMES[lane]), moment.seconds))
 
-    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
-        """Charge one GPU operation: a view costs host time, a kernel costs host and GPU time."""
+    def operation(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object,
+        key: tuple[object, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Charge one GPU operation: a view costs host time, a kernel costs host and GPU time.
+
+        Operations of one `key` have inputs of the same shapes, strides, types and devices.
+        """
         if self.asleep:
             return
-        name = func._schema.name[6:]
-        if func.is_view or name in NO_KERNEL:
+        cost = self._costs.get(key, _UNKNOWN)
+        if cost is _UNKNOWN:
+            cost = self._cost(func, args, kwargs, out)
+            if key is not None and (cost is None or cost.by_shapes):
+                self._costs[key] = cost
+        if cost is None:
             self.host_s += self.costs.view_s
             if self.log is not None:
                 self.log.view()
             return
-        flops = _flops(func, args, kwargs, out)
+        backward = launched_by_autograd()
+        if self.log is not None:
+            self.log.kernel(func, args, out, work=cost.work, times=cost.times, backward=backward)
+        self._run(cost, backward=backward)
+
+    def _cost(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
+    ) -> _Cost | None:
+        """What one operation costs; None for a view."""
+        name = func._schema.name[6:]
+        if func.is_view or name in NO_KERNEL:
+            return None
+        foreign = foreign_flops(func, args)
+        flops = _flops(func, args, kwargs, out) if foreign is None else foreign
         dtype = _dtype(out)
         shapes = _shapes(args)
         causal = family(name, shapes) == "attention" and _is_causal(func, args, kwargs)
@@ -271,21 +308,20 @@ class Clock:
         rate = rate or self._rate(dtype, by_tensor_cores=bool(flops))
         moved = traffic(func, args, out)
         work = Work(name, shapes, rate, dtype.itemsize, causal, flops, moved.nbytes, moved.pattern)
-        backward = launched_by_autograd()
-        if self.log is not None:
-            self.log.kernel(func, args, out, work=work, times=moved.times, backward=backward)
-        self._run(work, backward=backward)
+        by_shapes = foreign is None and not (flops and dtype is torch.float32)  # TF32 may be switched on later
+        return _Cost(work, moved.times, *self.kernels.seconds(work), by_shapes)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
         """Charge a kernel without an operator of torch."""
-        self._run(Work("", (), rate, 0, False, flops, nbytes), backward=launched_by_autograd())
+        work = Work("", (), rate, 0, False, flops, nbytes)
+        self._run(_Cost(work, None, *self.kernels.seconds(work), True), backward=launched_by_autograd())
 
-    def _run(self, work: Work, *, backward: bool) -> None:
-        seconds, kind = self.kernels.seconds(work)
+    def _run(self, cost: _Cost, *, backward: bool) -> None:
+        work = cost.work
         self.host_s += self.costs.backward_launch_s if backward else self.costs.launch_s
         start_s = max(self.gpu_s, self.host_s)
-        self.gpu_s = self._beside_collectives(start_s, seconds)
-        self.busy_s[kind] += self.gpu_s - start_s
+        self.gpu_s = self._beside_collectives(start_s, cost.seconds)
+        self.busy_s[cost.family] += self.gpu_s - start_s
         self.flops += work.flops
         self.bytes_moved += work.nbytes
         self.kernel_count += 1
@@ -320,9 +356,6 @@ class Clock:
 
 
 def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
-    known = foreign_flops(func, args)
-    if known is not None:
-        return known
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0

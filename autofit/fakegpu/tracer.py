@@ -60,6 +60,7 @@ class Tracer(TorchDispatchMode):
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
+        self._key: tuple[object, ...] | None = None  # of the operation under way: its inputs, if these tell its cost
         self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
         self.after: Callable[[OpOverload, object], None] | None = None
@@ -81,8 +82,11 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: its operations on inner tensors arrive here next
+        if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:  # two of three calls
+            return args[0].fake_device
+        for kind in types:
+            if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # a wrapper such as DTensor: its operations on inner tensors arrive here next
         if func is _PRIM_DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -92,6 +96,7 @@ class Tracer(TorchDispatchMode):
         self.operation_count += 1
         fused = self.fusion is not None and self.fusion.before(func, args, kwargs)
         out = self._run(func, args, kwargs)
+        key = self._key
         self.shadows.follow(func, args, kwargs, out)
         if fused and self.fusion is not None and self.fusion.inside:
             self.fusion.after(func, args, out)
@@ -104,7 +109,7 @@ class Tracer(TorchDispatchMode):
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():
             self.layers.follow(args, out)
-        self._charge(func, args, kwargs, out, name)
+        self._charge(func, args, kwargs, out, name, key)
         return out
 
     def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -135,6 +140,7 @@ class Tracer(TorchDispatchMode):
         return self.shadows.item(tensor)
 
     def _run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        self._key = None
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(args, kwargs)
@@ -147,7 +153,11 @@ class Tracer(TorchDispatchMode):
             self.shadows.vocabularies.add(args[0].shape[0])
             if args[0].shape[0] >= 1000:
                 self.vocabulary_sizes.add(args[0].shape[0])
-        return self.shortcut.run(func, args, kwargs) if self.shortcut else func(*args, **kwargs)
+        if self.shortcut is None:
+            return func(*args, **kwargs)
+        out = self.shortcut.run(func, args, kwargs)
+        self._key = self.shortcut.key
+        return out
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
@@ -203,8 +213,9 @@ class Tracer(TorchDispatchMode):
                 self._track(item, name)
 
     def _charge(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object, name: str
-    ) -> None:
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object, name: str,
+        key: tuple[object, ...] | None,
+    ) -> None:  # fmt: skip
         if func in COPIES and (copy := host_copy(func, args, kwargs, out)) is not None:
             self.clock.link(func, args, out, nbytes=copy.nbytes, stream=self.memory.stream, waits=copy.waits)
             return
@@ -230,7 +241,7 @@ class Tracer(TorchDispatchMode):
             return
         if func.namespace == "fsdp":
             args, out = moved_by(func, args, kwargs, out)
-        self.clock.operation(func, args, kwargs, out)
+        self.clock.operation(func, args, kwargs, out, key)
         if self.after is not None:
             self.after(func, out)
 

@@ -121,9 +121,15 @@ def _pattern(func: OpOverload, name: str, inputs: Sequence[torch.Tensor], output
     if not whole:
         return "streaming"
     first = whole[0]
-    if not _is_dense(first) or any(t.shape != first.shape or t.stride() != first.stride() for t in whole[1:]):
+    laid_out = _layout(first)
+    if not _is_dense(first) or any(t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]):
         return "strided"
     return "cast" if len({t.dtype for t in whole}) > 1 else "streaming"
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """The strides of the dimensions that have more than one element: no other stride is ever used."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -130,9 +130,12 @@ class LayerClock(Clock):
             self._segment += 1
         return len(self.stretches)
 
-    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> None:
+    def operation(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object,
+        key: tuple[object, ...] | None = None,
+    ) -> None:  # fmt: skip
         host_s, gpu_s = self.host_s, self.gpu_s
-        super().operation(func, args, kwargs, out)
+        super().operation(func, args, kwargs, out, key)
         launch_s = self.host_s - host_s
         launches, size = self._growth(args)
         self._launch(launch_s * launches)

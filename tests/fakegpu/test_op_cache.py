@@ -1,0 +1,70 @@
+"""What the kernels for meta tensors tell of an operation is what FakeTensorMode tells."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autofit.fakegpu import fake_gpu
+from autofit.fakegpu import op_cache as cache
+from autofit.fakegpu.op_cache import Shortcut
+
+
+def size_one(spec: object) -> object:
+    """A description without the strides of dimensions of one element, which no kernel uses."""
+    if not isinstance(spec, cache._Spec):
+        return spec
+    strides = tuple(stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size > 1)
+    return spec.shape, strides, spec.offset, spec.dtype, spec.device, spec.viewed
+
+
+def test_every_operation_of_a_training_and_a_rollout_is_described_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, compared = Shortcut._by_meta, Counter[str]()
+
+    def both(self: Shortcut, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        entry = told(self, func, args, kwargs)
+        if entry is not None and not func._schema.is_mutable:
+            by_mode = cache._remember(func, args, kwargs, func(*args, **kwargs))
+            assert by_mode is not None
+            assert entry[0] == by_mode[0], func
+            assert [size_one(o) for o in entry[1]] == [size_one(o) for o in by_mode[1]], func
+            compared[func._schema.name] += 1
+        return entry
+
+    monkeypatch.setattr(Shortcut, "_by_meta", both)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    with fake_gpu("a100-80gb"):
+        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        rows = torch.randint(0, 999, (3, 40), device="cuda")
+        mask = (torch.arange(40, device="cuda") > 3).expand(3, 40).long()
+        for _ in range(2):
+            model(rows, attention_mask=mask, labels=rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.generate(rows, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
+        wide = torch.randn(5, 1, 7, 3, device="cuda").transpose(1, 3)
+        (wide.softmax(-1) * wide.mean(2, keepdim=True)).sum((0, 2))
+        torch.cat([wide, wide[:, :1]], 1).clone().split(2, 1)
+    assert len(compared) >= 30  # kinds of operations
+    assert {"aten::mm", "aten::view", "aten::add", "aten::cat", "aten::silu", "aten::_to_copy"} <= set(compared)
+
+
+def test_an_argument_given_twice_is_not_read_twice() -> None:
+    """Two tensors of one shape, and one tensor twice, are different operations: the second reads half the bytes."""
+    with fake_gpu("a100-80gb") as gpu:
+        a, b = torch.empty(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
+        before = gpu.clock.bytes_moved
+        for _ in range(2):
+            a * b
+        two = gpu.clock.bytes_moved - before
+        for _ in range(2):
+            a * a
+        assert gpu.clock.bytes_moved - before - two == 2 * two // 3
