@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.depth.stack import full_config, text_config
-from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
+from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
 from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup

@@ -11,13 +11,11 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.fakegpu.autograd import in_backward
-from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
-from autofit.fakegpu.host_copies import COPIES, host_copy, pin
-from autofit.fakegpu.host_memory import HostMemory
+from autofit.fakegpu.host_memory import COPIES, HostMemory, host_copy, pin
 from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import SimulatedMemory, device_type
