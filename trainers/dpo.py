@@ -16,9 +16,8 @@ from trl import DPOTrainer
 from autofit.plugin.padding import Lengths
 
 from .common import Counts, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
-from .epoch import place_of
 from .keys import COMPARED, dpo_tiers
-from .padding import Collator, padded, shorter_pair
+from .rows import Collator, padded, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 

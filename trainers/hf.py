@@ -32,12 +32,11 @@ from .common import (
     split,
     train_rows,
 )
-from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
 from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
-from .padding import Collator, padded
+from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 

@@ -13,9 +13,8 @@ from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
 from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
-from .epoch import place_of
 from .keys import COMPARED
-from .padding import Collator, padded, shorter_pair
+from .rows import Collator, padded, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 

@@ -25,12 +25,11 @@ from .common import (
     split,
     train_rows,
 )
-from .epoch import place_of
 from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
-from .padding import Collator, padded, shorter_sample
+from .rows import Collator, padded, place_of, shorter_sample
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 

@@ -46,11 +46,9 @@ from autofit.plugin.protocol import (
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH
 
-from .verl_critic import Critic
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
-from .verl_models import inner, random_model
-from .verl_samples import Samples, marked_last, runs_of, stands_for
+from .verl_models import Critic, Samples, inner, marked_last, random_model, runs_of, stands_for
 from .verl_settings import Settings
 
 _MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
