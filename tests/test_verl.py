@@ -17,7 +17,7 @@ from autofit.api.reading import source_of
 from autofit.api.verl_log import rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
-from autofit.frontends import verl_recipe, verl_rules, verl_script
+from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.verl_log import read_log
 from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -293,7 +293,7 @@ def test_a_grpo_trial_goes_to_verl_with_its_batch_and_the_differences_are_named(
     assert "# not carried over: optim, per_device" not in text
     assert "# not carried over: optim" in text
     command = text[text.index("python3") :]
-    assert verl_script.overrides(command)[0].items() >= {k: v for k, v in said.items() if v is not None}.items()
+    assert verl.overrides(command)[0].items() >= {k: v for k, v in said.items() if v is not None}.items()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import verl_script
 from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus, sequence_parallel
-from autofit.frontends.verl_critic import critic_values, has_critic
+from autofit.frontends.verl import (
+    DEFAULTS,
+    UNSURE,
+    Batch,
+    VerlConfig,
+    batch_of,
+    likely_overrides,
+    on_gpus,
+    overrides,
+    sequence_parallel,
+)
+from autofit.frontends.verl_rules import critic_values, has_critic
 
 VERSION = "verl 0.9 (1dda039b)"
 _A, _R, _F, _M = (
@@ -112,8 +121,8 @@ _ON, _OFF = ("true", "1"), ("false", "0", "none", "null", "")
 
 def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
-    found, unread = verl_script.overrides(text)
-    likely = {key: UNSURE if value is None else value for key, value in verl_script.likely_overrides(text).items()}
+    found, unread = overrides(text)
+    likely = {key: UNSURE if value is None else value for key, value in likely_overrides(text).items()}
     return recipe({**likely, **found}, ranks=ranks, unread=unread)
 
 
