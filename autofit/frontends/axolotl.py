@@ -10,11 +10,10 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
-from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
 from autofit.frontends.draft import Draft, said, truth
 from autofit.frontends.foreign import Foreign
+from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
 from autofit.frontends.tools import AXOLOTL
-from autofit.frontends.transformers_keys import take_optimizer, take_quantised
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
@@ -75,8 +74,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _full_logits(draft, objective)
     _qat(draft, trainer)
     _plugins(draft)
-    draft.name(EFFECTS)
-    draft.ignore(NO_EFFECT)
+    keys_of(AXOLOTL.name).take(draft)
     ranks = _ranks(draft) if ranks is None else ranks
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
@@ -85,7 +83,7 @@ def _trainer(draft: Draft) -> str:
     """Our trainer that trains as this file does. Raises ConfigError where there is none."""
     if draft.given.get("base_model") is None:
         raise ConfigError("base_model is missing")
-    draft.refuse(UNLIKE)
+    draft.refuse(keys_of(AXOLOTL.name).refused)
     for key in _PARALLEL:
         if (draft.whole(key) or 1) > 1:
             raise ConfigError(
@@ -308,7 +306,7 @@ def _plugins(draft: Draft) -> None:
     plugins = draft.raw("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
         name = str(plugin).rpartition(".")[2]
-        effect = PLUGINS.get(name)
+        effect = keys_of(AXOLOTL.name).plugins.get(name)
         if effect is None:
             raise ConfigError(f"plugins: {plugin} is not simulated")
         if effect:

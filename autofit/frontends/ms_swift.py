@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing, transformers_keys
+from autofit.frontends import sharing
 from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.draft import Draft, number, said
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
+from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
-from autofit.frontends.transformers_keys import QUANTISED, take_quantised
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -38,6 +37,9 @@ _ADAPTERS: Mapping[str, Mapping[str, tuple[str, int | float]]] = {
     },
     "bone": {"r": ("reft_rank", 4)},
 }  # fmt: skip
+# Types of tuners that are not PEFT's LoRA; `full` and `lora` are simulated.
+_TUNERS = ("lora", "full", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft", "bone",
+           "ia3", "lora_llm", "swift")  # fmt: skip
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 _PLAIN = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
@@ -187,8 +189,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     length = _length(draft, kind)
     _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
     _others(draft, kind)
-    transformers_keys.take(draft)
-    draft.ignore((*NO_EFFECT, TYPE))
+    take(draft)
+    draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length)
 
 
@@ -196,7 +198,7 @@ def _kind(draft: Draft) -> str:
     """sft, pt, or the type of `swift rlhf`. Raises ConfigError for what is not simulated."""
     if draft.given.get("model") is None:
         raise ConfigError("--model is missing")
-    draft.refuse(UNLIKE)
+    draft.refuse(keys_of(MS_SWIFT.name).refused)
     task = draft.text(
         "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
     )
@@ -283,7 +285,7 @@ def _dtype(draft: Draft) -> None:
 
 
 def _tuner(draft: Draft) -> None:
-    kind = draft.text("tuner_type", "lora", choices=TUNERS) or "lora"
+    kind = draft.text("tuner_type", "lora", choices=_TUNERS) or "lora"
     model = str(draft.given.get("model")).lower()
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
@@ -413,7 +415,7 @@ def _others(draft: Draft, kind: str) -> None:
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
         raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
-    draft.name(EFFECTS)
+    draft.name(keys_of(MS_SWIFT.name).noted)
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
                   "vllm_max_model_len", "sleep_level", "num_generations", "num_iterations", "generation_batch_size",
                   "steps_per_generation", "max_completion_length"))  # fmt: skip
@@ -474,7 +476,7 @@ def _words(value: object) -> list[object]:
 
 
 def _check_certain(draft: Draft) -> None:
-    known = NO_EFFECT | transformers_keys.NO_EFFECT
+    known = keys_of(MS_SWIFT.name).without_effect | keys_of("transformers").without_effect
     unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
