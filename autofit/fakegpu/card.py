@@ -15,9 +15,8 @@ import torch
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
 from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
-from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import blas_workspace_bytes
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import HostMemory, SimulatedMemory
 from autofit.fakegpu.ranks import nccl_bytes, nccl_note
 from autofit.fakegpu.rates.cards import stand_in
 from autofit.fakegpu.replay import least_capacity

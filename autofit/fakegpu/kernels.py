@@ -61,11 +61,9 @@ GEMMS = {
     aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
     aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.addmv.default, aten.mv.default, aten.dot.default,
     aten._scaled_mm.default,
+    aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out, aten.bmm.dtype, aten.bmm.dtype_out,
+    aten.baddbmm.dtype, aten.baddbmm.dtype_out,
 }  # fmt: skip
-for _name in ("dtype", "dtype_out"):  # mm(..., out_dtype=), torch >= 2.8
-    for _packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        if hasattr(_packet, _name):
-            GEMMS.add(getattr(_packet, _name))
 
 
 # Operations that allocate their last output first: dropout_cuda in Dropout.cu makes the mask before the result.

@@ -16,6 +16,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autofit.fakegpu.kernels import tensors
+
 aten = torch.ops.aten
 _META = torch.device("meta")
 _MISS = object()
@@ -144,7 +146,7 @@ def _remember(func: OpOverload, args: Sequence[object], out: object) -> tuple[ty
     """Description of the outputs for later calls; None if the operation cannot be cached."""
     if torch.Tag.inplace_view in func.tags:
         return None  # in-place views such as transpose_ return their input with another shape
-    used = {t.untyped_storage()._cdata for t in _tensors(args)}
+    used = {t.untyped_storage()._cdata for t in tensors(args)}
     if func not in _FACTORIES and not (used and isinstance(args[0], (FakeTensor, list, tuple))):
         return None
     kind = type(out) if isinstance(out, (list, tuple)) else None
@@ -186,11 +188,3 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for item in values for tensor in _tensors(item)]
-    return []

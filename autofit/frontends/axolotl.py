@@ -5,12 +5,12 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
-from autofit.frontends.draft import Draft, said, truth
+from autofit.frontends.draft import Draft, Saying, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
 from autofit.frontends.tools import AXOLOTL
@@ -374,28 +374,27 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
     of_batch = foreign.keys.get("gradient_accumulation_steps") == "batch_size"
     micro = {**foreign.values, **changes}.get("per_device_train_batch_size")
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+    own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
-                         "keeps_logits"),
-                        lambda _: None),
-        "per_device_train_batch_size": lambda value: {"micro_batch_size": value},
+                         "keeps_logits")),
+        "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value
         } if foreign.keys.get("attn_implementation") in _FLAGS else {"attn_implementation": value},
-        "gradient_checkpointing": lambda value: {"gradient_checkpointing": value},
+        "gradient_checkpointing": "gradient_checkpointing",
         "load_in_4bit": lambda value: {"load_in_4bit": True, "adapter": "qlora"} if value else None,
         "load_in_8bit": lambda value: {"load_in_8bit": True, "adapter": "lora"} if value else None,
         "use_peft": lambda value: {"adapter": "lora"} if value else None,
-        "lora_r": lambda value: {"lora_r": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
+        "lora_r": "lora_r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
         "lora_target_modules": lambda value: {"lora_target_linear": True} if value == ["all-linear"] else {
             "lora_target_modules": value
         },
-        "optim": lambda value: {"optimizer": value},
-        "max_length": lambda value: {"sequence_len": value},
+        "optim": "optimizer",
+        "max_length": "sequence_len",
     }  # fmt: skip
     if foreign.trainer == "grpo":
         own |= {key: lambda value, key=key: {f"trl.{key}": value} for key in (*_GRPO, "beta")}  # type: ignore[misc]

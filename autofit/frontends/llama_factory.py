@@ -4,12 +4,12 @@ Read at ff6d4d12: src/llamafactory/hparams (keys, defaults, rules), model/adapte
 model/model_utils, train/*/workflow.py (collators) and data/processor. No torch here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import keys, sharing
-from autofit.frontends.draft import Draft, said
+from autofit.frontends.draft import Draft, Saying, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
 
@@ -285,10 +285,10 @@ def _preferences(draft: Draft, stage: str) -> None:
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+    own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
                          "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
-                         "value_head", "spread_layers"), lambda _: None),
+                         "value_head", "spread_layers")),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
@@ -297,13 +297,13 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "use_liger_kernel": lambda value: {"enable_liger_kernel": bool(value)},
         "load_in_4bit": lambda value: {"quantization_bit": 4 if value else None},
         "load_in_8bit": lambda value: {"quantization_bit": 8 if value else None},
-        "lora_r": lambda value: {"lora_rank": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
+        "lora_r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
         "lora_target_modules": _said_target,
-        "optim": lambda value: {"optim": value},
+        "optim": "optim",
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
-        "peft_adapter": lambda _: None,
+        "peft_adapter": None,
     }  # fmt: skip
     return said(foreign, changes, own)
 

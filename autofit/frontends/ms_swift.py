@@ -6,14 +6,14 @@ started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import sharing
 from autofit.frontends.command import UNSURE, Command, arguments, commands
-from autofit.frontends.draft import Draft, number, said
+from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
@@ -488,22 +488,21 @@ def _check_certain(draft: Draft) -> None:
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for what it has none for."""
     names = {ours: theirs for theirs, ours in _ATTENTION.items() if theirs != "flash_attn"}
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
-        **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs"),
-                        lambda _: None),
-        "dtype": lambda value: {"torch_dtype": value},
+    own: dict[str, Saying] = {
+        **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs")),
+        "dtype": "torch_dtype",
         "attn_implementation": lambda value: {"attn_impl": names[str(value)]} if value in names else None,
         "load_in_4bit": lambda value: {"quant_method": "bnb", "quant_bits": 4} if value else None,
         "load_in_8bit": lambda value: {"quant_method": "bnb", "quant_bits": 8} if value else None,
-        "use_liger_kernel": lambda value: {"use_liger_kernel": value},
-        "lora_r": lambda value: {"lora_rank": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
-        "lora_target_modules": lambda value: {"target_modules": value},
-        "optim": lambda value: {"optim": value},
+        "use_liger_kernel": "use_liger_kernel",
+        "lora_r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
+        "optim": "optim",
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
-        "peft_adapter": lambda _: None,
+        "peft_adapter": None,
     }  # fmt: skip
     return said(foreign, changes, own)
 

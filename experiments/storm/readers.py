@@ -11,8 +11,7 @@ from autofit.api.arguments import seconds, share, size
 from autofit.cluster.executor import FILE, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import settings
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for

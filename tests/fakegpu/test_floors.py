@@ -18,14 +18,13 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "allocator", "communication", "depth", "engines", "errors", "formula", "formula.polynomials",
-        "known_values", "op_cache", "patches", "patches.guard", "patches.redirect", "rates", "rates.products",
+        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "patches",
+        "patches.guard", "patches.redirect", "rates", "rates.products", "specs",
     ),
-    ("depth.stack", "replay", "specs"),
-    ("host_memory", "ranks", "rates.cards"),
+    ("depth.stack", "ranks", "rates.cards", "replay"),
     ("rates.collectives", "rates.kernels"),
     ("engines.forward", "kernels", "rates.error"),
-    ("engines.continuous", "engines.schedule", "memory"),
+    ("communication", "engines.continuous", "engines.schedule", "memory", "op_cache"),
     ("engines.vllm", "timeline"),
     ("clock", "formula.kernel_log"),
     ("calibrate", "depth.delay", "formula.seconds", "fusion"),
@@ -33,10 +32,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth.expand", "patches.reducer", "tracer"),
     ("card", "depth.rounds", "patches.tensors"),
     (
-        "patches.attention", "patches.bitsandbytes", "patches.cuda_api", "patches.deepspeed",
-        "patches.operators", "patches.recurrent", "patches.rollout", "patches.vllm",
+        "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
+        "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
-    ("patches.distributed", "patches.libraries", "patches.torchao"),
+    ("patches.distributed", "patches.libraries", "patches.low_bit"),
     ("patches.registry",),
     ("device",),
     ("",),

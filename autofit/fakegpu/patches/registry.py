@@ -22,19 +22,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_memory import is_pinned
+from autofit.fakegpu.memory import is_pinned
 from autofit.fakegpu.patches import (
     attention,
-    bitsandbytes,
     cuda_api,
     deepspeed,
     distributed,
     libraries,
+    low_bit,
     operators,
     recurrent,
     rollout,
     tensors,
-    torchao,
     vllm,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
@@ -249,7 +248,7 @@ _LIBRARIES: dict[str, _Patches] = {
         libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub
     ),
     "transformers.integrations.liger": libraries.liger,
-    "transformers.trainer_optimizer": torchao.transformers_optimizers,
+    "transformers.trainer_optimizer": low_bit.transformers_optimizers,
     "transformers.modeling_flash_attention_utils": attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "transformers.core_model_loading": libraries.transformers_loading,
@@ -279,10 +278,10 @@ _LIBRARIES: dict[str, _Patches] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": distributed.fsdp2_groups,
     "torch.distributed.fsdp._flat_param": _both(distributed.flat_shards, distributed.fsdp1_groups),
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
-    "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
-    "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,
-    "bitsandbytes.functional": bitsandbytes.bitsandbytes_functional,
-    "bitsandbytes.optim.optimizer": bitsandbytes.paged_states,
+    "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
+    "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
+    "bitsandbytes.functional": low_bit.bitsandbytes_functional,
+    "bitsandbytes.optim.optimizer": low_bit.paged_states,
 }
 
 

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.errors import FakeGpuError
-from autofit.fakegpu.host_memory import is_pinned, set_pinned
 from autofit.fakegpu.known_values import Shadows
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import SimulatedMemory, is_pinned, set_pinned
 from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.specs import FakeGpuError
 from autofit.fakegpu.tracer import Tracer
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
