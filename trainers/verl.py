@@ -26,6 +26,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
+from autofit.frontends.verl_settings import Settings
 from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import model_config
@@ -49,7 +50,6 @@ from autofit.recipe.launch import LAUNCH
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
 from .verl_models import Critic, Samples, inner, marked_last, random_model, runs_of, stands_for
-from .verl_settings import Settings
 
 _MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
 _ONLY_SIMULATED = (

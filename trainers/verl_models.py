@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
+from autofit.frontends.verl_settings import Settings
 
 from .verl_engine import DTYPES, Engine, fuse_head
 from .verl_losses import value_loss
-from .verl_settings import Settings
 
 
 def random_model(settings: Settings, folder: str, *, dtype: str, lora: bool) -> torch.nn.Module:
