@@ -14,6 +14,7 @@ from autofit.plugin.protocol import Inspection
 
 from .common import (
     Counts,
+    PreparedRows,
     documents,
     fitted,
     lengths,
@@ -36,11 +37,8 @@ from .trl_config import TrlConfig
 _IGNORED = -100  # label of a token that the loss ignores
 
 
-class _Prepared(SFTTrainer):  # type: ignore[misc]
+class _Prepared(PreparedRows, SFTTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
-
-    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
-        return dataset
 
 
 def _packing(config: TrlConfig) -> list[object] | None:
