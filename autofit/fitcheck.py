@@ -14,8 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GpuSpec, UnknownGpuError, gpu_spec
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.hardware import choose_device_and_target
 from autofit.units import format_bytes, parse_bytes

@@ -8,7 +8,7 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.recipe import catalogue
-from autofit.trainers.believable import read_config_file
+from autofit.trainers.offline import read_config_file
 
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "rope_theta": 1e6, "torch_dtype": "float32"}
 

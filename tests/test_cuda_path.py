@@ -30,8 +30,7 @@ from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.steps import StepClock
 from autofit.probing.supervise import Ending
 from autofit.trainers import grpo
-from autofit.trainers.common import random_model
-from autofit.trainers.weights import random_checkpoint
+from autofit.trainers.common import random_checkpoint, random_model
 
 GIB = 1 << 30
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from drivers import Card, Driver, compiled
 
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.hardware import driver_names
 from autofit.hardware.driver_names import card_of
 

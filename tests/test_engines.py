@@ -13,7 +13,7 @@ from recipes import inspect
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.forecast.engines import Rollout, with_engine

@@ -15,7 +15,7 @@ import yaml
 
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
-from autofit.frontends import command, flat, llama_factory, verl_recipe, verl_rules, verl_script
+from autofit.frontends import command, llama_factory, tools, verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain, refusal
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
 from autofit.plugin.registry import trainer_for
@@ -155,7 +155,7 @@ python3 -m verl.trainer.main_ppo \\
 
 
 def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it_is_run(tmp_path: Path) -> None:
-    found, unread = verl_script.overrides(SCRIPT)
+    found, unread = verl.overrides(SCRIPT)
     assert found["data.train_batch_size"] == 512
     assert found["data.max_response_length"] == 2560
     assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == 64
@@ -177,7 +177,7 @@ def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it
     ],
 )  # fmt: skip
 def test_a_value_of_a_script_is_told_only_where_it_is_certain(text: str, told: object) -> None:
-    found, unread = verl_script.overrides(text.replace("x.y=", "python3 -m verl.trainer.main_ppo x.y="))
+    found, unread = verl.overrides(text.replace("x.y=", "python3 -m verl.trainer.main_ppo x.y="))
     assert (found.get("x.y"), unread) == (told, () if told is not None else ("x.y",))
 
 
@@ -187,13 +187,13 @@ def test_an_array_or_a_variable_of_several_words_is_read_as_bash_splits_it() -> 
         "more='x.w=5 x.t=6'\n"
         'python3 -m verl.trainer.main_ppo "${a[@]}" $more\n'
     )
-    assert verl_script.overrides(text) == ({"x.y": 1, "x.z": [1, 2], "x.u": 3, "x.w": 5, "x.t": 6}, ("x.v",))
+    assert verl.overrides(text) == ({"x.y": 1, "x.z": [1, 2], "x.u": 3, "x.w": 5, "x.t": 6}, ("x.v",))
 
 
 def test_where_every_training_of_a_script_hangs_on_a_condition_the_first_is_likely() -> None:
     text = "if [ $A ]; then\nGO x.y=1\nelse\nGO x.y=2\nfi".replace("GO", "python3 -m verl.trainer.main_ppo")
-    assert verl_script.overrides(text) == ({}, ("x.y",))
-    assert verl_script.likely_overrides(text) == {"x.y": 1}
+    assert verl.overrides(text) == ({}, ("x.y",))
+    assert verl.likely_overrides(text) == {"x.y": 1}
 
 
 def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_script_with_another_engine_is_not_taken_for_fsdp(tmp_path: Path) -> N
 def test_the_effective_batch_of_a_flat_file_is_its_tools_own(
     tool: Any, values: dict[str, object], ranks: int | None, message: str
 ) -> None:
-    assert message in dict(flat.explain(tool, values, ranks=ranks).lines)["effective batch"]
+    assert message in dict(tools.explain(tool, values, ranks=ranks).lines)["effective batch"]
 
 
 @pytest.mark.parametrize("values", [LLAMA, AXO, SWIFT, verl_file()])

@@ -18,7 +18,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_qat, hf_training
+from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -136,7 +136,7 @@ def test_what_quantisation_aware_training_cannot_do_is_one_line(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match="qat needs the package torchao, which is not installed here"):
-        hf_qat.prepare(torch.nn.Linear(2, 2), {"weight_dtype": "int4"})
+        hf_training.prepare(torch.nn.Linear(2, 2), {"weight_dtype": "int4"})
 
 
 def test_an_objective_in_a_recipe_means_this_trainer() -> None:

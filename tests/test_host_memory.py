@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.host_memory import HostMemory as HostTensors
-from autofit.fakegpu.host_memory import held_bytes
+from autofit.fakegpu.memory import HostMemory as HostTensors
+from autofit.fakegpu.memory import held_bytes
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.probing.host_memory import host_memory, shortage
 from autofit.probing.simulated import saved_bytes

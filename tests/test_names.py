@@ -27,8 +27,7 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
 from autofit.space.space import Knob, Space
 from autofit.space.space_file import read_space
-from autofit.trainers.names import RENAMED, installed, one_name_each, renamed, synonyms
-from autofit.trainers.scripts import parser_of
+from autofit.trainers.names import RENAMED, installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]
 OLD, NEW = "gradient_checkpointing", "activation_checkpointing"

@@ -153,7 +153,7 @@ def test_a_config_may_leave_out_what_does_not_decide_its_size(tmp_path: Path) ->
 def test_flash_attention_without_its_package_is_refused_on_a_real_device_and_simulated_on_another(
     tiny_recipe: Path,
 ) -> None:
-    from autofit.trainers.model_check import check_model
+    from autofit.trainers.inspection import check_model
     from autofit.trainers.trl_config import parse
 
     config = parse("grpo", values_of(tiny_recipe, attn_implementation="flash_attention_2", use_peft=False),
@@ -196,7 +196,7 @@ def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from autofit.trainers.model_check import check_model
+    from autofit.trainers.inspection import check_model
     from autofit.trainers.trl_config import parse
 
     config = parse("grpo", values_of(tiny_recipe, load_in_4bit=True, lora_target_modules=["wte", "wpe"]),

@@ -18,8 +18,7 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.sources import source_of
-from autofit.frontends.writing import can_say, in_own_keys, written
+from autofit.frontends.writing import can_say, in_own_keys, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
 

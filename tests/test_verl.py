@@ -17,8 +17,9 @@ from autofit.api.reading import source_of
 from autofit.api.verl_log import rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
-from autofit.frontends import verl_recipe, verl_rules, verl_script
+from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.verl_log import read_log
+from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.probing.fork_server import ForkServer
@@ -30,7 +31,6 @@ from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
 from autofit.recipe.spread import spread
 from autofit.trainers.verl import TRAINER
-from autofit.trainers.verl_settings import Settings
 from autofit.tuning.record import StudyRecord
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -147,10 +147,6 @@ def test_a_critic_is_packed_by_tokens_whatever_its_own_sizes_say() -> None:
     assert (
         "critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu without" in line
     )
-
-
-def test_every_key_of_the_reader_is_a_setting_of_the_trainer() -> None:
-    assert verl_recipe.KEYS.keys() <= Settings.__dataclass_fields__.keys()
 
 
 def test_what_hangs_on_a_condition_is_taken_with_a_note() -> None:
@@ -293,7 +289,7 @@ def test_a_grpo_trial_goes_to_verl_with_its_batch_and_the_differences_are_named(
     assert "# not carried over: optim, per_device" not in text
     assert "# not carried over: optim" in text
     command = text[text.index("python3") :]
-    assert verl_script.overrides(command)[0].items() >= {k: v for k, v in said.items() if v is not None}.items()
+    assert verl.overrides(command)[0].items() >= {k: v for k, v in said.items() if v is not None}.items()
 
 
 @pytest.mark.parametrize(

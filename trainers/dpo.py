@@ -15,23 +15,19 @@ from trl import DPOTrainer
 
 from autofit.plugin.padding import Lengths
 
-from .common import Counts, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
-from .epoch import place_of
+from .common import Counts, PreparedRows, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
 from .keys import COMPARED, dpo_tiers
-from .padding import Collator, padded, shorter_pair
+from .rows import Collator, padded, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
 _SIDES = ("chosen_ids", "rejected_ids")
 
 
-class _Prepared(DPOTrainer):  # type: ignore[misc]
+class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL, and scores the reference on one micro-batch of them."""
 
     scoring_share = 0.0  # calls of `score_reference` per optimizer step of the real run
-
-    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
-        return dataset
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._scored = [dataset[0]] * batch_size

@@ -12,9 +12,8 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection
 
 from .key_table import KeyTable, kept_table, taken_env
-from .local_files import NO_MODEL, with_local_file
 from .names import overridden_by
-from .offline import not_a_list, or_stated, unknown_model
+from .offline import NO_MODEL, not_a_list, or_stated, unknown_model, with_local_file
 
 
 def check(trainer: str, values: Mapping[str, object], inspection: Inspection) -> None:

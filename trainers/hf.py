@@ -20,6 +20,7 @@ from autofit.plugin.protocol import Facts, Inspection
 from . import hf_training
 from .common import (
     LARGEST,
+    Counts,
     dataset_name,
     documents,
     fitted,
@@ -32,12 +33,11 @@ from .common import (
     split,
     train_rows,
 )
-from .epoch import place_of
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
 from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
-from .padding import Collator, padded
+from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
@@ -124,19 +124,19 @@ class HfTrainer(SamplesTrainer):
         if len(raw) > LARGEST and not training.packing:
             largest = largest_rows(raw)
             rows = self._rows(config, raw.select(largest), tokenizer)
-            if int(_longer(rows).max()) < limit:
+            if int(_tokens(rows, np.maximum).max()) < limit:
                 largest = None
         if largest is None:
             rows = self._rows(config, raw, tokenizer)
-        longer = _longer(rows)
-        index = int(np.lexsort((_total(rows), longer))[-1])
+        longer = _tokens(rows, np.maximum)
+        index = int(np.lexsort((_tokens(rows, np.add), longer))[-1])
         longest = limit if training.packing or training.pad_to_max_length else int(longer[index])
         facts: dict[str, Any] = {
             "num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": int(longer[index]) >= limit,
             **place_of(index, rows, raw, largest, mixed=bool(training.packing)),
         }  # fmt: skip
         if training.objective not in SAMPLES:
-            shorter_ones = _total(rows) - longer
+            shorter_ones = _tokens(rows, np.add) - longer
             lengths_of = Lengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
                                     sequences=2)  # fmt: skip
         else:
@@ -156,19 +156,11 @@ class HfTrainer(SamplesTrainer):
         return packed(found, training.max_length) if training.packing else found
 
 
-def _longer(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens of each row, or of the longer answer of each pair (rows,)."""
+def _tokens(rows: Dataset, of_answers: np.ufunc) -> Counts:
+    """Tokens of each row, or `of_answers` (np.maximum, np.add) of the answers of each pair (rows,)."""
     if "input_ids" in rows.column_names:
         return lengths(rows, "input_ids")
-    found: np.ndarray[Any, np.dtype[np.int64]] = np.maximum(*(lengths(rows, f"{side}_ids") for side in SIDES))
-    return found
-
-
-def _total(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens of each row, or of both answers of each pair (rows,)."""
-    if "input_ids" in rows.column_names:
-        return lengths(rows, "input_ids")
-    found: np.ndarray[Any, np.dtype[np.int64]] = np.add(*(lengths(rows, f"{side}_ids") for side in SIDES))
+    found: Counts = of_answers(*(lengths(rows, f"{side}_ids") for side in SIDES))
     return found
 
 

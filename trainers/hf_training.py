@@ -24,7 +24,6 @@ from autofit.errors import ConfigError, quoted
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
-from .hf_value_head import WithValueHead
 from .trl_config import TrlConfig
 
 _SCORED = ("classify", "reward")  # objectives over a model with a head for scores in place of words
@@ -114,7 +113,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     if lora is not None and training.peft_adapter is not None:
         lora = other_adapter(lora, training.peft_adapter, total_steps=training.max_steps)
     if training.qat is not None:
-        from .hf_qat import prepare
+        from .hf_training import prepare
 
         prepare(model, training.qat)
     if training.objective in _SCORED and not training.value_head:
@@ -251,3 +250,94 @@ def computed_in(config: TrlConfig, model: Any) -> torch.dtype:
     if config.training.bf16:
         return torch.bfloat16
     return torch.float16 if config.training.fp16 else model.dtype
+
+
+# Quantisation-aware training by torchao, as Axolotl prepares a model for it (utils/quantization.py). Imports torchao.
+#
+# Each linear layer rounds a copy of its weights, and of its inputs, to the values of a smaller type.
+
+KEYS = ("weight_dtype", "activation_dtype", "group_size", "quantize_embedding")
+_FLOAT8 = ("float8_e4m3fn", "fp8", "float8")
+_MX_BLOCK = 32  # values that share a scale
+
+
+def prepare(model: Any, given: Mapping[str, Any]) -> None:
+    """Replace the linear layers of `model`, and its embeddings if these are asked for. Raises ConfigError."""
+    try:
+        from torchao.quantization import quantize_
+    except ImportError as error:
+        raise ConfigError("qat needs the package torchao, which is not installed here: pip install torchao") from error
+
+    wrong = [key for key in given if key not in KEYS]
+    if wrong:
+        raise ConfigError(f"qat has no key {quoted(wrong[0])}; its keys are {', '.join(KEYS)}")
+    weight, inputs, group = given.get("weight_dtype", "int8"), given.get("activation_dtype"), given.get("group_size")
+    quantize_(model, _config(weight, inputs, group))
+    if given.get("quantize_embedding"):
+        quantize_(model, _config(weight, None, group), filter_fn=lambda m, _: isinstance(m, torch.nn.Embedding))
+
+
+def _config(weight: str, inputs: str | None, group: int | None) -> Any:
+    from torchao.quantization.qat import QATConfig
+    from torchao.quantization.qat.fake_quantize_config import (
+        Float8FakeQuantizeConfig,
+        Int4WeightFakeQuantizeConfig,
+        IntxFakeQuantizeConfig,
+    )
+
+    activation: Any = None
+    if weight == "mxfp4":
+        if group not in (None, _MX_BLOCK):
+            raise ConfigError(f"qat: group_size must be {_MX_BLOCK} with weight_dtype mxfp4; got {group}")
+        from torchao.prototype.qat import MXFakeQuantizeConfig
+
+        both = MXFakeQuantizeConfig(dtype=torch.float4_e2m1fn_x2, block_size=_MX_BLOCK)
+        return QATConfig(activation_config=both, weight_config=both)
+    if inputs == "int8":
+        activation = IntxFakeQuantizeConfig(dtype=torch.int8, granularity="per_token", is_symmetric=False)
+    elif inputs in _FLOAT8:
+        activation = Float8FakeQuantizeConfig(dtype=torch.float8_e4m3fn)
+    if weight == "int4" and inputs != "int4":
+        more = {"int8": {"activation_dtype": torch.bfloat16}}.get(str(inputs), {})
+        more = {"activation_dtype": torch.float8_e4m3fn} if inputs in _FLOAT8 else more
+        weights: Any = Int4WeightFakeQuantizeConfig(group_size=group or 128, **more)
+    elif weight in _FLOAT8 and inputs in _FLOAT8:
+        weights = Float8FakeQuantizeConfig(dtype=torch.float8_e4m3fn)
+    else:
+        raise ConfigError(
+            f"qat: weight_dtype {weight} with activation_dtype {inputs} is not trained by torchao; int4 with int8, fp8 "
+            "or none, fp8 with fp8 and mxfp4 are"
+        )
+    return QATConfig(weight_config=weights, activation_config=activation)
+
+
+# A causal model with a value head: the reward model that LLaMA-Factory trains.
+
+
+class WithValueHead(torch.nn.Module):
+    """A causal model and a linear head on its last hidden states: a value for each token.
+
+    TRL's AutoModelForCausalLMWithValueHead (models/modeling_value_head.py of TRL 0.24), which LLaMA-Factory wraps its
+    model in: the model makes all hidden states, the logits of all words and their loss too, and the logits are cast to
+    float32.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.pretrained_model = model
+        self.dropout = torch.nn.Dropout(0.1)
+        self.v_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(logits (B, T, V) in float32, the causal model's loss if there are labels, values (B, T))."""
+        found = self.pretrained_model(**inputs, output_hidden_states=True, use_cache=False)
+        hidden = self.dropout(found.hidden_states[-1]).to(self.v_head.weight.dtype)
+        values = self.v_head(hidden).squeeze(-1)
+        return found.logits.float(), found.loss, values
+
+    def __getattr__(self, name: str) -> Any:
+        """What a Trainer asks a model of transformers is asked of the causal model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("pretrained_model"), name)

@@ -4,6 +4,7 @@ Nothing here is a table of versions. A pair of names counts if the installed dat
 with the older one alone has its value under the newer one.
 """
 
+import importlib
 import re
 import typing
 import warnings
@@ -11,11 +12,41 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 from autofit.plugin.fields import accepts
 
-from .scripts import parser_of
+# The script whose parser reads a trainer's recipes: TRL's own, or one of ours in the same form.
+
+_OURS = {"hf": "hf_script"}
+
+
+def is_trls(trainer: str) -> bool:
+    """Whether `trl <trainer>` is a command."""
+    return trainer not in _OURS
+
+
+def command_of(trainer: str) -> str | None:
+    """The command that trains a recipe without autofit, before its file's name; None: there is none."""
+    return f"trl {trainer} --config" if is_trls(trainer) else None
+
+
+def script_name(trainer: str) -> str:
+    """The name of the module with the `make_parser` of `trainer`."""
+    ours = _OURS.get(trainer)
+    return f"trl.scripts.{trainer}" if ours is None else f"{__package__}.{ours}"
+
+
+def script(trainer: str) -> ModuleType:
+    """The module with the `make_parser` of `trainer`."""
+    return importlib.import_module(script_name(trainer))
+
+
+def parser_of(trainer: str) -> Any:
+    """A parser of the recipes of `trainer`."""
+    return script(trainer).make_parser()
+
 
 # (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
 # 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.

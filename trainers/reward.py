@@ -12,21 +12,27 @@ from trl import RewardTrainer
 from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
-from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
-from .epoch import place_of
+from .common import (
+    PreparedRows,
+    fitted,
+    lengths,
+    limit_of,
+    prepared_longest,
+    probed,
+    real,
+    samples_per_step,
+    train_rows,
+)
 from .keys import COMPARED
-from .padding import Collator, padded, shorter_pair
+from .rows import Collator, padded, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
 _SIDES = ("chosen_ids", "rejected_ids")
 
 
-class _Prepared(RewardTrainer):  # type: ignore[misc]
+class _Prepared(PreparedRows, RewardTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
-
-    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
-        return dataset
 
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:

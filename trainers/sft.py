@@ -14,6 +14,7 @@ from autofit.plugin.protocol import Inspection
 
 from .common import (
     Counts,
+    PreparedRows,
     documents,
     fitted,
     lengths,
@@ -25,23 +26,19 @@ from .common import (
     split,
     train_rows,
 )
-from .epoch import place_of
 from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
-from .padding import Collator, padded, shorter_sample
+from .rows import Collator, padded, place_of, shorter_sample
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
 _IGNORED = -100  # label of a token that the loss ignores
 
 
-class _Prepared(SFTTrainer):  # type: ignore[misc]
+class _Prepared(PreparedRows, SFTTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
-
-    def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:
-        return dataset
 
 
 def _packing(config: TrlConfig) -> list[object] | None:

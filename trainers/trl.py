@@ -20,16 +20,13 @@ from autofit.recipe.keys import BatchKeys, Tier
 
 from . import offline
 from .common import read_worst_case, samples_per_step
-from .epoch import in_epoch
 from .inspection import architecture_hash, keep, model_facts, with_stand_ins
 from .key_table import keep_table, kept_table, table_of
 from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
-from .knobs import left_out
-from .local_files import with_local_file
-from .model_kwargs import at_top_level
-from .names import installed, one_name_each, overridden, synonyms
-from .padding import unmasked_is_larger
-from .scripts import command_of, parser_of, script
+from .knobs import at_top_level, left_out
+from .names import command_of, installed, one_name_each, overridden, parser_of, script, synonyms
+from .offline import with_local_file
+from .rows import in_epoch, unmasked_is_larger
 from .trl_config import TrlConfig, counting, parse, plain
 
 # Of samples that pack_dataset cuts from one stream, 1,000 at a time (trl/data_utils.py, _pack_wrapped).

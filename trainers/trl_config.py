@@ -11,7 +11,7 @@ from autofit.errors import ConfigError
 from autofit.recipe.recipe import merge
 
 from .key_table import table_of, taken_env
-from .scripts import is_trls, parser_of
+from .names import is_trls, parser_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.depth.stack import full_config, text_config
-from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
+from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
+from autofit.frontends.verl_settings import Settings
 from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import model_config
@@ -46,12 +47,9 @@ from autofit.plugin.protocol import (
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH
 
-from .verl_critic import Critic
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
-from .verl_models import inner, random_model
-from .verl_samples import Samples, marked_last, runs_of, stands_for
-from .verl_settings import Settings
+from .verl_models import Critic, Samples, inner, marked_last, random_model, runs_of, stands_for
 
 _MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
 _ONLY_SIMULATED = (

@@ -14,8 +14,7 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
 from autofit.forecast.shop import Shop

@@ -9,8 +9,7 @@ from typing import cast
 from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.frontends import sources
-from autofit.frontends.writing import has_key
+from autofit.frontends import writing
 from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer, server_for
@@ -41,7 +40,7 @@ def source_of(given: Given | None, name: str | None = None, launch: LaunchOption
     if isinstance(given, Source):
         return given
     stated = given() if callable(given) and not isinstance(given, type) else given
-    return sources.source_of(cast("Stated | None", stated), name=name, ranks=launch.num_processes)
+    return writing.source_of(cast("Stated | None", stated), name=name, ranks=launch.num_processes)
 
 
 def read_recipe(
@@ -78,7 +77,7 @@ def _in_own_keys(recipe: Recipe) -> Recipe:
         head, dot, rest = knob.name.partition(".")
         name = f"{recipe.other_names.get(head, head)}{dot}{rest}"
         values = (True, *(value for value in knob.values if value is not None))
-        if not knob.solved and name != QUANTIZATION and not has_key(recipe.foreign, name, values):
+        if not knob.solved and name != QUANTIZATION and not writing.has_key(recipe.foreign, name, values):
             lacking[name] = reason
     return replace(recipe, left_out={**lacking, **recipe.left_out})
 

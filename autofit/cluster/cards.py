@@ -11,8 +11,7 @@ from pathlib import Path
 from autofit.cluster import slurm
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError, EnvironmentFault, one_line
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.files import read_json, write_json
 from autofit.hardware.card_kind import kind_of
 from autofit.hardware.compiler import compiling_faults

@@ -139,7 +139,7 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
 
     The API finds the same, after its imports. `device` is "sim:" for a simulated card.
     """
-    from autofit.frontends.sources import source_of
+    from autofit.frontends.writing import source_of
     from autofit.plugin.early import look
     from autofit.recipe.launching import launch_options
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from autofit.commands.common import DONE, NOTHING_FITS, show_line
 
 if TYPE_CHECKING:
-    from autofit.frontends.explanation import Explanation
+    from autofit.frontends.foreign import Explanation
 
 
 def explain(options: argparse.Namespace) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
-from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, HostCosts, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, FakeGpuError, GpuSpec, HostCosts, UnknownGpuError, gpu_spec
 
 if TYPE_CHECKING:
     from autofit.fakegpu.allocator import AllocatorSettings

@@ -21,8 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.fakegpu.clock import NO_KERNEL
-from autofit.fakegpu.errors import FakeGpuError
-from autofit.fakegpu.specs import HostCosts
+from autofit.fakegpu.specs import FakeGpuError, HostCosts
 
 WIDTH = 4
 LAYERS = 8

@@ -13,13 +13,11 @@ import numpy.typing as npt
 import torch
 
 from autofit.fakegpu.allocator import UNLIMITED, AllocatorSettings, CachingAllocator
-from autofit.fakegpu.autograd import in_backward
-from autofit.fakegpu.clock import Clock
-from autofit.fakegpu.communicators import nccl_bytes, nccl_note
+from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
-from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import blas_workspace_bytes
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import HostMemory, SimulatedMemory
+from autofit.fakegpu.ranks import nccl_bytes, nccl_note
 from autofit.fakegpu.rates.cards import stand_in
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, GpuSpec, HostCosts

@@ -20,18 +20,28 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry
 
-from autofit.fakegpu.autograd import launched_by_autograd
 from autofit.fakegpu.communication import Call
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.foreign_flops import foreign_flops, foreign_rate
+from autofit.fakegpu.kernels import Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.error import COLLECTIVES, HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
 from autofit.fakegpu.specs import GpuSpec, HostCosts
-from autofit.fakegpu.traffic import Times, traffic
+
+# Which part of a training pass runs in this thread.
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def launched_by_autograd() -> bool:
+    """Whether autograd's engine launches, not Python: in backward, except where a layer's forward runs once more."""
+    return in_backward() and not torch.is_grad_enabled()
+
 
 aten = torch.ops.aten
 
@@ -299,16 +309,18 @@ class Clock:
         name = func._schema.name[6:]
         if func.is_view or name in NO_KERNEL:
             return None
-        foreign = foreign_flops(func, args)
-        flops = _flops(func, args, kwargs, out) if foreign is None else foreign
+        work_flops = flops(func, args, kwargs, out)
         dtype = _dtype(out)
         shapes = _shapes(args)
         causal = family(name, shapes) == "attention" and _is_causal(func, args, kwargs)
-        rate = foreign_rate(func._schema.name, self.spec.half_flops_per_s)
-        rate = rate or self._rate(dtype, by_tensor_cores=bool(flops))
+        if kernel_of(func).int8:
+            rate = 2 * self.spec.half_flops_per_s
+        else:
+            rate = self._rate(dtype, by_tensor_cores=bool(work_flops))
         moved = traffic(func, args, out)
-        work = Work(name, shapes, rate, dtype.itemsize, causal, flops, moved.nbytes, moved.pattern)
-        by_shapes = foreign is None and not (flops and dtype is torch.float32)  # TF32 may be switched on later
+        work = Work(name, shapes, rate, dtype.itemsize, causal, work_flops, moved.nbytes, moved.pattern)
+        values_matter = kernel_of(func).flops is not None  # such as the lengths of sequences in one row
+        by_shapes = not values_matter and not (work_flops and dtype is torch.float32)  # TF32 may be switched on later
         return _Cost(work, moved.times, *self.kernels.seconds(work), by_shapes)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
@@ -353,16 +365,6 @@ class Clock:
             return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
         tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
         return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
-
-
-def _flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
-        return 0
-    try:
-        return int(count(*args, **kwargs, out_val=out))
-    except (AssertionError, TypeError, ValueError, IndexError):
-        return 0  # a shape that the registry does not support: only bytes bound the time
 
 
 def _shapes(args: Sequence[object]) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 
+from autofit.fakegpu.kernels import tensors
+
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]
 NAMESPACES = {"c10d", "_c10d_functional"}
 # Operator: (kind, the argument that is the whole message; -1 is the output). A reduction to one card and a message to
@@ -62,7 +64,7 @@ def collective(func: OpOverload, args: Sequence[object], out: object) -> Call | 
     group = _group(func, args)
     ranks = min(group.size(), 2) if name in _TO_ONE else group.size()
     waits = func.namespace == "c10d" and not _is_asynchronous(func, args)
-    return Call(kind, _flat(out if place < 0 else args[place]), ranks, group.group_name, waits)
+    return Call(kind, list(tensors(out if place < 0 else args[place])), ranks, group.group_name, waits)
 
 
 def moved_by(
@@ -92,11 +94,3 @@ def _is_asynchronous(func: OpOverload, args: Sequence[object]) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     at = names.index("async_op") if "async_op" in names else len(args)
     return bool(args[at]) if at < len(args) else True
-
-
-def _flat(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _flat(item)]
-    return []

@@ -21,16 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.card import FakeGpu, Mode
-from autofit.fakegpu.errors import FakeGpuError
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.op_cache import Shortcut
 from autofit.fakegpu.patches.cuda_api import current_gpu
-from autofit.fakegpu.patches.cuda_to_cpu import CudaToCpu
-from autofit.fakegpu.patches.guard import CUDA_GUARD, GuardUnavailableError
+from autofit.fakegpu.patches.guard import CUDA_GUARD, CudaToCpu, GuardUnavailableError
 from autofit.fakegpu.patches.libraries import clear_answers_of_caches
+from autofit.fakegpu.patches.redirect import Undo
 from autofit.fakegpu.patches.registry import Registry
-from autofit.fakegpu.specs import GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
-from autofit.fakegpu.undo import Undo
+from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
 
 _ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
 

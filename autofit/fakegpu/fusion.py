@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.kernels import tensors
 from autofit.fakegpu.memory import SimulatedMemory
 
 aten = torch.ops.aten
@@ -199,11 +200,7 @@ def run_compiled(
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, FakeTensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return (tensor for tensor in tensors(value) if isinstance(tensor, FakeTensor))
 
 
 def _unique(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

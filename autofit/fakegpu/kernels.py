@@ -1,18 +1,25 @@
-"""CUDA kernel memory that is not visible in shapes: library workspaces, and scratch inside one operation.
+"""What is known of kernels beyond the tensors that they take and return: one entry of `KERNELS` for each operator.
 
-Each rule names the function of torch's source that it follows. Operations without a rule count as scratch-free.
+FLOPs that torch's counter does not know, scratch memory, passes over an argument, and the pattern of reads and writes.
+A kernel without an entry has the FLOPs of torch's counter, no scratch, reads each argument once and writes its output
+once. Operations that are several kernels on a card are not here: `Tracer.in_parts` runs their parts. Each rule names
+the function of torch's source that it follows.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils.flop_counter import flop_registry
+
+from autofit.fakegpu.rates.kernels import Pattern
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -31,18 +38,32 @@ class Rounded(NamedTuple):
 
 
 Size = int | tuple[Rounded, ...]  # in bytes; the parts say how it follows from shapes
-Scratch = Callable[..., Size]
+Times = tuple[int, ...] | None  # reads or writes of each tensor; None is one of each
+
+
+class Kernel(NamedTuple):
+    """One operator's kernel."""
+
+    flops: Callable[[Sequence[object]], int] | None = None  # of the arguments; None: as torch's counter has it
+    int8: bool = False  # its products are of int8
+    reads: tuple[int, ...] = ()  # times that each argument is read; once where it says nothing
+    by_rows: bool = False  # those times hold for long rows; short ones stay in the cache
+    pattern: Pattern | None = None  # None: by shapes and strides
+    fills: bool = False  # what it writes in place is not read
+    copies: bool = False  # element by element, as a pointwise operator
+    scratch: Callable[..., Size] | None = None  # what it allocates and frees, in addition to its outputs
+    overloads: tuple[str, ...] = ("default",)  # that have the scratch
+    on_cpu: bool = False  # the CPU's kernel has the scratch too
+
 
 # Operations that call cuBLAS, whose workspace comes from the allocator.
 GEMMS = {
     aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
     aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.addmv.default, aten.mv.default, aten.dot.default,
     aten._scaled_mm.default,
+    aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out, aten.bmm.dtype, aten.bmm.dtype_out,
+    aten.baddbmm.dtype, aten.baddbmm.dtype_out,
 }  # fmt: skip
-for _name in ("dtype", "dtype_out"):  # mm(..., out_dtype=), torch >= 2.8
-    for _packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        if hasattr(_packet, _name):
-            GEMMS.add(getattr(_packet, _name))
 
 
 # Operations that allocate their last output first: dropout_cuda in Dropout.cu makes the mask before the result.
@@ -64,10 +85,18 @@ def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None)
     return (4096 * 2 + 16 * 8) * KIB
 
 
+def kernel_of(func: OpOverload) -> Kernel:
+    """The entry of an operator, an empty one if it has none."""
+    return KERNELS.get(func._schema.name, _PLAIN)
+
+
+# ---------------------------------------------------------------------- scratch
 def scratch_size(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str) -> Size:
     """What an operation allocates and frees internally, in addition to its outputs."""
-    rule = _SCRATCH_ANYWHERE.get(func) or (_SCRATCH.get(func) if device == "cuda" else None)
-    return rule(*args, **kwargs) if rule is not None else 0
+    kernel = kernel_of(func)
+    if kernel.scratch is None or func._overloadname not in kernel.overloads or not (kernel.on_cpu or device == "cuda"):
+        return 0
+    return kernel.scratch(*args, **kwargs)
 
 
 def rounded_outputs(func: OpOverload, args: Sequence[object]) -> dict[int, tuple[Rounded, ...]]:
@@ -173,20 +202,222 @@ def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
     return self.numel() * (self.element_size() + 8)
 
 
-_SCRATCH_ANYWHERE: dict[OpOverload, Scratch] = {  # also of the CPU's kernels
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _softmax,
-}
-_SCRATCH: dict[OpOverload, Scratch] = {
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._flash_attention_backward.default: _flash_backward_of_tokens,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._softmax_backward_data.out: _softmax_backward,
-    aten.multinomial.default: _multinomial,
-    aten.pow.Scalar: _pow_of_number,
-    aten.sort.default: _sort_pairs,
-    aten.sort.stable: _sort_pairs,
+# ---------------------------------------------------------------------- FLOPs
+def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
+    """FLOPs of one kernel."""
+    known = kernel_of(func).flops
+    if known is not None:
+        return known(args)
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0
+    try:
+        return int(count(*args, **kwargs, out_val=out))
+    except (AssertionError, TypeError, ValueError, IndexError):
+        return 0  # a shape that the registry does not support: only bytes bound the time
+
+
+def _gemm_4bit(args: Sequence[object]) -> int:
+    return _product(args[0], cast("Sequence[int]", args[2])[0])
+
+
+def _int8_matmul(args: Sequence[object]) -> int:
+    return _product(args[0], cast("torch.Tensor", args[1]).shape[0])
+
+
+def _grouped_mm(args: Sequence[object]) -> int:
+    """Experts' products: rows of all groups times the other matrix of each, or (both 2-D) sums over each group."""
+    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    whole = _product(a, b.shape[-1])
+    return whole // a.shape[0] if a.dim() == 3 and b.dim() == 2 else whole
+
+
+def _grouped_mm_backward(args: Sequence[object]) -> int:
+    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    return 2 * _product(a, b.shape[-1])
+
+
+def _attention(args: Sequence[object]) -> int:
+    return 2 * _scores(args[0], args[1], args[3], args[4], args[6])
+
+
+def _attention_backward(args: Sequence[object]) -> int:
+    return 5 * _scores(args[1], args[2], args[6], args[7], args[9])
+
+
+def _scores(query: object, key: object, starts_q: object, starts_k: object, longest_k: object) -> int:
+    """FLOPs of one product of queries and keys, (..., heads, dim), causal or not, as torch counts them.
+
+    For sequences one after the other, each has its length if it is known, else the longest one's.
+    """
+    q, k = cast("torch.Tensor", query), cast("torch.Tensor", key)
+    heads_and_dim = q.shape[-2] * q.shape[-1]
+    if not isinstance(starts_q, torch.Tensor):
+        return 2 * q.shape[0] * q.shape[1] * k.shape[1] * heads_and_dim
+    known = [getattr(starts, "_autofit_shadow", None) for starts in (starts_q, starts_k)]
+    if any(values is None for values in known):
+        return 2 * q.shape[0] * min(cast("int", longest_k), k.shape[0]) * heads_and_dim
+    with unset_fake_temporarily():
+        pairs = int((known[0].diff().long() * known[1].diff().long()).sum())  # type: ignore[union-attr]
+    return 2 * pairs * heads_and_dim
+
+
+def _product(rows: object, columns: int) -> int:
+    return 2 * prod(cast("torch.Tensor", rows).shape) * columns
+
+
+# ---------------------------------------------------------------------- reads and writes
+# Bytes of a row that the next pass of a softmax still finds in the cache: on an A100, rows of 64 KiB are read once and
+# of 128 KiB three times (experiments/rates/bandwidth.py).
+_CACHED_ROW_BYTES = 1 << 16
+
+
+class Traffic(NamedTuple):
+    """Reads or writes of each tensor of the arguments, then of the output, and the bytes of all; and their pattern."""
+
+    times: tuple[int, ...]
+    nbytes: int
+    pattern: Pattern
+
+
+def traffic(func: OpOverload, args: Sequence[object], out: object) -> Traffic:
+    """The traffic of one kernel: each argument read once and the output written once, where its entry says no more.
+
+    What is written in place is also read, unless it is only filled or copied to; an expanded tensor is read once.
+    """
+    kernel = kernel_of(func)
+    inputs, outputs = list(tensors(args)), list(tensors(out))
+    if kernel.pattern == "gather":
+        times = [0] * len(inputs) + [2] * len(outputs)
+    else:
+        pointwise = torch.Tag.pointwise in func.tags
+        passes = kernel.reads if _reads_again(kernel, inputs) else ()
+        written = _written(func, args)
+        seen: set[int] = set()
+        times = []
+        for place, tensor in enumerate(inputs):
+            reads = passes[place] if place < len(passes) else 1
+            if pointwise and tensor.numel() > 1 and _is_expanded(tensor):
+                reads = 0  # it stays in the cache
+            if kernel.fills and id(tensor) in written:
+                reads = 0
+            times.append(0 if id(tensor) in seen else reads + (id(tensor) in written))
+            seen.add(id(tensor))
+        times += [int(id(tensor) not in seen) for tensor in outputs]
+    moved = sum(t.numel() * t.element_size() * n for t, n in zip((*inputs, *outputs), times, strict=True))
+    return Traffic(tuple(times), moved, _pattern(kernel, func, inputs, outputs))
+
+
+def _written(func: OpOverload, args: Sequence[object]) -> set[int]:
+    """The arguments that the operator writes to; a fused optimizer is said to write gradients, but only reads them."""
+    found: set[int] = set()
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+            found.update(id(tensor) for tensor in tensors(value))
+    return found
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an argument or output, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def _reads_again(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel's passes over an argument each read memory: the short rows of a softmax are in the cache."""
+    if not kernel.by_rows or not inputs or not inputs[0].dim():
+        return True
+    return inputs[0].shape[-1] * inputs[0].element_size() > _CACHED_ROW_BYTES
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    repeated = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 0)
+    return repeated > 1
+
+
+def _pattern(
+    kernel: Kernel, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Pattern:
+    if kernel.pattern is not None:
+        return kernel.pattern
+    if torch.Tag.pointwise not in func.tags and not kernel.copies:
+        return "streaming"
+    whole = [tensor for tensor in (*outputs, *inputs) if tensor.dim()]
+    if not whole:
+        return "streaming"
+    first = whole[0]
+    laid_out = _layout(first)
+    if not _is_dense(first) or any(t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]):
+        return "strided"
+    return "cast" if len({t.dtype for t in whole}) > 1 else "streaming"
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """The strides of the dimensions that have more than one element: no other stride is ever used."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements follow each other in memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# ---------------------------------------------------------------------- the table
+def _named(names: str, kernel: Kernel) -> dict[str, Kernel]:
+    """The same entry for several operators of torch."""
+    return {f"aten::{name}": kernel for name in names.split()}
+
+
+_PLAIN = Kernel()
+KERNELS: dict[str, Kernel] = {
+    **_named("embedding index gather index_select", Kernel(pattern="gather")),  # the rows they return, not the whole
+    **_named(
+        "index_put index_put_ _index_put_impl_ index_add index_add_ scatter_add scatter_add_ scatter scatter_",
+        Kernel(pattern="scatter"),
+    ),
+    **_named("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_", Kernel(fills=True)),
+    **_named("_to_copy clone", Kernel(copies=True)),
+    "aten::copy_": Kernel(copies=True, fills=True),
+    "aten::cat": Kernel(pattern="cat"),
+    "aten::embedding_dense_backward": Kernel(pattern="scatter", scratch=_embedding_backward),
+    # SoftMax.cu, PersistentSoftmax.cuh: the forward reads a row for its maximum, its sum and its result. The backward
+    # reads the gradient, that of softmax also the output, for a sum first. Short rows are still in the cache.
+    **_named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True, scratch=_softmax, on_cpu=True)),
+    "aten::_softmax_backward_data": Kernel(
+        reads=(2, 2), by_rows=True, scratch=_softmax_backward, overloads=("default", "out")
+    ),
+    "aten::_log_softmax_backward_data": Kernel(reads=(2, 1), by_rows=True),
+    # layer_norm_kernel.cu: the forward reads its input for the statistics and for the result, the backward its input
+    # and the gradient twice, and a third time for the gradients of weight and bias.
+    **_named("native_layer_norm _fused_rms_norm", Kernel(reads=(2,))),
+    **_named("native_layer_norm_backward _fused_rms_norm_backward", Kernel(reads=(3, 3))),
+    # NLLLoss2d and Loss.cu: the loss reads one element a target; its gradient is filled with zeros first.
+    "aten::nll_loss_forward": Kernel(reads=(0, 1), pattern="one_block"),
+    "aten::nll_loss_backward": Kernel(reads=(0, 0, 1)),
+    **_named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
+    "aten::multinomial": Kernel(scratch=_multinomial),
+    "aten::pow": Kernel(scratch=_pow_of_number, overloads=("Scalar",)),
+    "aten::sort": Kernel(scratch=_sort_pairs, overloads=("default", "stable")),
+    "aten::_grouped_mm": Kernel(flops=_grouped_mm),
+    "transformers::grouped_mm_fallback": Kernel(flops=_grouped_mm),  # a loop of products on cards before Ampere
+    "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
+    "aten::_flash_attention_forward": Kernel(flops=_attention),
+    "aten::_flash_attention_backward": Kernel(flops=_attention_backward, scratch=_flash_backward_of_tokens),
+    "aten::_scaled_dot_product_flash_attention_backward": Kernel(scratch=_flash_backward),
+    "aten::_scaled_dot_product_efficient_attention_backward": Kernel(scratch=_efficient_backward),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Kernel(scratch=_cudnn_backward),
+    "bitsandbytes::gemm_4bit": Kernel(flops=_gemm_4bit),  # the fused kernel, which reads the packed weight
+    "bitsandbytes::gemv_4bit": Kernel(flops=_gemm_4bit),
+    # Tensor cores multiply int8 at twice the rate of 16-bit floats on each card since Turing (NVIDIA's data sheets: T4
+    # 130 of 65 TFLOP/s, A100 624 of 312, L40S 733 of 366, H100 1,979 of 989).
+    "bitsandbytes::int8_linear_matmul": Kernel(flops=_int8_matmul, int8=True),
 }

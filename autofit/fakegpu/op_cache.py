@@ -17,6 +17,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from autofit.fakegpu.kernels import tensors
+
 aten = torch.ops.aten
 _META = torch.device("meta")
 _MISS = object()
@@ -124,7 +126,7 @@ class Shortcut:
             able = self._on_meta[func] = _is_on_meta(func)
         if not able or any(name in kwargs for name in _DEVICE_OPTIONS):
             return None
-        devices = {cast("FakeTensor", tensor).fake_device for tensor in _tensors((args, tuple(kwargs.values())))}
+        devices = {cast("FakeTensor", tensor).fake_device for tensor in tensors((args, tuple(kwargs.values())))}
         if len(devices) != 1:
             return None
         with in_kernel_invocation_manager(self._mode):
@@ -201,7 +203,7 @@ def _remember(
     """Description of the outputs for later calls, which lie on `device`; None if the operation cannot be cached."""
     if torch.Tag.inplace_view in func.tags:
         return None  # in-place views such as transpose_ return their input with another shape
-    used = {t.untyped_storage()._cdata for t in _tensors((args, tuple(kwargs.values())))}
+    used = {t.untyped_storage()._cdata for t in tensors((args, tuple(kwargs.values())))}
     if func not in _FACTORIES and not (used and isinstance(args[0], (FakeTensor, list, tuple))):
         return None
     kind = type(out) if isinstance(out, (list, tuple)) else None
@@ -247,11 +249,3 @@ def _dense_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for item in values for tensor in _tensors(item)]
-    return []

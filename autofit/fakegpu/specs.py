@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autofit.fakegpu.errors import FakeGpuError, UnknownGpuError
+
+class FakeGpuError(Exception):
+    """Base class of the errors that this package raises for wrong use."""
+
+
+class UnknownGpuError(FakeGpuError, ValueError):
+    """No spec has this GPU name."""
+
 
 MIB = 1 << 20
 CARDS_OF_A_MACHINE = 8  # where nothing says otherwise

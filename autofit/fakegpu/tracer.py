@@ -11,16 +11,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.fakegpu.autograd import in_backward
-from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
-from autofit.fakegpu.host_copies import COPIES, host_copy, pin
-from autofit.fakegpu.host_memory import HostMemory
 from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs, scratch_size
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
-from autofit.fakegpu.memory import SimulatedMemory, device_type
+from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
 
 aten = torch.ops.aten
@@ -52,11 +49,8 @@ class Tracer(TorchDispatchMode):
         self.composites: dict[OpOverload, Callable[..., object]] = {}  # the same for composite operations
         self.whole: set[OpOverload] = set()  # operations with a composite and a CUDA kernel
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
-        if hasattr(aten, "_grouped_mm"):
-            self.handlers[aten._grouped_mm.default] = _grouped_mm
-        for name in ("dtype", "dtype_out"):
-            if hasattr(aten.addmm, name):
-                self.handlers[getattr(aten.addmm, name)] = _addmm_to_dtype
+        self.handlers[aten._grouped_mm.default] = _grouped_mm
+        self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None

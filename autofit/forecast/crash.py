@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from autofit.fakegpu.communicators import nccl_bytes
+from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.result import ProbeResult

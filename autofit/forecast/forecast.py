@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.formula.formula import Floats
+from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
 from autofit.forecast.composed import Composer, Source, Told, pairs

@@ -5,16 +5,15 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
-from autofit.frontends.axolotl_keys import EFFECTS, NO_EFFECT, PLUGINS, UNLIKE
-from autofit.frontends.draft import Draft, said, truth
+from autofit.frontends.draft import Draft, Saying, said, truth
 from autofit.frontends.foreign import Foreign
+from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
 from autofit.frontends.tools import AXOLOTL
-from autofit.frontends.transformers_keys import take_optimizer, take_quantised
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
@@ -75,8 +74,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         _full_logits(draft, objective)
     _qat(draft, trainer)
     _plugins(draft)
-    draft.name(EFFECTS)
-    draft.ignore(NO_EFFECT)
+    keys_of(AXOLOTL.name).take(draft)
     ranks = _ranks(draft) if ranks is None else ranks
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
@@ -85,7 +83,7 @@ def _trainer(draft: Draft) -> str:
     """Our trainer that trains as this file does. Raises ConfigError where there is none."""
     if draft.given.get("base_model") is None:
         raise ConfigError("base_model is missing")
-    draft.refuse(UNLIKE)
+    draft.refuse(keys_of(AXOLOTL.name).refused)
     for key in _PARALLEL:
         if (draft.whole(key) or 1) > 1:
             raise ConfigError(
@@ -308,7 +306,7 @@ def _plugins(draft: Draft) -> None:
     plugins = draft.raw("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
         name = str(plugin).rpartition(".")[2]
-        effect = PLUGINS.get(name)
+        effect = keys_of(AXOLOTL.name).plugins.get(name)
         if effect is None:
             raise ConfigError(f"plugins: {plugin} is not simulated")
         if effect:
@@ -376,28 +374,27 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
     of_batch = foreign.keys.get("gradient_accumulation_steps") == "batch_size"
     micro = {**foreign.values, **changes}.get("per_device_train_batch_size")
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+    own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
-                         "keeps_logits"),
-                        lambda _: None),
-        "per_device_train_batch_size": lambda value: {"micro_batch_size": value},
+                         "keeps_logits")),
+        "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value
         } if foreign.keys.get("attn_implementation") in _FLAGS else {"attn_implementation": value},
-        "gradient_checkpointing": lambda value: {"gradient_checkpointing": value},
+        "gradient_checkpointing": "gradient_checkpointing",
         "load_in_4bit": lambda value: {"load_in_4bit": True, "adapter": "qlora"} if value else None,
         "load_in_8bit": lambda value: {"load_in_8bit": True, "adapter": "lora"} if value else None,
         "use_peft": lambda value: {"adapter": "lora"} if value else None,
-        "lora_r": lambda value: {"lora_r": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
+        "lora_r": "lora_r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
         "lora_target_modules": lambda value: {"lora_target_linear": True} if value == ["all-linear"] else {
             "lora_target_modules": value
         },
-        "optim": lambda value: {"optimizer": value},
-        "max_length": lambda value: {"sequence_len": value},
+        "optim": "optimizer",
+        "max_length": "sequence_len",
     }  # fmt: skip
     if foreign.trainer == "grpo":
         own |= {key: lambda value, key=key: {f"trl.{key}": value} for key in (*_GRPO, "beta")}  # type: ignore[misc]

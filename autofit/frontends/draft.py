@@ -183,9 +183,12 @@ class Draft:
         )  # fmt: skip
 
 
-def said(
-    foreign: Foreign, changes: Mapping[str, object], own: Mapping[str, Callable[[object], Mapping[str, object] | None]]
-) -> dict[str, object]:
+# How a tool says a key of a recipe: by another name, by the keys and values that a function makes of the value, or not
+# at all (None, also of the function).
+Saying = str | Callable[[object], Mapping[str, object] | None] | None
+
+
+def said(foreign: Foreign, changes: Mapping[str, object], own: Mapping[str, Saying]) -> dict[str, object]:
     """{the tool's key: value} of `changes`: by `own`, or under the same value in the key that the file's reader took.
 
     Raises ConfigError for a change that the tool has no key for.
@@ -193,13 +196,10 @@ def said(
     found: dict[str, object] = {}
     for key, value in changes.items():
         if key in foreign.fixed and value != foreign.values.get(key):
-            theirs = None
-        elif key in own:
-            theirs = own[key](value)
-        elif key in _SAME_VALUE or key in foreign.keys:
-            theirs = {foreign.keys.get(key, key): value}
+            saying: Saying = None
         else:
-            theirs = None
+            saying = own.get(key, foreign.keys.get(key, key if key in _SAME_VALUE else None))
+        theirs = {saying: value} if isinstance(saying, str) else None if saying is None else saying(value)
         if theirs is None:
             raise ConfigError(f"{key}: {quoted(value)} has no key in {foreign.tool}")
         found |= theirs

@@ -4,33 +4,17 @@ Read at ff6d4d12: src/llamafactory/hparams (keys, defaults, rules), model/adapte
 model/model_utils, train/*/workflow.py (collators) and data/processor. No torch here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing, transformers_keys
-from autofit.frontends.draft import Draft, said
+from autofit.frontends import keys, sharing
+from autofit.frontends.draft import Draft, Saying, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
-from autofit.frontends.transformers_keys import FP8_EFFECT
 
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
-_UNLIKE = {
-    "use_unsloth": "Unsloth's kernels and its way to hold activations are not simulated",
-    "use_kt": "KTransformers, which computes experts in host memory, is not simulated",
-    "use_mca": "Megatron is not simulated, and has a batch of its own",
-    "use_megatron_bridge": "Megatron is not simulated, and has a batch of its own",
-    "use_hyper_parallel": "HyperParallel is not simulated, and has a batch of its own",
-    "mixture_of_depths": "a model converted to mixture of depths is not simulated",
-    "shift_attn": "shifted sparse attention (LongLoRA) is not simulated",
-    "predict_with_generate": "it generates and does not train",
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-         "context_parallel_size", "use_distributed_optimizer", "recompute_granularity"),
-        "Megatron is not simulated, and has a batch of its own",
-    ),
-}  # fmt: skip
 # train/trainer_utils.py, create_custom_optimizer: each holds less than AdamW does of a model that is trained whole
 _OPTIMIZERS = {
     "use_galore": "GaLore's states, those of projected gradients, are simulated as AdamW's of all weights",
@@ -39,58 +23,11 @@ _OPTIMIZERS = {
     "use_adam_mini": "Adam-mini, whose second state is one value a block, is simulated as AdamW",
     "use_muon": "Muon, with one state of each matrix, is simulated as AdamW with two",
 }
-_EFFECTS = {
-    "fp8": FP8_EFFECT,
-    "use_dft_loss": "the DFT loss is simulated as the usual loss on the same logits",
-    "use_eaft_loss": "the EAFT loss is simulated as the usual loss on the same logits",
-    "use_v1_kernels": "its kernels are not simulated",
-    "use_unsloth_gc": "the hidden states that checkpoints keep stay on the card here, so the memory is an upper bound",
-    "upcast_layernorm": "norms in float32 are not simulated, which take 2 bytes more for each of their weights",
-    "pissa_init": "the singular values at the start are not simulated; the training holds the same",
-    "resize_vocab": "the new rows of the embedding are not simulated",
-    "adapter_name_or_path": "the adapter has the rank that its own files say; a new one of lora_rank is simulated",
-    "pref_ftx": "its loss on the chosen samples is on the same logits, and is not simulated",
-    "pref_bco_weight": "its term of the loss is not simulated",
-    "ld_alpha": "its term of the loss is not simulated",
-    "ref_model": "the reference is simulated as a second copy of the trained model",
-    "ref_model_quantization_bit": "the reference is simulated in the dtype of the trained model: an upper bound",
-    "moe_aux_loss_coef": "the router's loss is not simulated",
-    "rope_scaling": "the positions are those of the model as it is",
-}  # fmt: skip
 _SEEING = (
     "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir",
     "image_do_pan_and_scan", "crop_to_patches", "use_audio_in_video", "audio_sampling_rate",
 )  # fmt: skip
-_NAMES = """
-adapter_folder cache_dir use_fast_tokenizer split_special_tokens add_tokens add_special_tokens
-new_special_tokens_config init_special_tokens low_cpu_mem_usage train_from_scratch infer_backend offload_folder
-use_kv_cache infer_dtype hf_hub_token ms_hub_token om_hub_token print_param_status export_dir export_size
-export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples
-export_quantization_maxlen export_legacy_format export_hub_model_id template dataset eval_dataset dataset_dir
-train_on_prompt mask_history streaming buffer_size mix_strategy interleave_probs overwrite_cache
-preprocessing_batch_size preprocessing_num_workers max_samples eval_num_beams ignore_pad_token_for_loss val_size
-eval_on_each_dataset tool_format default_system enable_thinking preserve_thinking tokenized_path
-data_shared_file_system ray_init_kwargs master_addr master_port ray_run_name ray_storage_path ray_storage_filesystem
-resources_per_worker placement_strategy enable_torch_profiler profiler_output_dir profiler_wait_steps
-profiler_warmup_steps profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory
-profiler_with_stack profile_modules do_sample temperature top_p top_k num_beams max_length max_new_tokens
-repetition_penalty length_penalty skip_special_tokens loraplus_lr_ratio loraplus_lr_embedding pissa_iter pissa_convert
-create_new_adapter dpo_label_smoothing kto_chosen_weight kto_rejected_weight reward_model
-reward_model_adapters reward_model_quantization_bit reward_model_type ref_model_adapters ppo_buffer_size ppo_epochs
-ppo_score_norm ppo_target ppo_whiten_rewards asft_alpha eaft_alpha compute_accuracy disable_shuffling
-early_stopping_steps plot_loss use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode
-swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret freeze_trainable_modules galore_target
-galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank
-apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front
-badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose
-hyper_parallel_args hyper_parallel_cp_size fp8_backend fp8_enable_fsdp_float8_all_gather kt_cpu_activation
-kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num
-kt_lora_expert_intermediate_size kt_config oft_rank oft_block_size oft_target module_dropout quantization_device_map
-vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction
-sglang_tp_size sglang_config sglang_lora_backend
-"""
-_NO_EFFECT = frozenset(_NAMES.split())
 _V1 = ("model_class", "dist_config", "kernel_config", "train_dataset")  # of the trainer under src/llamafactory/v1
 
 
@@ -130,11 +67,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     elif draft.is_on("upcast_lmhead_output"):
         draft.put("float32_logits", True, "upcast_lmhead_output")
     draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "use_asft_loss", "upcast_lmhead_output"))
-    draft.name(_EFFECTS)
-    transformers_keys.take(draft)
+    own = keys.keys_of(LLAMA_FACTORY.name)
+    draft.name(own.noted)
+    keys.take(draft)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
-    draft.ignore(_NO_EFFECT)
+    draft.ignore(own.without_effect)
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 
@@ -146,7 +84,7 @@ def _check_training(draft: Draft) -> str:
         raise ConfigError("the file exports a model and does not train")
     if not draft.says("do_train"):
         raise ConfigError("do_train is not true, so the file does not train")
-    draft.refuse(_UNLIKE)
+    draft.refuse(keys.keys_of(LLAMA_FACTORY.name).refused)
     stage = draft.text("stage", "sft", choices=("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
     if stage not in _STAGES:
         raise ConfigError(f"stage ppo: PPO, with its four models, is not simulated; {', '.join(_STAGES)} are")
@@ -221,7 +159,7 @@ def _quantization(draft: Draft, compute: str) -> bool:
     named = str(draft.given.get("model_name_or_path")).lower()
     for method in ("gptq", "awq", "aqlm"):
         if method in named and bits is None:
-            transformers_keys.take_quantised(draft, method, compute)
+            keys.take_quantised(draft, method, compute)
             return True
     if bits is None:
         return False
@@ -347,10 +285,10 @@ def _preferences(draft: Draft, stage: str) -> None:
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
+    own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
                          "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
-                         "value_head", "spread_layers"), lambda _: None),
+                         "value_head", "spread_layers")),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
@@ -359,13 +297,13 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "use_liger_kernel": lambda value: {"enable_liger_kernel": bool(value)},
         "load_in_4bit": lambda value: {"quantization_bit": 4 if value else None},
         "load_in_8bit": lambda value: {"quantization_bit": 8 if value else None},
-        "lora_r": lambda value: {"lora_rank": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
+        "lora_r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
         "lora_target_modules": _said_target,
-        "optim": lambda value: {"optim": value},
+        "optim": "optim",
         "use_peft": lambda value: {"finetuning_type": "lora"} if value else None,
-        "peft_adapter": lambda _: None,
+        "peft_adapter": None,
     }  # fmt: skip
     return said(foreign, changes, own)
 

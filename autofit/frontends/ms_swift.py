@@ -6,18 +6,17 @@ started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing, transformers_keys
+from autofit.frontends import sharing
 from autofit.frontends.command import UNSURE, Command, arguments, commands
-from autofit.frontends.draft import Draft, number, said
+from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.ms_swift_keys import EFFECTS, NO_EFFECT, TUNERS, UNLIKE
+from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
-from autofit.frontends.transformers_keys import QUANTISED, take_quantised
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -38,6 +37,9 @@ _ADAPTERS: Mapping[str, Mapping[str, tuple[str, int | float]]] = {
     },
     "bone": {"r": ("reft_rank", 4)},
 }  # fmt: skip
+# Types of tuners that are not PEFT's LoRA; `full` and `lora` are simulated.
+_TUNERS = ("lora", "full", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft", "bone",
+           "ia3", "lora_llm", "swift")  # fmt: skip
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 _PLAIN = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
@@ -187,8 +189,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     length = _length(draft, kind)
     _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
     _others(draft, kind)
-    transformers_keys.take(draft)
-    draft.ignore((*NO_EFFECT, TYPE))
+    take(draft)
+    draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length)
 
 
@@ -196,7 +198,7 @@ def _kind(draft: Draft) -> str:
     """sft, pt, or the type of `swift rlhf`. Raises ConfigError for what is not simulated."""
     if draft.given.get("model") is None:
         raise ConfigError("--model is missing")
-    draft.refuse(UNLIKE)
+    draft.refuse(keys_of(MS_SWIFT.name).refused)
     task = draft.text(
         "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
     )
@@ -283,7 +285,7 @@ def _dtype(draft: Draft) -> None:
 
 
 def _tuner(draft: Draft) -> None:
-    kind = draft.text("tuner_type", "lora", choices=TUNERS) or "lora"
+    kind = draft.text("tuner_type", "lora", choices=_TUNERS) or "lora"
     model = str(draft.given.get("model")).lower()
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
@@ -413,7 +415,7 @@ def _others(draft: Draft, kind: str) -> None:
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
         raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
-    draft.name(EFFECTS)
+    draft.name(keys_of(MS_SWIFT.name).noted)
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
                   "vllm_max_model_len", "sleep_level", "num_generations", "num_iterations", "generation_batch_size",
                   "steps_per_generation", "max_completion_length"))  # fmt: skip
@@ -474,7 +476,7 @@ def _words(value: object) -> list[object]:
 
 
 def _check_certain(draft: Draft) -> None:
-    known = NO_EFFECT | transformers_keys.NO_EFFECT
+    known = keys_of(MS_SWIFT.name).without_effect | keys_of("transformers").without_effect
     unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
@@ -486,22 +488,21 @@ def _check_certain(draft: Draft) -> None:
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for what it has none for."""
     names = {ours: theirs for theirs, ours in _ATTENTION.items() if theirs != "flash_attn"}
-    own: dict[str, Callable[[object], Mapping[str, object] | None]] = {
-        **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs"),
-                        lambda _: None),
-        "dtype": lambda value: {"torch_dtype": value},
+    own: dict[str, Saying] = {
+        **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs")),
+        "dtype": "torch_dtype",
         "attn_implementation": lambda value: {"attn_impl": names[str(value)]} if value in names else None,
         "load_in_4bit": lambda value: {"quant_method": "bnb", "quant_bits": 4} if value else None,
         "load_in_8bit": lambda value: {"quant_method": "bnb", "quant_bits": 8} if value else None,
-        "use_liger_kernel": lambda value: {"use_liger_kernel": value},
-        "lora_r": lambda value: {"lora_rank": value},
-        "lora_alpha": lambda value: {"lora_alpha": value},
-        "lora_dropout": lambda value: {"lora_dropout": value},
-        "lora_target_modules": lambda value: {"target_modules": value},
-        "optim": lambda value: {"optim": value},
+        "use_liger_kernel": "use_liger_kernel",
+        "lora_r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
+        "optim": "optim",
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
-        "peft_adapter": lambda _: None,
+        "peft_adapter": None,
     }  # fmt: skip
     return said(foreign, changes, own)
 

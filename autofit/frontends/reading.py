@@ -7,19 +7,16 @@ from pathlib import Path
 from autofit.errors import ConfigError
 from autofit.frontends import (
     axolotl,
-    flat,
     llama_factory,
     ms_swift,
+    tools,
     trl_script,
     verl,
     verl_recipe,
     verl_rules,
-    verl_script,
-    words,
 )
 from autofit.frontends.command import script_text
-from autofit.frontends.explanation import Explanation, Line
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.foreign import Explanation, Foreign, Line, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
@@ -46,7 +43,7 @@ def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Fo
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
     text = script_text(path) if text is None else text
-    if verl_script.starts_verl(text):
+    if verl.starts_verl(text):
         return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     folder = path.resolve().parent
     if trl_script.starts_trl(text):
@@ -87,7 +84,7 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
         )
     if tool is VERL:
         return verl_rules.explain(verl.on_gpus(values, ranks))
-    return _with_recipe(flat.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
+    return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
 
 
 def refusal(values: Mapping[str, object]) -> str | None:
@@ -95,7 +92,7 @@ def refusal(values: Mapping[str, object]) -> str | None:
     tool = tool_of(values)
     if tool is None:
         return None
-    said = verl.effective_sentence(values) if tool is VERL else flat.batch_sentence(tool, values)
+    said = verl.effective_sentence(values) if tool is VERL else tools.batch_sentence(tool, values)
     keys = ", ".join(tool.keys_in(values)[:2])
     what = f"this is a config of {tool.name} ({keys}) and no recipe of TRL"
     return f"{what}: `autofit explain FILE`; {said}"
@@ -107,14 +104,12 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
         foreign = made()
     except ConfigError as error:
         return replace(found, lines=(*found.lines, Line("not simulated", str(error).partition(": ")[2] or str(error))))
-    return (
-        found if foreign is None else replace(found, lines=(*found.lines, *words.lines(foreign)), notes=foreign.notes)
-    )
+    return found if foreign is None else replace(found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes)
 
 
 def _script(path: Path, ranks: int | None) -> Explanation:
     text = script_text(path)
-    if not verl_script.starts_verl(text):
+    if not verl.starts_verl(text):
         folder = path.resolve().parent
         if trl_script.starts_trl(text):
             return trl_script.explain(text, folder=folder, ranks=ranks)
@@ -126,9 +121,9 @@ def _script(path: Path, ranks: int | None) -> Explanation:
             ) from error
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(
-            flat.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
+            tools.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
         )
-    found, unread = verl_script.overrides(text)
+    found, unread = verl.overrides(text)
     found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
     if batch:  # no default in place of a value that is only known where the script runs

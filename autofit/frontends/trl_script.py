@@ -12,8 +12,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.command import UNSURE, Command, arguments, commands
-from autofit.frontends.explanation import Explanation, Line
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import near
 from autofit.recipe.launching import is_launch_key
 from autofit.recipe.trainer_keys import OF_TRL

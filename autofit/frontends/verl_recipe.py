@@ -4,103 +4,27 @@ Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_genera
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import verl_script
 from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.verl import DEFAULTS, UNSURE, Batch, VerlConfig, batch_of, on_gpus, sequence_parallel
-from autofit.frontends.verl_critic import critic_values, has_critic
+from autofit.frontends.verl import (
+    DEFAULTS,
+    UNSURE,
+    Batch,
+    VerlConfig,
+    batch_of,
+    likely_overrides,
+    on_gpus,
+    overrides,
+    sequence_parallel,
+)
+from autofit.frontends.verl_rules import critic_values, has_critic
+from autofit.frontends.verl_settings import FSDP, KEYS, A, F, Key, M, R
 
 VERSION = "verl 0.9 (1dda039b)"
-_A, _R, _F, _M = (
-    f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model")
-)  # actor, rollout, reference, model
-_FSDP = f"{_A}.fsdp_config"
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of verl that the recipe takes over: its path, verl's default of it, and a path whose value comes before."""
-
-    path: str
-    other: object = None  # verl's default of a key that is not among those of the batch
-    like: str | None = None
-
-    @property
-    def usual(self) -> object:
-        return DEFAULTS.get(self.path, self.other)
-
-
-# {key of the recipe: verl's}
-KEYS: Mapping[str, Key] = {
-    "model_path": Key(f"{_M}.path"),
-    "ppo_micro_batch_size_per_gpu": Key(f"{_A}.ppo_micro_batch_size_per_gpu"),
-    "rollout_n": Key(f"{_R}.n"),
-    "ppo_epochs": Key(f"{_A}.ppo_epochs"),
-    "max_prompt_length": Key("data.max_prompt_length"),
-    "max_response_length": Key("data.max_response_length"),
-    "use_dynamic_bsz": Key(f"{_A}.use_dynamic_bsz"),
-    "ppo_max_token_len_per_gpu": Key(f"{_A}.ppo_max_token_len_per_gpu"),
-    "log_prob_micro_batch_size_per_gpu": Key(f"{_R}.log_prob_micro_batch_size_per_gpu"),
-    "log_prob_max_token_len_per_gpu": Key(
-        f"{_R}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
-    ),
-    "ref_log_prob_micro_batch_size_per_gpu": Key(f"{_F}.log_prob_micro_batch_size_per_gpu"),
-    "ref_log_prob_max_token_len_per_gpu": Key(
-        f"{_F}.log_prob_max_token_len_per_gpu", 16384, f"{_A}.ppo_max_token_len_per_gpu"
-    ),
-    "use_kl_loss": Key(f"{_A}.use_kl_loss"),
-    "use_fused_kernels": Key(f"{_M}.use_fused_kernels", False),
-    "enable_gradient_checkpointing": Key(f"{_M}.enable_gradient_checkpointing", True),
-    "lora_rank": Key(f"{_M}.lora_rank", like=f"{_M}.lora.rank"),
-    "lora_alpha": Key(f"{_M}.lora_alpha", 16),
-    "target_modules": Key(f"{_M}.target_modules", "all-linear"),
-    "attn_implementation": Key(f"{_M}.override_config.attn_implementation", "flash_attention_2"),
-    "trust_remote_code": Key(f"{_M}.trust_remote_code", False),
-    "use_torch_compile": Key(f"{_FSDP}.use_torch_compile", True),
-    "entropy_from_logits_with_chunking": Key(
-        f"{_FSDP}.entropy_from_logits_with_chunking", False, f"{_A}.entropy_from_logits_with_chunking"
-    ),
-    "entropy_from_logits_chunk_size": Key(
-        f"{_FSDP}.entropy_from_logits_chunk_size", 2048, f"{_A}.entropy_from_logits_chunk_size"
-    ),
-    "entropy_checkpointing": Key(f"{_FSDP}.entropy_checkpointing", False, f"{_A}.entropy_checkpointing"),
-    "param_dtype": Key(f"{_FSDP}.mixed_precision.param_dtype", "bf16"),
-    "reduce_dtype": Key(f"{_FSDP}.mixed_precision.reduce_dtype", "fp32"),
-    "model_dtype": Key(f"{_FSDP}.model_dtype", "fp32"),
-    "ref_model_dtype": Key(f"{_F}.fsdp_config.model_dtype", "fp32"),
-    "param_offload": Key(f"{_FSDP}.param_offload", False),
-    "optimizer_offload": Key(f"{_FSDP}.optimizer_offload", False),
-    "forward_prefetch": Key(f"{_FSDP}.forward_prefetch", False),
-    "use_no_sync_for_gradient_accumulation": Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", True),
-    "lr": Key(f"{_A}.optim.lr", 1e-6),
-    "gpu_memory_utilization": Key(f"{_R}.gpu_memory_utilization", 0.5),
-    "tensor_model_parallel_size": Key(f"{_R}.tensor_model_parallel_size"),
-    "free_cache_engine": Key(f"{_R}.free_cache_engine", True),
-    "enforce_eager": Key(f"{_R}.enforce_eager", False),
-    "max_num_seqs": Key(f"{_R}.max_num_seqs", 256),
-    "max_num_batched_tokens": Key(f"{_R}.max_num_batched_tokens", 8192),
-    "max_model_len": Key(f"{_R}.max_model_len"),
-    "layered_summon": Key(f"{_R}.layered_summon", False),
-    "update_weights_bucket_megabytes": Key(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", 2048),
-    "critic_model_path": Key("critic.model.path", "~/models/deepseek-llm-7b-chat"),
-    "critic_ppo_epochs": Key("critic.ppo_epochs", 1, f"{_A}.ppo_epochs"),
-    "critic_forward_max_token_len_per_gpu": Key("critic.ppo_infer_max_token_len_per_gpu", 32768),
-    "critic_ulysses_sequence_parallel_size": Key("critic.fsdp.ulysses_sequence_parallel_size", 1),
-    "critic_enable_gradient_checkpointing": Key("critic.model.enable_gradient_checkpointing", True),
-    "critic_model_dtype": Key("critic.fsdp.model_dtype", "fp32"),
-    "critic_param_offload": Key("critic.fsdp.param_offload", False),
-    "critic_optimizer_offload": Key("critic.fsdp.optimizer_offload", False),
-    "critic_reshard_after_forward": Key("critic.fsdp.reshard_after_forward", True),
-    "critic_forward_prefetch": Key("critic.fsdp.forward_prefetch", False),
-    "critic_use_no_sync_for_gradient_accumulation": Key("critic.fsdp.use_no_sync_for_gradient_accumulation", True),
-    "critic_lr": Key("critic.optim.lr", 1e-5),
-    "critic_clip_grad": Key("critic.optim.clip_grad", 1.0),
-}
 _CRITIC = "critic_"  # begins the recipe's keys of a critic
 # What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
 _ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -112,8 +36,8 @@ _ON, _OFF = ("true", "1"), ("false", "0", "none", "null", "")
 
 def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
-    found, unread = verl_script.overrides(text)
-    likely = {key: UNSURE if value is None else value for key, value in verl_script.likely_overrides(text).items()}
+    found, unread = overrides(text)
+    likely = {key: UNSURE if value is None else value for key, value in likely_overrides(text).items()}
     return recipe({**likely, **found}, ranks=ranks, unread=unread)
 
 
@@ -144,17 +68,17 @@ def recipe(
         found |= critic_values(config, batch)
         found["critic_model_dtype"] = _dtype("critic_model_dtype", str(found["critic_model_dtype"]))
     if not found.get("model_path"):
-        raise ConfigError(f"the verl config must name its model; give {_M}.path")
+        raise ConfigError(f"the verl config must name its model; give {M}.path")
     found["reference"] = _references(config)
-    found["calculate_entropy"] = config.is_on(f"{_A}.calculate_entropy") or _number(config, f"{_A}.entropy_coeff") != 0
+    found["calculate_entropy"] = config.is_on(f"{A}.calculate_entropy") or _number(config, f"{A}.entropy_coeff") != 0
     found["ulysses_sequence_parallel_size"] = sequence_parallel(config)
-    found["ref_ulysses_sequence_parallel_size"] = sequence_parallel(config, _F)
+    found["ref_ulysses_sequence_parallel_size"] = sequence_parallel(config, F)
     for key in ("model_dtype", "ref_model_dtype", "param_dtype", "reduce_dtype"):
         usual = "bf16" if key == "ref_model_dtype" else KEYS[key].usual  # null of a model that is not trained
         found[key] = _dtype(key, str(found.get(key) or usual))
     sharding = "fsdp2" if config.strategy == "fsdp2" else "fsdp1"
     nodes = config.whole("trainer.nnodes") or 1
-    reshards = _truth(f"{_FSDP}.reshard_after_forward", config.said.get(f"{_FSDP}.reshard_after_forward", True))
+    reshards = _truth(f"{FSDP}.reshard_after_forward", config.said.get(f"{FSDP}.reshard_after_forward", True))
     launch: dict[str, object] = {
         "ranks": batch.gpus, "sharding": sharding, "reshard_after_forward": reshards, "machines": nodes,
         "config": {"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}},  # each rank saves its share
@@ -221,10 +145,10 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
     dynamic = bool(found["use_dynamic_bsz"])
     micro = 1 if dynamic else batch.micro
     if micro is None:
-        raise ConfigError(f"{_A}.{_MICRO} must be set, or {_A}.use_dynamic_bsz; verl refuses it at the start")
+        raise ConfigError(f"{A}.{_MICRO} must be set, or {A}.use_dynamic_bsz; verl refuses it at the start")
     if batch.effective % batch.shards or batch.each % micro:
         raise ConfigError(
-            f"{_A}.{_MICRO} {micro} must divide the samples of a rank and optimizer step, ppo_mini_batch_size x "
+            f"{A}.{_MICRO} {micro} must divide the samples of a rank and optimizer step, ppo_mini_batch_size x "
             f"rollout.n / GPUs = {batch.effective} / {batch.shards}; verl ends at the first update"
         )
     if batch.generation % (batch.shards * micro) or batch.generation % batch.effective:
@@ -236,13 +160,13 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
         _MICRO: micro, "gradient_accumulation_steps": batch.each // micro,
         "steps_per_generation": batch.generation // batch.shards // micro,
     }  # fmt: skip
-    scored = [(_SCORED, f"{_R}.{_SCORED}")]
+    scored = [(_SCORED, f"{R}.{_SCORED}")]
     if _references(config):
-        scored.append((f"ref_{_SCORED}", f"{_F}.{_SCORED}"))
+        scored.append((f"ref_{_SCORED}", f"{F}.{_SCORED}"))
     for key, path in () if dynamic else scored:
         if config.whole(path) is None:
             raise ConfigError(
-                f"{path} must be a whole number, or {_A}.use_dynamic_bsz: True; verl refuses it at the start"
+                f"{path} must be a whole number, or {A}.use_dynamic_bsz: True; verl refuses it at the start"
             )
         sizes[key] = config.whole(path)
     return sizes
@@ -250,14 +174,14 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
 
 def _references(config: VerlConfig) -> bool:
     """verl/trainer/ppo/utils.py, need_reference_policy."""
-    return config.is_on(f"{_A}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
+    return config.is_on(f"{A}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
 
 
 # -- back in verl's own keys -------------------------------------------------------------------------------------------
 
 # {key of the recipe: verl's} of those that verl derives from its batch
 _FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
-_ABSENT = f"{_M}.override_config."  # keys below it are not in verl's config, which hydra must be told
+_ABSENT = f"{M}.override_config."  # keys below it are not in verl's config, which hydra must be told
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
@@ -276,36 +200,36 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
     strategy, said = config.strategy, config.said
     if strategy not in ("fsdp", "fsdp2"):
         yield f"verl with {strategy} is not simulated, only its FSDP engines: set actor.strategy to fsdp or fsdp2"
-    engine = str(said.get(f"{_R}.name", "vllm"))
+    engine = str(said.get(f"{R}.name", "vllm"))
     names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
     if engine != "vllm":
         yield f"the rollout of verl by {names.get(engine, engine)} is not simulated, only vLLM's: set rollout.name=vllm"
     mode = str(said.get("trainer.v1.trainer_mode", "sync"))
-    if config.is_on(f"{_R}.disaggregation.enabled") or (config.whole(f"{_R}.nnodes") or 0) > 0 or mode != "sync":
+    if config.is_on(f"{R}.disaggregation.enabled") or (config.whole(f"{R}.nnodes") or 0) > 0 or mode != "sync":
         yield "a rollout on GPUs of its own (rollout.nnodes, disaggregation, trainer_mode) is not simulated for verl"
-    if config.is_on(f"{_R}.multi_turn.enable") or f"{_R}.agent.agent_loop_config_path" in said:
+    if config.is_on(f"{R}.multi_turn.enable") or f"{R}.agent.agent_loop_config_path" in said:
         yield "agent loops with tools are not simulated for verl; set multi_turn.enable=False"
-    if str(said.get("data.image_key", "")) not in ("", "images", UNSURE) or f"{_M}.freeze_vision_tower" in said:
+    if str(said.get("data.image_key", "")) not in ("", "images", UNSURE) or f"{M}.freeze_vision_tower" in said:
         yield "verl with images is not simulated; take a text model"
     for path, why in _NOT_SIMULATED.items():
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
     yield from _unshared(config)
-    if config.is_on(f"{_R}.layered_summon") and "dummy" in str(said.get(f"{_R}.load_format", "dummy")):
-        yield f"{_R}.layered_summon needs {_R}.load_format=safetensors; verl ends at the first weight sync"
-    size, gpus = said.get(f"{_FSDP}.fsdp_size", -1), batch_of(config)
+    if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
+        yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
+    size, gpus = said.get(f"{FSDP}.fsdp_size", -1), batch_of(config)
     if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
-        yield f"{_FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
+        yield f"{FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"
 
 
 def _unshared(config: VerlConfig) -> Iterator[str]:
     """Why samples cannot be shared by so many ranks, as Ulysses does; transformer_impl.py, line 107 and 220."""
-    batch, attention = batch_of(config), f"{_M}.override_config.attn_implementation"
-    for section in (_A, _F):
+    batch, attention = batch_of(config), f"{M}.override_config.attn_implementation"
+    for section in (A, F):
         size = sequence_parallel(config, section)
         if size > 1 and batch is not None and batch.gpus % size:
             yield f"{section}.ulysses_sequence_parallel_size {size} must divide the {batch.gpus} GPUs; verl ends there"
-        if size > 1 and not config.is_on(f"{_M}.use_remove_padding"):
+        if size > 1 and not config.is_on(f"{M}.use_remove_padding"):
             yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
         if size > 1 and config.said.get(attention, "flash_attention_2") != "flash_attention_2":
             yield (
@@ -316,14 +240,14 @@ def _unshared(config: VerlConfig) -> Iterator[str]:
 
 _OPTIMIZER = {"optimizer_impl": "torch.optim", "optimizer": "AdamW"}
 _NOT_SIMULATED = {
-    f"{_M}.enable_activation_offload": "its copies run between the layers",
-    f"{_M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
-    f"{_M}.mtp.enable": "it trains further layers",
-    f"{_FSDP}.offload_policy": "FSDP2's own offloading of the actor",
-    f"{_FSDP}.qat.enable": "quantised training",
+    f"{M}.enable_activation_offload": "its copies run between the layers",
+    f"{M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
+    f"{M}.mtp.enable": "it trains further layers",
+    f"{FSDP}.offload_policy": "FSDP2's own offloading of the actor",
+    f"{FSDP}.qat.enable": "quantised training",
     "distillation.enabled": "a teacher on the same or other GPUs",
-    f"{_A}.use_prefix_grouper": "shared prompts",
-    f"{_A}.calculate_sum_pi_squared": "another pass over the logits",
+    f"{A}.use_prefix_grouper": "shared prompts",
+    f"{A}.calculate_sum_pi_squared": "another pass over the logits",
 }
 
 
@@ -336,11 +260,11 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     if batch is not None and batch.generation > batch.effective:
         steps = batch.generation // batch.effective * batch.epochs
         yield f"a step here is an optimizer step; a step of verl, from one rollout to the next, has {steps} of them"
-    if not config.is_on(f"{_M}.use_remove_padding"):
+    if not config.is_on(f"{M}.use_remove_padding"):
         yield "use_remove_padding False is simulated as True: samples of full length have no padding"
-    if config.is_on(f"{_M}.use_liger"):
+    if config.is_on(f"{M}.use_liger"):
         yield "Liger's kernels were not simulated; the layers ran without them, which needs at least as many bytes"
-    optimizer = [str(config.said.get(f"{_A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
+    optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
     if optimizer != list(_OPTIMIZER.values()):
         yield f"actor.optim {'.'.join(optimizer)} is simulated as torch's AdamW, whose states have 8 bytes a parameter"
     for path in ("reward_model.enable", "reward.reward_model.enable"):

@@ -1,10 +1,11 @@
-"""Changes of a recipe, back in another tool's own file: its keys, its layout and its comments. No torch here.
+"""Another tool's file as a recipe, and changes of the recipe back in that file: its keys, its layout and its comments.
 
-What is written is read again, and must be the same recipe but for the changes.
+What is written is read again, and must be the same recipe but for the changes. No torch here.
 """
 
 import functools
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +16,55 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift, verl_recipe, verl_script
+from autofit.frontends import axolotl, llama_factory, ms_swift, verl_recipe
 from autofit.frontends.command import script_text
-from autofit.frontends.foreign import Foreign
-from autofit.frontends.reading import SCRIPTS, read
+from autofit.frontends.foreign import Foreign, summary
+from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL
+from autofit.frontends.verl import span
+from autofit.recipe.source import Source, Stated, read_source
+
+
+def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
+    """The recipe that was `given`; of another tool's file, or of its keys, the recipe that trains as that tool would.
+
+    `ranks` are those of the training, where they are told beside the file. Raises ConfigError.
+    """
+    if isinstance(given, str | os.PathLike) and Path(given).suffix in SCRIPTS:
+        path = Path(given)
+        text = script_text(path)
+        script = read_script(path, text=text, ranks=ranks)
+        return _source(script, name or path.stem, f"the recipe {path}", _origin(script, path, text, ranks))
+    source = read_source(given, name=name)
+    if source.trainer is not None or not isinstance(given, str | os.PathLike | Mapping):
+        return source
+    path = Path.cwd() / "recipe" if isinstance(given, Mapping) else Path(given)
+    foreign = read_values(source.values, path, ranks=ranks)
+    if foreign is None:
+        return source
+    text = yaml.safe_dump(dict(source.values)) if isinstance(given, Mapping) else script_text(path)
+    return _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
+
+
+def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
+    if not can_write(foreign.tool):
+        return {}
+    return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
+
+
+def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
+    launch = dict(foreign.launch)
+    if foreign.ranks is not None:
+        launch["num_processes"] = foreign.ranks
+    return Source(
+        values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
+        launch=launch, foreign=origin, notes=(f"a file of {foreign.tool}: {summary(foreign)}", *foreign.notes),
+    )  # fmt: skip
+
+
+# Changes of a recipe, back in another tool's own file: its keys, its layout and its comments. No torch here.
+#
+# What is written is read again, and must be the same recipe but for the changes.
 
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
@@ -237,7 +282,7 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
     if len(places) == 1 and not places[0][1] and text.count(f"{name}=") == 1:
         found = places[0]
         return f"{text[: found.start()]}{found[2]}{shown.lstrip('+')}{text[found.end() :]}"
-    _, end = verl_script.span(text)
+    _, end = span(text)
     return f"{text[:end].rstrip()} \\\n    {shown}{text[end:]}"
 
 

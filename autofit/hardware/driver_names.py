@@ -5,8 +5,7 @@ another amount of memory, would make every predicted figure a guess. Names are N
 products in the driver's README, and from public logs for Tesla V100-SXM2-16GB-N (NVIDIA/warp's documentation).
 """
 
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GpuSpec, UnknownGpuError, gpu_spec
 
 # {a driver's name: (card of the table, how the board differs)}; NVIDIA's data sheets.
 _SAME_CHIP = {

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.hardware.card_kind import board_of
 from autofit.hardware.driver_names import card_of
 from autofit.hardware.needs import CardNeeds

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, nearest, printable, quoted
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 MOST_USD_PER_HOUR = 10_000.0

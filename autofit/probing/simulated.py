@@ -22,9 +22,9 @@ from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.rounds import with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
-from autofit.fakegpu.host_memory import HostMemory as HostTensors
-from autofit.fakegpu.host_memory import held_bytes
 from autofit.fakegpu.known_values import ASSUMPTIONS
+from autofit.fakegpu.memory import HostMemory as HostTensors
+from autofit.fakegpu.memory import held_bytes
 from autofit.fakegpu.rates.error import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories

@@ -11,10 +11,10 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.explanation import Explanation
+from autofit.frontends.foreign import Explanation
 from autofit.frontends.reading import explain
 from autofit.frontends.tools import tool_of
-from autofit.frontends.verl_script import starts_verl
+from autofit.frontends.verl import starts_verl
 from autofit.recipe.catalogue import architecture
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 

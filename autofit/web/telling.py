@@ -12,7 +12,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.margin import most_used_bytes
 from autofit.forecast.offers import Offer
 from autofit.forecast.zone import care_lines, shown_bytes
-from autofit.frontends.explanation import Explanation
+from autofit.frontends.foreign import Explanation
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe

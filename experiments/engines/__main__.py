@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autofit.fakegpu.engines.decoder import Decoder
+from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.recipe.catalogue import architecture

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.frontends import flat, verl, verl_script
+from autofit.frontends import tools, verl
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, Tool, tool_of
 from autofit.recipe.yaml_file import parse_yaml
 
@@ -45,7 +45,7 @@ def yamls(checkout: Path, tool: Tool) -> dict[str, int]:
             continue
         if isinstance(values, dict) and TRAINS[tool.name] in values:
             told = tool_of(values) is tool
-            batch = dict(flat.explain(tool, values).lines)["effective batch"]
+            batch = dict(tools.explain(tool, values).lines)["effective batch"]
             counts["another" if not told else "no batch" if batch.startswith("not known") else "told"] += 1
     return dict(counts)
 
@@ -85,11 +85,11 @@ def scripts(checkout: Path) -> dict[str, int]:
             (folder / "bin" / stub).chmod(0o755)
         for path in sorted((checkout / "examples").rglob("*.sh")):
             text = path.read_text("utf-8")
-            truth = arguments(path, folder) if verl_script.starts_verl(text) else None
+            truth = arguments(path, folder) if verl.starts_verl(text) else None
             if truth is None:
-                counts["starts no verl" if not verl_script.starts_verl(text) else "bash starts nothing"] += 1
+                counts["starts no verl" if not verl.starts_verl(text) else "bash starts nothing"] += 1
                 continue
-            found, unread = verl_script.overrides(text)
+            found, unread = verl.overrides(text)
             keys = [key for key in verl.DEFAULTS if (key in truth or key in found) and key not in unread]
             wrong = [key for key in keys if truth.get(key) != found.get(key)]
             named = any(key in verl.DEFAULTS for key in unread)

@@ -26,7 +26,7 @@ import yaml
 from examples import STUBS, arguments, commit_of
 
 from autofit.errors import ConfigError
-from autofit.frontends import verl, verl_script
+from autofit.frontends import verl
 from autofit.frontends.draft import Draft
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.reading import explain, read
@@ -128,10 +128,10 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
     trips: Counter[str] = Counter()
     for path in sorted((checkout / "examples").rglob("*.sh")):
         text = path.read_text("utf-8")
-        if OTHER_DATA.search(path.name) or not verl_script.starts_verl(text):
+        if OTHER_DATA.search(path.name) or not verl.starts_verl(text):
             continue
         truth = arguments(path, folder)
-        config = verl.VerlConfig.of(verl_script.overrides(text)[0])
+        config = verl.VerlConfig.of(verl.overrides(text)[0])
         if config.strategy not in ("fsdp", "fsdp2"):
             continue
         counts["scripts"] += 1

@@ -2,7 +2,7 @@
 
 Run: `python experiments/rates/bandwidth.py [--learn]`
 
-The rates of `autofit/fakegpu/rates/bandwidth.py` are learned here. `measured/liger_torch.csv` has 276 figures of
+The rates of `autofit/fakegpu/rates/kernels.py` are learned here. `measured/liger_torch.csv` has 276 figures of
 torch's own kernels on an A100 and two H100. Each is simulated as it was measured: the cache is emptied, then the
 operation runs, timed by events, with gradients that add up where theirs did.
 Half of the rows, those whose CRC-32 of "card/kernel/mode/sizes" is even, are learned from; the other half is told.
@@ -27,8 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from autofit.fakegpu import HostCosts, fake_gpu, gpu_spec
-from autofit.fakegpu.rates import bandwidth
-from autofit.fakegpu.rates.kernels import KernelSeconds, Work
+from autofit.fakegpu.rates.kernels import PER_MULTIPROCESSOR, KernelSeconds, Work
 
 CSV = Path(__file__).parent / "measured" / "liger_torch.csv"
 LONG_MS = 0.15  # shorter figures are in part those of the host that launches
@@ -242,7 +241,7 @@ def learn(runs: list[tuple[Row, list[Launch]]]) -> None:
     """Print the rates with the least mean distance, in logarithms, over the learned rows of each card."""
     for card, name in (("a100-80gb", "a100_sxm"), ("h100", "h100_sxm")):
         mine = [(row, found) for row, found in runs if row.card == card and row.learned and row.ms >= LONG_MS]
-        table = bandwidth.PER_MULTIPROCESSOR[name]
+        table = PER_MULTIPROCESSOR[name]
 
         def distance(of: list[tuple[Row, list[Launch]]] = mine) -> float:
             return float(np.mean([abs(np.log(ratio(row, found))) for row, found in of]))

@@ -5,9 +5,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from source import Card, Measured, MeasuredAttention
 
-from autofit.fakegpu.rates.attention import AttentionTable, roofline
-from autofit.fakegpu.rates.gemm import GemmTable, Machine, Waves
-from autofit.fakegpu.rates.grid import Floats, Grid, smoothed
+from autofit.fakegpu.rates.products import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline, smoothed
 
 Flags = npt.NDArray[np.bool_]
 # In the order of Waves' fields; the fit starts here and is drawn to it, weakly, for what a card's table cannot tell.

@@ -81,7 +81,7 @@ def attentions(wheel: Path, card: Card, shortest_s: float) -> Iterator[str]:
             machine(card), *(x[chosen] for x in shapes), causal=name == "prefill", backward=False, efficient=False
         )
         if name == "prefill" and table.version > 2:
-            from autofit.fakegpu.rates.attention import VERSION_2_OF_3
+            from autofit.fakegpu.rates.products import VERSION_2_OF_3
 
             told = told / VERSION_2_OF_3
         yield f"| {card.folder} | {name} | {errors(told, each.seconds[chosen])} | {int(chosen.sum())} |"

@@ -11,8 +11,7 @@ from autofit.api.arguments import seconds, share, size
 from autofit.cluster.executor import FILE, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import settings
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.hardware.needs import card_needs
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for
@@ -24,7 +23,7 @@ from autofit.recipe.source import read_source
 from autofit.recipe.trainer_keys import TAKEN_BY
 from autofit.space.space import Space
 from autofit.space.space_file import load_space, read_space
-from autofit.trainers.believable import read_config_file
+from autofit.trainers.offline import read_config_file
 from autofit.watching.guards import GuardWatcher
 from autofit.watching.thresholds import read_guards
 from storm.inputs import ODD, SCALARS, VALUES, Reader, json_text_of, mapping_of, written, yaml_text_of

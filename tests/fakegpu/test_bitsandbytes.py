@@ -77,7 +77,7 @@ def test_paged_states_take_their_way_to_the_card_and_back_at_each_step() -> None
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_model_trains_with_lora(bits: int, tmp_path: Path) -> None:
-    from autofit.fakegpu.patches.bitsandbytes import quantize_model
+    from autofit.fakegpu.patches.low_bit import quantize_model
 
     case = Case(kind="sft", lora_rank=8, checkpointing=True, bf16=True, dtype=torch.bfloat16, use_cpu=False)
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
@@ -100,7 +100,7 @@ def test_a_quantised_model_trains_with_lora(bits: int, tmp_path: Path) -> None:
 
 
 def test_a_model_without_linear_layers_is_refused_in_one_sentence() -> None:
-    from autofit.fakegpu.patches.bitsandbytes import quantize_model
+    from autofit.fakegpu.patches.low_bit import quantize_model
 
     with fake_gpu("l4"):
         model = AutoModelForCausalLM.from_config(config(num_hidden_layers=0))

@@ -14,14 +14,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.fakegpu.communicators import nccl_bytes
 from autofit.fakegpu.depth.delay import NEVER, NOTHING, Delay, LayerClock
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, Symbols
 from autofit.fakegpu.formula.seconds import KernelRows
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.ranks import fake_ranks, nccl_bytes
 from autofit.fakegpu.rates.collectives import MEASURED, NETWORK_SHARE, TABLES, Collective, CollectiveSeconds
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
 

@@ -13,7 +13,7 @@ import torchgen  # type: ignore[import-untyped]
 import yaml
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.patches.composites import IN_PARTS, OWN_KERNELS
+from autofit.fakegpu.patches.operators import IN_PARTS, OWN_KERNELS
 
 _YAML = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 _COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")

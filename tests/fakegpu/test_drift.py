@@ -13,7 +13,7 @@ import torch
 
 from autofit.fakegpu import FakeGpu, device, fake_gpu
 from autofit.fakegpu.patches import registry
-from autofit.fakegpu.patches.sdpa import Attention
+from autofit.fakegpu.patches.attention import Attention
 
 MIB = 1 << 20
 _C_ATTENTION = torch._C._nn.scaled_dot_product_attention

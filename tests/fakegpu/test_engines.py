@@ -9,8 +9,7 @@ import pytest
 
 from autofit.fakegpu import FakeGpuError
 from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.decoder import Decoder
-from autofit.fakegpu.engines.forward import Batch
+from autofit.fakegpu.engines.forward import Batch, Decoder
 from autofit.fakegpu.engines.schedule import Scheduler, Stretch
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec

@@ -14,45 +14,28 @@ import autofit.fakegpu
 PACKAGE = "autofit.fakegpu"
 FOLDER = Path(autofit.fakegpu.__file__).parent
 
-# Lowest first. Modules of one floor do not import each other; "" is the package itself.
+# Lowest first, each module as low as its imports let it; "" is the package itself. Modules of one floor do not import
+# each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("depth", "engines", "errors", "formula", "patches", "rates"),  # of the five folders only their empty __init__
     (
-        "allocator", "autograd", "communication", "depth.stack", "foreign_flops", "host_copies", "kernels", "op_cache",
-        "ranks",
-        "routing", "specs", "undo",
+        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "patches",
+        "patches.guard", "patches.redirect", "rates", "rates.products", "specs",
     ),
-    ("communicators", "known_values", "rates.grid", "replay"),
-    ("rates.gemm",),
-    ("rates.attention",),
-    ("rates.cards", "rates.bandwidth"),
-    ("engines.decoder", "rates.collectives", "rates.kernels", "traffic"),
-    ("rates.error",),
-    ("engines.forward",),
-    ("engines.continuous", "engines.schedule"),
-    ("engines.vllm",),
-    ("clock", "host_memory", "memory"),
-    ("calibrate", "depth.delay", "timeline"),
-    ("depth.layers",),
-    ("fusion",),
-    ("depth.expand", "tracer"),
-    ("depth.rounds",),
-    ("card",),
-    ("formula.polynomials",),
-    ("formula.kernel_log", "formula.tabled"),
-    ("formula.seconds",),
-    ("formula.formula",),
+    ("depth.stack", "ranks", "rates.cards", "replay"),
+    ("rates.collectives", "rates.kernels"),
+    ("engines.forward", "kernels", "rates.error"),
+    ("communication", "engines.continuous", "engines.schedule", "memory", "op_cache"),
+    ("engines.vllm", "timeline"),
+    ("clock", "formula.kernel_log"),
+    ("calibrate", "depth.delay", "formula.seconds", "fusion"),
+    ("depth.layers", "formula.formula"),
+    ("depth.expand", "patches.reducer", "tracer"),
+    ("card", "depth.rounds", "patches.tensors"),
     (
-        "patches.bitsandbytes_kernels", "patches.composites", "patches.cuda_to_cpu", "patches.gradient_sums",
-        "patches.guard", "patches.redirect", "patches.reducer", "patches.sdpa", "patches.vllm_params",
+        "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
+        "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
-    ("patches.cuda_api",),
-    (
-        "patches.bitsandbytes", "patches.continuous_batching", "patches.deepspeed", "patches.distributed",
-        "patches.factories", "patches.flash_attention", "patches.handlers", "patches.layer_kernels",
-        "patches.libraries", "patches.recurrent", "patches.rollout", "patches.saving", "patches.sharded_whole",
-        "patches.tensors", "patches.torchao", "patches.vllm",
-    ),
+    ("patches.distributed", "patches.libraries", "patches.low_bit"),
     ("patches.registry",),
     ("device",),
     ("",),

@@ -20,7 +20,7 @@ from torch.utils._device import _device_constructors
 
 from autofit.fakegpu import FakeGpuError, fake_gpu
 from autofit.fakegpu.patches import redirect
-from autofit.fakegpu.undo import Undo
+from autofit.fakegpu.patches.redirect import Undo
 
 OWNERS = (
     torch, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.cuda.nvtx,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.fakegpu import FakeGpu, FakeGpuError, fake_gpu
-from autofit.fakegpu.routing import balanced_choice
+from autofit.fakegpu.known_values import balanced_choice
 
 TOKENS, EXPERTS, CHOSEN = 512, 16, 2
 SMALL: dict[str, Any] = {

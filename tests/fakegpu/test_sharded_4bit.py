@@ -31,7 +31,7 @@ SCALES = LINEAR // 64 + 7 * (3 * 512 + 1024)  # of a layer, in 8 bit; of each ma
 
 def in_4_bit() -> Any:
     """A model with 4-bit weights, stored as bfloat16 so that FSDP can shard them, and LoRA."""
-    from autofit.fakegpu.patches.bitsandbytes import quantize_model
+    from autofit.fakegpu.patches.low_bit import quantize_model
 
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from autofit.fakegpu import FakeGpuError, GpuSpec, fake_gpu
-from autofit.fakegpu.errors import UnknownGpuError
-from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
+from autofit.fakegpu.specs import GPU_SPECS, UnknownGpuError, gpu_spec
 
 
 def test_every_card_leaves_room_and_names_its_sources() -> None:

@@ -11,7 +11,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_optimizer import OptimizerContext, _get_torchao_optimizer
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.patches.torchao import AdamW8bit
+from autofit.fakegpu.patches.low_bit import AdamW8bit
 from autofit.fakegpu.ranks import fake_ranks
 
 from .tiny_trainers import config

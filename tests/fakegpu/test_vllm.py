@@ -18,8 +18,7 @@ from autofit.fakegpu import FakeGpu, FakeGpuError, fake_gpu
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.kernel_log import KernelLog
-from autofit.fakegpu.patches.vllm import weights_bytes
-from autofit.fakegpu.patches.vllm_params import SamplingParams, StructuredOutputsParams
+from autofit.fakegpu.patches.vllm import SamplingParams, StructuredOutputsParams, weights_bytes
 
 from .tiny_trainers import Case, build_model, tokenizer
 

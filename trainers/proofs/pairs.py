@@ -1,8 +1,11 @@
-"""The data of gradient proofs of SFT, DPO and Reward: fixed rows of different lengths."""
+"""The small trainings of gradient proofs of SFT, DPO and Reward: fixed rows of different lengths."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import trl
 from datasets import Dataset
 from trl import get_peft_config
 
@@ -52,11 +55,47 @@ def _text(tokens: tuple[int, ...]) -> str:
     return " ".join(f"w{max(3, token)}" for token in tokens)
 
 
-def arguments(config: TrlConfig) -> dict[str, Any]:
-    """The constructor arguments of these trainers, except the rows."""
-    return {
-        "model": config.model.model_name_or_path,
-        "args": config.training,
-        "processing_class": tokenizer(),
-        "peft_config": get_peft_config(config.model),
-    }
+@dataclass(frozen=True)
+class PairTraining:
+    """The small training of one of TRL's trainers, with the settings that a fixed row asks for (`SAME`)."""
+
+    trainer: str
+    columns: tuple[str, ...]
+    SAME: Mapping[str, object]
+
+    samples_per_step = staticmethod(samples_per_step)
+    steps_of_a_round = staticmethod(steps_of_a_round)
+    common_factor = staticmethod(common_factor)
+    shrunken = staticmethod(shrunken)
+
+    def build(self, config: TrlConfig, steps: int) -> Any:
+        """TRL's trainer over `steps` optimizer steps of fixed rows."""
+        config.training.max_length = None  # a limit would drop or cut the fixed rows; TRL's SFT refuses it with padding
+        return getattr(trl, self.trainer)(
+            model=config.model.model_name_or_path, args=config.training, processing_class=tokenizer(),
+            peft_config=get_peft_config(config.model), train_dataset=rows(config, steps, *self.columns),
+        )  # fmt: skip
+
+
+SFT = PairTraining(
+    "SFTTrainer", ("prompt", "completion"),
+    # Packing is off: it changes the rows, not the normalisation of the loss. The rows select the tokens of the loss.
+    {
+        "packing": False, "eval_packing": None, "assistant_only_loss": False, "chat_template_path": None,
+        "dataset_kwargs": None, "activation_offloading": False, "eos_token": None, "pad_token": None,
+    },
+)  # fmt: skip
+DPO = PairTraining(
+    "DPOTrainer", ("prompt", "chosen", "rejected"),
+    {
+        "max_length": None, "padding_free": False, "activation_offloading": False, "disable_dropout": True,
+        "pad_token": None,
+    },
+)  # fmt: skip
+REWARD = PairTraining(
+    "RewardTrainer", ("chosen", "rejected"),
+    {
+        "max_length": None, "activation_offloading": False, "disable_dropout": True, "chat_template_path": None,
+        "eos_token": None, "pad_token": None,
+    },
+)  # fmt: skip

@@ -37,7 +37,7 @@ class TrlSmallTrainings:
         most_steps: int, ranks: Mapping[str, int],
     ) -> None:  # fmt: skip
         self._trainer, self._recipes, self._ranks = trainer, recipes, ranks
-        self._samples = importlib.import_module(f".{trainer.name}", __package__)
+        self._samples = _samples_of(trainer.name)
         known, fixed = trainer.takes(), {**SAME, **self._samples.SAME}
         self._fixed = {key: value for key, value in fixed.items() if value is None or key in known}
         self._folder = folder
@@ -79,6 +79,13 @@ class TrlSmallTrainings:
         if self._ranks and hasattr(self._samples, "deal"):  # in a process of this run alone
             self._samples.deal(config)
         return self._trainer.run(self._samples.build(config, self.steps), config)
+
+
+def _samples_of(trainer: str) -> Any:
+    """The fixed samples of a trainer and how they are trained on: a module, or an object of `pairs`."""
+    if trainer in ("sft", "dpo", "reward"):
+        return getattr(importlib.import_module(".pairs", __package__), trainer.upper())
+    return importlib.import_module(f".{trainer}", __package__)
 
 
 def _of_few_layers(name: object, layers: int) -> str:

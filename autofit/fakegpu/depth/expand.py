@@ -21,8 +21,7 @@ import numpy.typing as npt
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import DATA, Delay, LayerClock, LayerRecorder, Repeat, Tag
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
-from autofit.fakegpu.host_memory import HostMemory
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import HostMemory, SimulatedMemory
 from autofit.fakegpu.replay import EventLog, Round
 
 Ints = npt.NDArray[np.int64]

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from autofit.fakegpu.autograd import in_backward
+from autofit.fakegpu.clock import in_backward
 from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
-from autofit.fakegpu.host_memory import HostMemory
-from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.memory import HostMemory, SimulatedMemory
 
 __all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.specs import FakeGpuError
 
 TRACED_UNITS = 2  # two middle units are enough to check that units repeat
 _LEAST_UNITS = TRACED_UNITS + 1

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from autofit.fakegpu.engines.decoder import Decoder
-from autofit.fakegpu.engines.forward import ITEM, Batch, Forward, facts_from_json, kernel_seconds
-from autofit.fakegpu.rates.grid import Floats
+from autofit.fakegpu.engines.forward import ITEM, Batch, Decoder, Forward, facts_from_json, kernel_seconds
+from autofit.fakegpu.rates.products import Floats
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 STEP_TOKENS = 8192  # PagedAttentionMemoryHandler._default_max_batch_tokens

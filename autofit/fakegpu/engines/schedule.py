@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit.fakegpu.engines.forward import Batch
-from autofit.fakegpu.rates.grid import Floats
+from autofit.fakegpu.rates.products import Floats
 
 Ints = npt.NDArray[np.int64]
 

@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from autofit.fakegpu.engines.decoder import Decoder
-from autofit.fakegpu.engines.forward import ITEM, Batch, Forward, facts_from_json, kernel_seconds
+from autofit.fakegpu.engines.forward import ITEM, Batch, Decoder, Forward, facts_from_json, kernel_seconds
 from autofit.fakegpu.engines.schedule import Scheduler, Stretch, batches
-from autofit.fakegpu.errors import FakeGpuError
-from autofit.fakegpu.rates.grid import Floats
-from autofit.fakegpu.specs import GpuSpec, HostCosts
+from autofit.fakegpu.rates.products import Floats
+from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts
 
 BLOCK_TOKENS = 16
 MOST_CAPTURED = 512

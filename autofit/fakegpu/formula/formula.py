@@ -28,8 +28,7 @@ from autofit.fakegpu.formula.polynomials import (
     Symbols,
     with_steps,
 )
-from autofit.fakegpu.formula.seconds import KernelRows
-from autofit.fakegpu.formula.tabled import TabledRows
+from autofit.fakegpu.formula.seconds import KernelRows, TabledRows
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols, phase_of
+from autofit.fakegpu.kernels import Times
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts
-from autofit.fakegpu.traffic import Times
 
 
 class Info(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import MAIN, Moment
-from autofit.fakegpu.errors import FakeGpuError
+from autofit.fakegpu.specs import FakeGpuError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_copies import is_pinned
+from autofit.fakegpu.memory import is_pinned
 from autofit.fakegpu.patches.redirect import untouched
 
 Target = tuple[object, str, object, str]

@@ -22,31 +22,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.host_copies import is_pinned
+from autofit.fakegpu.memory import is_pinned
 from autofit.fakegpu.patches import (
-    bitsandbytes,
-    continuous_batching,
+    attention,
     cuda_api,
     deepspeed,
     distributed,
-    factories,
-    flash_attention,
-    handlers,
-    layer_kernels,
     libraries,
+    low_bit,
+    operators,
     recurrent,
     rollout,
-    saving,
-    sharded_whole,
     tensors,
-    torchao,
     vllm,
 )
-from autofit.fakegpu.patches.composites import in_parts, kernels_of_cuda, own_kernels
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
-from autofit.fakegpu.patches.redirect import redirect, replace, untouched
-from autofit.fakegpu.patches.sdpa import attention_of_a_card
-from autofit.fakegpu.undo import Undo
+from autofit.fakegpu.patches.operators import in_parts, kernels_of_cuda, own_kernels
+from autofit.fakegpu.patches.redirect import Undo, redirect, replace, untouched
 
 Target = tuple[object, str, object, str]
 _Patches = Callable[[FakeGpu, ModuleType], Iterable[Target]]
@@ -74,7 +66,7 @@ class Registry:
         for patch in (*_torch_cuda(CudaApi(self.gpu)), *_torch_core(self.gpu)):
             self.put(patch)
         if self.gpu.mode == "cuda":
-            attention_of_a_card(self.gpu, self.undo)
+            attention.attention_of_a_card(self.gpu, self.undo)
             kernels_of_cuda(self.undo)
             self.gpu.tracer.whole = own_kernels()
         self.gpu.tracer.in_parts = in_parts()
@@ -238,8 +230,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(torch, "Generator", libraries.cpu_generator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
     for owner, name, value, reason in (
-        *saving.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
-        *handlers.other_kernels(gpu), *handlers.other_ways(gpu.note), *factories.factories(),
+        *tensors.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
         *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
@@ -253,14 +245,14 @@ def _both(*patches: _Patches) -> _Patches:
 _LIBRARIES: dict[str, _Patches] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
     "transformers.modeling_utils": _both(
-        libraries.save_pretrained, flash_attention.transformers_models, layer_kernels.of_the_hub
+        libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub
     ),
-    "transformers.integrations.liger": layer_kernels.liger,
-    "transformers.trainer_optimizer": torchao.transformers_optimizers,
-    "transformers.modeling_flash_attention_utils": flash_attention.transformers_kernels,
+    "transformers.integrations.liger": libraries.liger,
+    "transformers.trainer_optimizer": low_bit.transformers_optimizers,
+    "transformers.modeling_flash_attention_utils": attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "transformers.core_model_loading": libraries.transformers_loading,
-    "transformers.generation.continuous_batching.continuous_api": continuous_batching.transformers_batching,
+    "transformers.generation.continuous_batching.continuous_api": rollout.transformers_batching,
     "transformers.generation.utils": rollout.transformers_generation,
     "transformers.cache_utils": libraries.transformers_cache,
     "trl.kernels.chunked_logprob": libraries.trl_triton,
@@ -283,13 +275,13 @@ _LIBRARIES: dict[str, _Patches] = {
     "torch.nn.parallel.distributed": distributed.data_parallel,
     "torch.distributed.fsdp._fully_shard._fsdp_param": distributed.parameter_shards,
     "torch.distributed.fsdp._fully_shard._fsdp_state": distributed.sharded_layers,
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": sharded_whole.fsdp2_groups,
-    "torch.distributed.fsdp._flat_param": _both(distributed.flat_shards, sharded_whole.fsdp1_groups),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": distributed.fsdp2_groups,
+    "torch.distributed.fsdp._flat_param": _both(distributed.flat_shards, distributed.fsdp1_groups),
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
-    "transformers.integrations.bitsandbytes": bitsandbytes.transformers_quantising,
-    "bitsandbytes.nn.modules": bitsandbytes.bitsandbytes_modules,
-    "bitsandbytes.functional": bitsandbytes.bitsandbytes_functional,
-    "bitsandbytes.optim.optimizer": bitsandbytes.paged_states,
+    "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
+    "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
+    "bitsandbytes.functional": low_bit.bitsandbytes_functional,
+    "bitsandbytes.optim.optimizer": low_bit.paged_states,
 }
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autofit.fakegpu.rates.attention import AttentionTable
-from autofit.fakegpu.rates.gemm import GemmTable, Machine, Waves
-from autofit.fakegpu.rates.grid import Grid
+from autofit.fakegpu.rates.products import AttentionTable, GemmTable, Grid, Machine, Waves
 from autofit.fakegpu.specs import GpuSpec
 
 STEP = 1e-4  # of the logarithms in the files

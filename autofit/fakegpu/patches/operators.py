@@ -1,0 +1,209 @@
+"""Operators that fakes run otherwise than a card does: other parts, other owners of memory, or not at all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.clock import launched_by_autograd
+from autofit.fakegpu.patches.redirect import Undo, untouched
+from autofit.fakegpu.tracer import Handler, Tracer
+
+aten = torch.ops.aten
+
+
+# Operations that fake tensors cannot run, and operations with a cost that is noted in `gpu.notes`, not simulated.
+
+_CONVOLUTION_NOTE = (
+    "cuDNN's workspace for convolutions is not counted: which algorithm it picks, and so how much it takes for the "
+    "moment of each call (from nothing to hundreds of MiB), depends on its version and on cudnn.benchmark"
+)
+
+
+def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
+    """Register handlers for operations that fakes cannot run or that need a note; yields no patches."""
+    handlers = gpu.tracer.handlers
+    for name in ("_fused_sgd_", "_fused_adagrad_"):
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            if "out" not in overload:
+                handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, without scratch
+    accumulation_in_place(gpu.tracer)
+    if gpu.mode == "cuda":
+        for function in (aten.convolution.default, aten.convolution_backward.default):
+            handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
+    return ()
+
+
+def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        gpu.note(text)
+        shortcut = gpu.tracer.shortcut
+        return shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
+
+    return run
+
+
+def other_ways(note: Callable[[str], None]) -> Iterable[tuple[object, str, object, str]]:
+    """Disable the inference fast path of `nn.TransformerEncoder`, since it needs nested tensors."""
+    enabled = untouched(torch.backends.mha.get_fastpath_enabled)
+
+    def fast_path() -> bool:
+        if enabled() and not torch.is_grad_enabled():
+            note("the fast path of nn.TransformerEncoder and nn.MultiheadAttention was not simulated")
+        return False
+
+    yield torch.backends.mha, "get_fastpath_enabled", fast_path, "it makes nested tensors of fakes"
+
+
+# What autograd does in place for real tensors, not for fakes: adding gradients that meet, scattering into zeros.
+#
+# `InputBuffer::accumulate` in torch/csrc/autograd/input_buffer.cpp adds into the first gradient if it is dense and has
+# no other owner, but never into a tensor subclass such as a fake. So when the engine adds two fakes and is the only
+# owner of the first, the sum takes over the memory of the first. Likewise the backwards of gather, indexing, max, topk
+# and masked_select (torch/csrc/autograd/FunctionsManual.cpp) write into new zeros, for a subclass into a copy of them.
+
+# Reference counts of a tensor and of its storage when the engine is the only owner and calls this code (torch 2.13; a
+# test compares the result with the CPU allocator). With any other count the sum gets its own memory.
+_TENSOR_REFERENCES, _STORAGE_REFERENCES = 4, 2
+
+
+def accumulation_in_place(tracer: Tracer) -> None:
+    """Let the sum of two gradients reuse the memory of the first whenever autograd would add in place."""
+
+    def add(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        shortcut = tracer.shortcut
+        first = args[0]
+        taken = isinstance(first, FakeTensor) and _by_engine() and _held_by_engine(first)
+        out = shortcut.run(aten.add.Tensor, args, kwargs) if shortcut else aten.add.Tensor(*args, **kwargs)
+        if taken:
+            sum_, held = cast("torch.Tensor", out), cast("torch.Tensor", first)
+            if (sum_.shape, sum_.dtype) == (held.shape, held.dtype):
+                tracer.memory.take_over(sum_, held)
+        return out
+
+    if hasattr(torch.Tensor, "_use_count"):
+        tracer.handlers[aten.add.Tensor] = add
+    for function in _INTO_ZEROS:
+        tracer.handlers[function] = _into_zeros(tracer, function)
+
+
+_INTO_ZEROS = (
+    aten.scatter_add.default, aten.index_put.default, aten.scatter.src, aten.index_add.default,
+    aten.masked_scatter.default, aten.put.default,
+)  # fmt: skip
+
+
+def _into_zeros(tracer: Tracer, function: OpOverload) -> Handler:
+    """A backward's `zeros.scatter_add(...)`, whose result takes over the memory of the zeros."""
+
+    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        shortcut = tracer.shortcut
+        taken = isinstance(args[0], FakeTensor) and _by_engine() and _only_tensor_of_its_storage(args[0])
+        out = shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
+        if taken:
+            tracer.memory.take_over(cast("torch.Tensor", out), cast("torch.Tensor", args[0]))
+        return out
+
+    return run
+
+
+def _by_engine() -> bool:
+    """Whether the caller is the C++ engine itself; a backward written in Python has its own frame."""
+    if not launched_by_autograd():
+        return False
+    return sys._getframe(4).f_code.co_name == "_engine_run_backward"  # here, the handler, _run, __torch_dispatch__
+
+
+def _held_by_engine(tensor: torch.Tensor) -> bool:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    counted = tensor._use_count() == _TENSOR_REFERENCES  # type: ignore[attr-defined]
+    return counted and _only_tensor_of_its_storage(tensor) and dense
+
+
+def _only_tensor_of_its_storage(tensor: torch.Tensor) -> bool:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _STORAGE_REFERENCES
+
+
+# `torch.tensor` of a list with tensors of the simulated card: torch reads each of them from within C++.
+
+
+def factories() -> Iterable[tuple[object, str, object, str]]:
+    """Patches of torch's constructors from Python values."""
+    yield torch, "tensor", _tensor(untouched(torch.tensor)), "the values of fakes are read in Python"
+
+
+def _tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def tensor(data: object, *args: object, **kwargs: object) -> torch.Tensor:
+        if isinstance(data, (list, tuple)) and any(isinstance(value, FakeTensor) for value in data):
+            data = [value.item() if isinstance(value, FakeTensor) and not value.dim() else value for value in data]
+        return original(data, *args, **kwargs)
+
+    return tensor
+
+
+# Operators that a CUDA build runs in other parts than this build does on fake tensors, made to run as on CUDA.
+#
+# torch's dispatch tables say which: this build has no CUDA kernels, so an operator with a CUDA kernel and a composite
+# for other devices is taken apart before its call arrives here; and an operator without a CUDA kernel arrives here
+# whole, while a card runs its composite. `native_functions.yaml`, which torch ships in `torchgen`, says what a CUDA
+# build has: tests/fakegpu/test_composites.py compares both for all operators.
+
+# CompositeImplicitAutograd here, with the temporaries of the composite; one kernel on CUDA.
+OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm")
+# CompositeExplicitAutograd on CUDA, with temporaries as large as an input; the others have none. Left whole, though
+# they have some: _trilinear, soft_margin_loss and linear algebra, whose code reads or resizes what fakes do not have.
+IN_PARTS = (
+    "_safe_softmax", "logsumexp", "binary_cross_entropy_with_logits", "dist", "_euclidean_dist", "isinf", "ldexp",
+    "mvlgamma", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate",
+)  # fmt: skip
+
+
+def kernels_of_cuda(undo: Undo) -> None:
+    """Register a kernel for CUDA under each name of `OWN_KERNELS`, so that the dispatcher takes its derivatives.
+
+    The kernel itself never runs: the call ends at the fake tensors, which follow its shapes.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    undo.add(library._destroy)
+    for name in OWN_KERNELS:
+        if hasattr(aten, name):
+            library.impl(name, _never_runs, "CUDA")
+
+
+def own_kernels() -> set[OpOverload]:
+    """The operators of `OWN_KERNELS` in this torch."""
+    return {getattr(aten, name).default for name in OWN_KERNELS if hasattr(aten, name)}
+
+
+def in_parts() -> dict[OpOverload, Callable[..., object]]:
+    """{operator of `IN_PARTS` in this torch: its composite}."""
+    found: dict[OpOverload, Callable[..., object]] = {}
+    for name in IN_PARTS:
+        packet = getattr(aten, name, None)
+        for overload in {"default", "Tensor"}.intersection(packet.overloads() if packet is not None else ()):
+            function = getattr(packet, overload)
+            found[function] = partial(function._op_dk, DispatchKey.CompositeExplicitAutograd)
+    found[aten.logsumexp.default] = _logsumexp
+    return found
+
+
+def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    """logsumexp_out_impl in ReduceOps.cpp: torch's own resizes its result, which fakes do not survive."""
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    largest = torch.amax(x, tuple(dim), keepdim=True)
+    added = largest if keepdim else torch.squeeze(largest, tuple(dim) or tuple(range(x.dim())))
+    added.masked_fill_(added.abs() == float("inf"), 0)
+    return torch.sum((x - largest).exp_(), tuple(dim), keepdim=keepdim).log_().add_(added)
+
+
+def _never_runs(*args: object, **kwargs: object) -> object:
+    raise RuntimeError("a simulated card has no kernels; this operator was called without fake tensors")

@@ -1,0 +1,198 @@
+"""Seconds of matrix products and of attention on one card: computed, and corrected by measurements. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Values on a grid whose axes are logarithmic, interpolated linearly between its points. Needs no torch.
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """`values` at the crossings of `axes` (the logarithm of each coordinate, ascending); outside, the edge's value."""
+
+    axes: tuple[Floats, ...]
+    values: Floats
+
+    def at(self, *coordinates: Floats) -> Floats:
+        """The value at each point; a coordinate is an array with one entry a point."""
+        lower, weights = [], []
+        for axis, coordinate in zip(self.axes, coordinates, strict=True):
+            x = np.log(coordinate)
+            below = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(0, len(axis) - 2))
+            step = axis[np.minimum(below + 1, len(axis) - 1)] - axis[below]
+            weights.append(np.clip((x - axis[below]) / np.where(step > 0, step, 1.0), 0.0, 1.0))
+            lower.append(below)
+        total = np.zeros(np.shape(lower[0]))
+        for corner in itertools.product((0, 1), repeat=len(self.axes)):
+            share = np.ones_like(total)
+            place = []
+            for axis, below, weight, up in zip(self.axes, lower, weights, corner, strict=True):
+                share = share * (weight if up else 1.0 - weight)
+                place.append(np.minimum(below + up, len(axis) - 1))
+            total += share * self.values[tuple(place)]
+        return total
+
+
+def smoothed(values: Floats, axes: Sequence[Floats], widths: Sequence[float]) -> Floats:
+    """Means of `values` around each point, with the weight exp(-distance / width) along each axis; nan is no value.
+
+    Points that have none take the mean of their neighbours, however far away these are.
+    """
+    weights = (~np.isnan(values)).astype(float)
+    sums = np.where(weights > 0, values, 0.0)
+    for number, (axis, width) in enumerate(zip(axes, widths, strict=True)):
+        kernel = np.exp(-np.abs(axis[:, None] - axis[None]) / width)
+        sums = np.moveaxis(np.tensordot(kernel, sums, (1, number)), 0, number)
+        weights = np.moveaxis(np.tensordot(kernel, weights, (1, number)), 0, number)
+    return np.asarray(sums / np.maximum(weights, 1e-300))
+
+
+# Seconds of a matrix product on one card: waves of tiles, corrected by what was measured near the same shape.
+#
+# A product of (m, k) and (k, n) is cut into tiles that the card's multiprocessors work off in waves, so its time jumps
+# where a wave more is needed. Interpolating measured times across these jumps is what makes plain tables wrong. So the
+# waves are computed, and only the ratio of the measured time to the computed one is interpolated. The speed of each
+# tile, the achieved bandwidth and the shortest time were fitted to the card's own measurements
+# (experiments/rates/make_tables.py). Needs no torch.
+
+TILES = np.array([(256, 128), (128, 128), (128, 64), (64, 64), (32, 64), (16, 64)], float)
+SPLITS = np.array([1.0, 2.0, 4.0])  # parts of k that are summed afterwards, for products with few tiles
+K_STEP = 32.0
+_SHARPNESS = 16.0  # of the minimum over tiles and splits, which is smooth so that it can be fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The data-sheet rates that matter to a product: FLOP/s of its dtype, bytes/s, and multiprocessors."""
+
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
+    sm_count: int
+    item_bytes: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waves:
+    """The fitted properties of one card's products."""
+
+    shortest_s: float
+    bandwidth_frac: float  # of the data sheet's, from memory
+    split_s: float  # to sum the parts of a split k
+    wave_s: float  # start and end of a wave
+    cache_gain: float  # added bandwidth, relative, of operands that stay in the cache
+    cache_bytes: float
+    cache_power: float
+    tile_frac: Floats  # FLOP/s of each of TILES, as a fraction of the data sheet's
+
+    @classmethod
+    def of(cls, numbers: npt.ArrayLike) -> Waves:
+        """From the numbers in the order of the fields, the last one for each tile."""
+        given = np.asarray(numbers, float)
+        return cls(
+            shortest_s=given[0], bandwidth_frac=given[1], split_s=given[2], wave_s=given[3], cache_gain=given[4],
+            cache_bytes=given[5], cache_power=given[6], tile_frac=given[7:],
+        )  # fmt: skip
+
+    def cache_factor(self, nbytes: Floats) -> Floats:
+        """How many times as fast as memory a kernel reads and writes so many bytes, if it finds them in the cache."""
+        beyond = self.cache_power * np.log(np.maximum(nbytes, 1.0) / self.cache_bytes)
+        return 1.0 + self.cache_gain / (1.0 + np.exp(np.minimum(beyond, 50.0)))
+
+    def seconds(self, machine: Machine, m: Floats, n: Floats, k: Floats, batch: Floats | float = 1.0) -> Floats:
+        """Computed seconds of `batch` products of (m, k) and (k, n) at once, one entry a shape."""
+        m, n, k = (np.asarray(x, float)[..., None, None] for x in (m, n, k))
+        batch = np.asarray(batch, float)[..., None, None]
+        bytes_moved = batch * (m * k + n * k + m * n) * machine.item_bytes
+        bandwidth = machine.bandwidth_bytes_per_s * self.bandwidth_frac * self.cache_factor(bytes_moved)
+        tiles = batch * np.ceil(m / TILES[:, 0, None]) * np.ceil(n / TILES[:, 1, None])
+        waves = np.ceil(tiles * SPLITS / machine.sm_count)
+        area = TILES.prod(axis=1)[:, None] * machine.sm_count / (machine.flops_per_s * self.tile_frac[:, None])
+        one = 2.0 * area * np.ceil(k / SPLITS / K_STEP) * K_STEP + self.wave_s
+        summed = (SPLITS > 1) * (self.split_s + batch * m * n * 8.0 * SPLITS / machine.bandwidth_bytes_per_s)
+        each = np.maximum(waves * one, bytes_moved / bandwidth) + self.shortest_s + summed
+        least = each.min(axis=(-2, -1), keepdims=True)
+        return np.asarray(least[..., 0, 0] * ((each / least) ** -_SHARPNESS).sum(axis=(-2, -1)) ** (-1 / _SHARPNESS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GemmTable:
+    """A card's products: `waves`, and the logarithm of measured over computed seconds by (m, n, k)."""
+
+    waves: Waves
+    corrections: Grid
+
+    def seconds(self, machine: Machine, m: Floats, n: Floats, k: Floats, batch: Floats | float = 1.0) -> Floats:
+        """Seconds of `batch` products; several at once are corrected as one with as many rows."""
+        ratio = self.corrections.at(np.maximum(np.asarray(m) * batch, 1.0), np.maximum(n, 1.0), np.maximum(k, 1.0))
+        return self.waves.seconds(machine, m, n, k, batch) * np.exp(ratio)
+
+
+# Seconds of one attention kernel on one card: a roofline, corrected by what was measured near the same shape.
+#
+# The forward of flash attention was measured (causal, with and without grouped queries), as was one step of decoding.
+# The rest follows from published ratios:
+#
+# - backward: 2.5 times the FLOPs of the forward (FlashAttention-2, arXiv 2307.08691, section 3.2: five matrix products
+#   instead of two), at 63 instead of 73 % of the peak, both the best of the same paper (section 4.1, A100).
+# - memory-efficient attention (xformers' CUTLASS kernel, which takes masks): half the speed of flash attention (the
+#   same paper, section 4.1, "around 2x faster than FlashAttention and its CUTLASS version in xformers").
+# - torch's own flash attention is version 2; where the measured one is version 3, which a H100 has, the ratio of both
+#   is 75 to 35 % of the peak (FlashAttention-3, arXiv 2407.08608, abstract). For later cards the same is assumed.
+#
+# Needs no torch.
+
+BACKWARD = 2.5 * 0.73 / 0.63
+EFFICIENT = 2.0
+VERSION_2_OF_3 = 0.75 / 0.35
+FLOPS_FRAC = (
+    0.5  # of the roofline that the corrections are relative to; any number gives the same seconds where measured
+)
+BANDWIDTH_FRAC = 0.8
+
+
+def roofline(
+    machine: Machine, batch: Floats, heads: Floats, key_heads: Floats, queries: Floats, keys: Floats, dim: Floats,
+    *, share: float,
+) -> Floats:  # fmt: skip
+    """Seconds without a correction; `share` is the part of the scores that is computed, 0.5 if causal."""
+    flops = 4.0 * batch * heads * queries * keys * dim * share
+    moved = (2.0 * batch * heads * queries * dim + 2.0 * batch * key_heads * keys * dim) * machine.item_bytes
+    return np.maximum(
+        flops / (machine.flops_per_s * FLOPS_FRAC), moved / (machine.bandwidth_bytes_per_s * BANDWIDTH_FRAC)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionTable:
+    """A card's attention: the logarithms of measured over computed seconds, by (length, heads, queries a key, size).
+
+    The heads are those of the whole batch, for decoding the key heads. `shortest_s` is the time of an empty kernel.
+    """
+
+    prefill: Grid
+    decode: Grid
+    shortest_s: float
+    version: int  # of flash attention, as measured
+
+    def seconds(
+        self, machine: Machine, batch: Floats, heads: Floats, key_heads: Floats, queries: Floats, keys: Floats,
+        dim: Floats, *, causal: bool, backward: bool, efficient: bool,
+    ) -> Floats:  # fmt: skip
+        """Seconds of one kernel of torch, one entry a shape."""
+        batch, heads, key_heads = (np.maximum(np.asarray(x, float), 1.0) for x in (batch, heads, key_heads))
+        queries, keys, dim = (np.maximum(np.asarray(x, float), 1.0) for x in (queries, keys, dim))
+        group = np.maximum(heads / key_heads, 1.0)
+        least = roofline(machine, batch, heads, key_heads, queries, keys, dim, share=0.5 if causal else 1.0)
+        slower = (BACKWARD if backward else 1.0) * (EFFICIENT if efficient else 1.0)
+        slower *= VERSION_2_OF_3 if self.version > 2 else 1.0
+        many = slower * (self.shortest_s + least) * np.exp(self.prefill.at(keys, batch * heads, group, dim))
+        one = (self.shortest_s + least) * np.exp(self.decode.at(keys, batch * key_heads, group, dim))
+        return np.where(queries == 1.0, one, many)
