@@ -7,8 +7,8 @@ from autofit.probing.fork_server import ForkServer
 from gpu.allowance import Allowance
 from gpu.configs import Config
 from gpu.folder import Folder, Row, append, by_name, rows
+from gpu.measure import FINAL, facts, measured
 from gpu.measure import RESULTS as MEASURED
-from gpu.measure import facts, measured
 from gpu.versions import versions
 
 RESULTS = "bisected.jsonl"
@@ -41,8 +41,9 @@ def bisect(
 def tried(path: Path, name: str) -> list[Row]:
     """The attempts at a configuration with these versions; the first is its measurement, where there is one."""
     now = versions()
-    first = by_name(path.with_name(MEASURED)).get(name, {})
-    found = [first, *(row for row in rows(path) if row["name"] == name)]
+    first = {"limit_bytes": None, **by_name(path.with_name(MEASURED)).get(name, {})}
+    found = [first] if first.get("status") in FINAL else []
+    found += [row for row in rows(path) if row["name"] == name]
     return [row for row in found if row.get("versions") == now]
 
 

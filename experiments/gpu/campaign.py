@@ -110,37 +110,45 @@ class _Campaign:
     vllm: bool
 
     def run(self) -> None:
-        self._measure(self._until(_UNTIL["measure"]))
+        self._measure(self.configs, self._until(_UNTIL["measure"]))
         if self.ranks:
             of_ranks(self.fork_server, self.folder, self.ranks, self.out / RESULTS, card=str(self.card.simulated),
                      device="cuda", allowance=self._until(_UNTIL["ranks"]), after_each=self.write_table)  # fmt: skip
-        bisect(self.fork_server, self.folder, self.configs, self.out, device="cuda",
-               allowance=self._until(_UNTIL["bisect"]), after_each=self.write_table)  # fmt: skip
-        self._search()
-        self._measure(self._until(1.0, reserve_s=self._again_s()))
-        self._measure(self._until(1.0), again=True)
+        self._bisect(self._until(_UNTIL["bisect"]))
+        self._search(self._until(_UNTIL["search"]))
+        tried = by_name(self.out / RESULTS)  # what failed is tried again by the next command
+        whole = self._until(1.0, reserve_s=self._again_s())
+        self._measure([config for config in self.configs if config.name not in tried], whole)
+        self._bisect(whole)
+        self._search(whole)
+        self._measure(self.configs[:1], self._until(1.0), again=True)
         if self.card.simulated is not None:
-            predict(self.fork_server, self.folder, self.configs, self._told, card=self.card.simulated,
-                    allowance=self._until(1.0), after_each=self.write_table)  # fmt: skip
-            of_ranks(self.fork_server, self.folder, self.ranks, predictions(self._told, self.card.simulated),
-                     card=self.card.simulated, device=f"sim:{self.card.simulated}", allowance=self._until(1.0),
-                     after_each=self.write_table)  # fmt: skip
+            self._predict(self.card.simulated, self._until(1.0))
         self.write_table()
 
-    def _measure(self, allowance: Allowance, *, again: bool = False) -> None:
-        measure(self.fork_server, self.folder, self.configs[:1] if again else self.configs, self.out, device="cuda",
-                allowance=allowance, profiles=True, again=again, after_each=self.write_table)  # fmt: skip
+    def _measure(self, configs: Sequence[Config], allowance: Allowance, *, again: bool = False) -> None:
+        measure(self.fork_server, self.folder, configs, self.out, device="cuda", allowance=allowance, profiles=True,
+                again=again, after_each=self.write_table)  # fmt: skip
 
-    def _search(self) -> None:
-        allowance = self._until(_UNTIL["search"])
+    def _bisect(self, allowance: Allowance) -> None:
+        bisect(self.fork_server, self.folder, self.configs, self.out, device="cuda", allowance=allowance,
+               after_each=self.write_table)  # fmt: skip
+
+    def _search(self, allowance: Allowance) -> None:
         for name, nbytes in targets(self.out, self.configs).items():
             for config in (config for config in self.configs if "search" in config.tags):
                 if result_path(self.out, name).exists() or not allowance.in_time():
                     continue
-                left_s = max(1.0, min(allowance.ends_by - self._again_s(), allowance.ends_by) - time.monotonic())
+                left_s = max(1.0, allowance.ends_by - self._again_s() - time.monotonic())
                 search(self.folder, config, self.out, name, nbytes, trials=self.plan.trials,
                        within_s=left_s / 2 if name == "T1" else left_s)  # fmt: skip
                 self.write_table()
+
+    def _predict(self, card: str, allowance: Allowance) -> None:
+        predict(self.fork_server, self.folder, self.configs, self._told, card=card, allowance=allowance,
+                after_each=self.write_table)  # fmt: skip
+        of_ranks(self.fork_server, self.folder, self.ranks, predictions(self._told, card), card=card,
+                 device=f"sim:{card}", allowance=allowance, after_each=self.write_table)  # fmt: skip
 
     @property
     def _told(self) -> Path:

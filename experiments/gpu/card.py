@@ -33,7 +33,9 @@ class Card:
     def words(self) -> str:
         """What was measured, for the head of a table."""
         if self.is_null:
-            return "the real CUDA build without a card (tests/null_gpu): no figure here is of a GPU"
+            return (
+                "the real CUDA build without a card (tests/null_gpu), so no figure is a GPU's, and seconds mean nothing"
+            )
         return f"{self.name}, driver {self.driver}"
 
     @property

@@ -16,7 +16,7 @@ from gpu.versions import versions
 RESULTS = "measured.jsonl"
 PROBE, PROFILED = "gpu.probe:run", "gpu.probe:run_profiled"
 AGAIN = "-again"  # ends the name of a second measurement
-_FINAL = ("fit", "oom")  # a failed or lost one is tried again by the next command
+FINAL = ("fit", "oom")  # a failed or lost one is tried again by the next command
 
 
 def measure(
@@ -50,7 +50,7 @@ def measure(
 def measured_already(path: Path) -> set[str]:
     """Names that the file `path` has as a fit or an OOM with these versions."""
     now = versions()
-    return {n for n, row in by_name(path).items() if row.get("status") in _FINAL and row.get("versions") == now}
+    return {n for n, row in by_name(path).items() if row.get("status") in FINAL and row.get("versions") == now}
 
 
 def measured(

@@ -20,17 +20,24 @@ TARGETS = "targets.json"
 _AT = {"T1": 0.3, "T2": 0.6}  # quantiles of the grid's device-used bytes
 _LEAST = 2  # measured ones, below which there is no quantile
 _MB = 10**6
+_KNOBS = {  # of gpu.configs' grid
+    "per_device_train_batch_size": {"tier": "neutral", "values": "solved", "memory": "ascending"},
+    "steps_per_generation": {"tier": "neutral", "values": "solved", "memory": "ascending"},
+    "gradient_checkpointing": {"tier": "neutral", "values": [True, False], "memory": "ascending"},
+}
 _INTERRUPT_S = 15.0
 
 
 def targets(out: Path, configs: Sequence[Config]) -> dict[str, int]:
-    """{"T1", "T2": bytes}, the same ones once they were computed; {} with too few measured configurations."""
+    """{"T1", "T2": bytes}, the same ones once they were computed; {} until all of the grid was tried."""
     kept = read_json(out / TARGETS)
     if kept is not None:
         return {name: int(str(nbytes)) for name, nbytes in kept.items()}
     found, now = by_name(out / RESULTS), versions()
-    rows = [found[c.name] for c in configs if "grid" in c.tags and found.get(c.name, {}).get("versions") == now]
-    made = targets_of([row for row in rows if row.get("status") == "fit"])
+    grid = [found.get(config.name, {}) for config in configs if "grid" in config.tags]
+    if any(row.get("versions") != now for row in grid):
+        return {}
+    made = targets_of([row for row in grid if row.get("status") == "fit"])
     if made:
         write_json(out / TARGETS, made)
     return made
@@ -51,11 +58,18 @@ def result_path(out: Path, name: str) -> Path:
 def search(
     folder: Folder, config: Config, out: Path, name: str, target_bytes: int, *, trials: int, within_s: float
 ) -> bool:
-    """Whether the search has ended with an answer, which is kept. A second call goes on with its study."""
+    """Whether the search has ended with an answer, which is kept. A second call goes on with its study.
+
+    Its space has the grid's knobs alone, so that the fastest of the grid is the fastest that it can find.
+    """
+    space = out / f"space-{config.trainer}.yaml"
+    knobs = {key: entry for key, entry in _KNOBS.items() if key in config.values}
+    write_json(space, {"trainer": config.trainer, "knobs": knobs})
     command = [
         sys.executable, "-P", "-m", "autofit", "search", str(folder.recipe(config)), "--trainer", config.trainer,
-        "--device", "cuda", "--target-vram", f"{target_bytes // _MB}MB", "--headroom", "1MB", "--trials", str(trials),
-        "--time-budget", f"{max(1, int(0.8 * within_s))}s", "--no-mlflow", "--no-confirm", "--no-advice",
+        "--device", "cuda", "--target-vram", f"{target_bytes // _MB}MB", "--space", str(space),
+        "--headroom", "1MB", "--trials", str(trials), "--time-budget", f"{max(1, int(0.8 * within_s))}s",
+        "--no-mlflow", "--no-confirm", "--no-advice",
         "--dir", str(out / f"study-{name}"), "--json",
     ]  # fmt: skip
     with (out / f"search-{name}.log").open("ab") as log:
