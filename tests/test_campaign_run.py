@@ -65,8 +65,8 @@ def test_vllm_comes_after_the_first_part_where_it_is_installed_and_ranks_where_t
 
 def test_targets_are_bytes_of_the_grid_so_that_a_third_and_two_thirds_of_it_fit(tmp_path: Path) -> None:
     grid: list[Row] = [{"device_used_bytes": n * GB} for n in range(1, 12)]
-    assert searches.targets_of(grid) == {"T1": 4 * GB, "T2": 7 * GB}
-    assert searches.targets_of([{"device_used_bytes": GB + 1}, {"device_used_bytes": 2 * GB}])["T1"] == GB + 10**6
+    assert searches.targets_of(grid) == {"T1": 4 * GB + 10**6, "T2": 7 * GB + 10**6}
+    assert searches.targets_of([{"device_used_bytes": GB + 1}, {"device_used_bytes": 2 * GB}])["T1"] == GB + 2 * 10**6
     assert searches.targets_of(grid[:1]) == {}
     assert searches.targets(tmp_path, configs.CONFIGS) == {}  # a part of the grid makes no quantiles
     (tmp_path / searches.TARGETS).write_text('{"T1": 5, "T2": 6}')
@@ -125,7 +125,7 @@ def test_everything_that_is_done_is_kept_and_nothing_is_measured_twice(
         asked.append(f"{'predict' if request.device == 'sim:h100' else 'measure'} {name}")
         if len(asked) == 2:
             raise KeyboardInterrupt  # the first command ends here
-        used = {"s1": 3, "g1": 5}[name] * GB
+        used = {"s1": 3, "w1": 5}[name] * GB
         return {"status": "fit", "reason": "", "device_used_bytes": used, "peak_reserved_bytes": used,
                 "peak_allocated_bytes": used, "step_s": [0.5], "rollout_s": [0.0], "update_s": [0.5]}  # fmt: skip
 
@@ -143,15 +143,15 @@ def test_everything_that_is_done_is_kept_and_nothing_is_measured_twice(
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setenv("PYTHONPATH", "")
-    plan = Plan(tiny=True, only=("s1", "g1"))
+    plan = Plan(tiny=True, only=("s1", "w1"))
     with pytest.raises(KeyboardInterrupt):
         run(Folder(home=tmp_path), plan)
     for _ in range(2):  # the second of these finds everything done
         run(Folder(home=tmp_path), plan)
-    assert asked == ["measure s1", "measure g1", "measure g1", "search s1 T1 3", "search s1 T2 5", "measure s1",
-                     "predict s1", "predict g1"]  # fmt: skip
+    assert asked == ["measure s1", "measure w1", "measure w1", "search w1 T1 3", "search w1 T2 5", "measure s1",
+                     "predict s1", "predict w1"]  # fmt: skip
     out = tmp_path / "results" / "null-gpu"
-    assert [row["name"] for row in rows(out / "measured.jsonl") if "status" in row] == ["s1", "g1", "s1-again"]
+    assert [row["name"] for row in rows(out / "measured.jsonl") if "status" in row] == ["s1", "w1", "s1-again"]
     table = (out / "table.md").read_text()
     assert "allocated: n 2, error median +0.00%" in table
     assert "search T2: 5.00 GB: no winner after 1 trials; the grid's fastest that fits: s1" in table
@@ -178,6 +178,6 @@ def test_a_campaign_whose_time_is_over_says_what_it_left_out(
     monkeypatch.setenv("PYTHONPATH", "")
     run(Folder(home=tmp_path), Plan(tiny=True, minutes=1e-9))
     said = capsys.readouterr().out
-    for line in ("not measured: s1 g1 d1 r1", "search: T1 T2", "measured again for drift: s1", "least capacity: s1",
-                 "predictions (the step predict needs no card): s1 g1 d1 r1"):  # fmt: skip
+    for line in ("not measured: s1 g1 d1 r1 w1", "search: T1 T2", "measured again for drift: s1", "least capacity: s1",
+                 "predictions (the step predict needs no card): s1 g1 d1 r1 w1"):  # fmt: skip
         assert f"LEFT OUT: {line}" in said

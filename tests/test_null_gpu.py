@@ -249,7 +249,7 @@ def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
 ) -> None:
     null_gpu.has(h100s(1))
     out = tmp_path / "results" / "null-gpu"
-    command = [sys.executable, "-m", "experiments.gpu", "run", str(tmp_path), "--tiny", "--only", "s1", "g1",
+    command = [sys.executable, "-m", "experiments.gpu", "run", str(tmp_path), "--tiny", "--only", "s1", "w1",
                "--minutes", "9", "--trials", "1"]  # fmt: skip
     env = {**os.environ, **null_gpu.env(), "PYTHONPATH": os.pathsep.join([str(ROOT), null_gpu.env()["PYTHONPATH"]])}
 
@@ -268,7 +268,7 @@ def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
     assert "LEFT OUT: vLLM: it is not installed" in told
     lines = [json.loads(line) for line in (out / "measured.jsonl").read_text().splitlines()]
     measured = [row for row in lines if "status" in row]
-    assert [(row["name"], row["status"]) for row in measured] == [("s1", "fit"), ("g1", "fit"), ("s1-again", "fit")]
+    assert [(row["name"], row["status"]) for row in measured] == [("s1", "fit"), ("w1", "fit"), ("s1-again", "fit")]
     assert all(row["kernels"]["missing"] == "the profiler saw no kernel" for row in measured), measured
     table = (out / "table.md").read_text()
     assert table.startswith("Measured: the real CUDA build without a card")
@@ -276,8 +276,9 @@ def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
     for line in (
         "drift: s1 again",
         "least capacity of s1",
-        "search T1: 0.62 GB: winner",
-        "search T2",
+        "search T1: 0.62 GB: no winner",
+        "GB: winner",
+        "the grid's fastest that fits: w1",
         "allocated: n 2",
     ):
         assert line in table, table

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,11 @@ OWN_MODELS: dict[str, dict[str, object]] = {
     "tiny": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    "wide": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 256,
+        "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     },
 }  # fmt: skip
@@ -182,10 +187,11 @@ TWO_RANKS = (
 
 _CPU: dict[str, Any] = {"bf16": False, "dtype": "float32"}
 TINY = (
-    samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect", "grid", "search"), **_CPU),
-    generating("g1", "tiny", 16, 8, (4, 2, 2), "GRPO", tags=("grid",), **_CPU | {"use_peft": True, "lora_r": 4}),
+    samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect", "grid"), **_CPU),
+    generating("g1", "tiny", 16, 8, (4, 2, 2), "GRPO", **_CPU | {"use_peft": True, "lora_r": 4}),
     samples("d1", "dpo", "tiny", 32, (2, 2), "DPO", **_CPU),
     samples("r1", "reward", "tiny", 32, (2, 2), "reward", **_CPU),
+    samples("w1", "sft", "wide", 256, (8, 1), "bytes of the split", tags=("grid", "search"), **_CPU, **_OFF),
 )
 
 
@@ -196,5 +202,6 @@ def chosen(*, tiny: bool = False, only: tuple[str, ...] = ()) -> tuple[Config, .
         return usual
     known = {config.name: config for config in (*usual, *(() if tiny else (VLLM, *TWO_RANKS)))}
     if unknown := [name for name in only if name not in known]:
-        raise ConfigError(f"--only takes names of configurations ({', '.join(known)}); got {', '.join(unknown)}")
+        near = nearest(unknown[0], known)
+        raise ConfigError(f"--only takes names of experiments/gpu/configs.py; got {', '.join(unknown)}{near}")
     return tuple(known[name] for name in only)

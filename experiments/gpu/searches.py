@@ -20,6 +20,7 @@ TARGETS = "targets.json"
 _AT = {"T1": 0.3, "T2": 0.6}  # quantiles of the grid's device-used bytes
 _LEAST = 2  # measured ones, below which there is no quantile
 _MB = 10**6
+_HEADROOM_MB = 1  # the least that a search takes in whole MB
 _KNOBS = {  # of gpu.configs' grid
     "per_device_train_batch_size": {"tier": "neutral", "values": "solved", "memory": "ascending"},
     "steps_per_generation": {"tier": "neutral", "values": "solved", "memory": "ascending"},
@@ -44,11 +45,14 @@ def targets(out: Path, configs: Sequence[Config]) -> dict[str, int]:
 
 
 def targets_of(measured: Sequence[Row]) -> dict[str, int]:
-    """The quantiles, each the bytes of one that was measured, in whole MB: so much of the grid fits."""
+    """The quantiles, each the bytes of one that was measured, in whole MB, and the headroom."""
     sizes = sorted(used for row in measured if isinstance(used := row.get("device_used_bytes"), int))
     if len(sizes) < _LEAST:
         return {}
-    return {name: -(-sizes[int(share * (len(sizes) - 1) + 0.5)] // _MB) * _MB for name, share in _AT.items()}
+    return {
+        name: (-(-sizes[int(share * (len(sizes) - 1) + 0.5)] // _MB) + _HEADROOM_MB) * _MB
+        for name, share in _AT.items()
+    }
 
 
 def result_path(out: Path, name: str) -> Path:
@@ -68,7 +72,7 @@ def search(
     command = [
         sys.executable, "-P", "-m", "autofit", "search", str(folder.recipe(config)), "--trainer", config.trainer,
         "--device", "cuda", "--target-vram", f"{target_bytes // _MB}MB", "--space", str(space),
-        "--headroom", "1MB", "--trials", str(trials), "--time-budget", f"{max(1, int(0.8 * within_s))}s",
+        "--headroom", f"{_HEADROOM_MB}MB", "--trials", str(trials), "--time-budget", f"{max(1, int(0.8 * within_s))}s",
         "--no-mlflow", "--no-confirm", "--no-advice",
         "--dir", str(out / f"study-{name}"), "--json",
     ]  # fmt: skip
