@@ -143,6 +143,7 @@ def test_everything_that_is_done_is_kept_and_nothing_is_measured_twice(
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("HF_HUB_CACHE", "")
     plan = Plan(tiny=True, only=("s1", "w1"))
     with pytest.raises(KeyboardInterrupt):
         run(Folder(home=tmp_path), plan)
@@ -176,6 +177,7 @@ def test_a_campaign_whose_time_is_over_says_what_it_left_out(
     monkeypatch.setattr(campaign, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(measure, "facts", lambda _: {"name": "facts"})
     monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("HF_HUB_CACHE", "")
     run(Folder(home=tmp_path), Plan(tiny=True, minutes=1e-9))
     said = capsys.readouterr().out
     for line in ("not measured: s1 g1 d1 r1 w1", "search: T1 T2", "measured again for drift: s1", "least capacity: s1",

@@ -1,8 +1,7 @@
 """run: the whole campaign as one command, within so many minutes; the next one goes on where it was ended."""
 
+import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from gpu.report import report
 from gpu.searches import result_path, search, targets
 
 CARD = "card.json"
+_PREPARED_S = 600.0
 _FIRST_PART = 12  # configurations, after which that of vLLM comes
 # The share of all the time until which each stage may begin something new; what one leaves, the next ones have.
 _UNTIL = {"measure": 0.55, "ranks": 0.62, "bisect": 0.75, "search": 0.9}
@@ -66,13 +66,14 @@ def run(folder: Folder, plan: Plan) -> None:
     """Measure, search for least capacities, search with two targets, predict; table.md is written after every line."""
     began = time.monotonic()
     os.environ["PYTHONPATH"] = os.pathsep.join([*_IMPORTED_FROM, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["HF_HUB_CACHE"] = str(folder.home / "no-models")  # without a cache every model is the catalogue's
     vllm = find_spec("vllm") is not None
     configs = plan.configs(vllm=vllm)
     with server(folder.home) as fork_server:
         card = card_here(fork_server, folder.home)
         print(f"{card.words}; visible: {card.visible}{f'; {card.about}' if card.about else ''}", flush=True)
         ranks = plan.ranks(card)
-        _prepare(folder, [*configs, *(TWO_RANKS if ranks else ())], tiny=plan.tiny)
+        _prepare(fork_server, folder, [*configs, *(TWO_RANKS if ranks else ())], tiny=plan.tiny)
         out = folder.home / "results" / card.folder_name
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / CARD, card.to_json())
@@ -85,16 +86,18 @@ def run(folder: Folder, plan: Plan) -> None:
 _IMPORTED_FROM = [str(Path(__file__).parents[1]), str(Path(autofit.__file__).parents[1])]
 
 
-def _prepare(folder: Folder, configs: Sequence[Config], *, tiny: bool) -> None:
-    """In a process of its own: this one imports no torch."""
+def _prepare(fork_server: ForkServer, folder: Folder, configs: Sequence[Config], *, tiny: bool) -> None:
+    """In a child: this process imports no torch."""
     missing = [c.name for c in configs if not (folder.case(c).exists() and folder.recipe(c).exists())]
     if not missing:
         return
-    command = [sys.executable, "-P", "-m", "gpu", "prepare", str(folder.home), *(["--tiny"] if tiny else [])]
-    with (folder.home / "prepare.log").open("ab") as log:
-        done = subprocess.run([*command, "--only", *missing], stdout=log, stderr=log)
-    if done.returncode:
-        raise EnvironmentFault(f"models and data could not be prepared; see {folder.home / 'prepare.log'}")
+    log = folder.home / "prepare.log"
+    ending = fork_server.call({
+        "entry": "gpu.prepare:run", "argument": json.dumps({"home": str(folder.home), "only": missing, "tiny": tiny}),
+        "cwd": str(Path.cwd()), "env": {}, "log": str(log), "deadline_s": _PREPARED_S,
+    })  # fmt: skip
+    if ending.exit_code:
+        raise EnvironmentFault(f"models and data could not be prepared; see {log}")
 
 
 @dataclass(frozen=True, slots=True)
