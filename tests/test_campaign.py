@@ -1,16 +1,16 @@
 """The campaign of experiments/gpu, without a card: each of its commands on the CPU device, or on the fake driver."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drivers import compiled
 from gpu import bisect, children, compare, configs, measure, predict
+from gpu.allowance import Allowance
 from gpu.folder import Folder, Row, append, by_name, rows
 
+from autofit.errors import ConfigError
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.result import ProbeRequest
 
@@ -30,7 +30,7 @@ def test_there_are_sixty_configurations_or_more_with_the_most_valuable_first() -
                                                          "steps_per_generation", "num_generations"))  # fmt: skip
             assert accumulation % chunk == 0, config.name  # no rollout serves two optimizer steps
             assert micro * chunk % group == 0, config.name  # no group is split
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match="no-such-name"):
         configs.chosen(only=("no-such-name",))
 
 
@@ -47,9 +47,8 @@ def test_a_line_that_was_cut_off_is_not_a_result_and_the_last_line_of_a_name_cou
     assert rows(tmp_path / "none.jsonl") == []
 
 
-@contextmanager
-def _no_server(log_folder: Path) -> Iterator[None]:
-    yield None
+def _in_time(until_s: float = 100, each_s: float = 100) -> Allowance:
+    return Allowance.of(until_s, each_s)
 
 
 def test_a_second_measure_goes_on_where_the_first_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,18 +61,26 @@ def test_a_second_measure_goes_on_where_the_first_one_stopped(tmp_path: Path, mo
         return {"status": statuses[name], "reason": "", "step_s": [0.5]}
 
     monkeypatch.setattr(measure, "answered", answered)
-    monkeypatch.setattr(measure, "server", _no_server)
     three = configs.chosen(tiny=True, only=("s1", "g1", "d1"))
-    again = {"device": "cpu", "until_s": 100, "each_s": 10}
-    measure.measure(Folder(home=tmp_path), three, tmp_path, **again)  # type: ignore[arg-type]
+
+    def measured(of: tuple[configs.Config, ...] = three, until_s: float = 100, again: bool = False) -> None:
+        measure.measure(None, Folder(home=tmp_path), of, tmp_path, device="cpu",  # type: ignore[arg-type]
+                        allowance=_in_time(until_s), again=again)  # fmt: skip
+
+    measured()
     statuses["g1"] = "fit"
-    measure.measure(Folder(home=tmp_path), three, tmp_path, **again)  # type: ignore[arg-type]
+    measured()
     assert asked == ["s1", "g1", "d1", "g1"]
-    measure.measure(Folder(home=tmp_path), configs.chosen(tiny=True), tmp_path, device="cpu", until_s=0, each_s=10)
+    measured(configs.chosen(tiny=True), until_s=0)
     assert asked == ["s1", "g1", "d1", "g1"]  # out of time
-    assert {row["name"]: row.get("status") for row in rows(tmp_path / measure.RESULTS)} == {
-        "facts": None, "s1": "fit", "g1": "fit", "d1": "oom",
-    }  # fmt: skip
+    measured(three[:1], again=True)
+    measured(three[:1], again=True)
+    assert asked == ["s1", "g1", "d1", "g1", "s1"]
+    statuses_now = {row["name"]: row.get("status") for row in rows(tmp_path / measure.RESULTS)}
+    assert statuses_now == {"facts": None, "s1": "fit", "g1": "fit", "d1": "oom", "s1-again": "fit"}
+    monkeypatch.setattr(measure, "versions", lambda: {"torch": "9"})
+    measured(three[:1])
+    assert asked[-1] == "s1"  # bytes of another torch are other bytes
 
 
 def test_an_oom_under_a_limit_is_measured_without_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,24 +143,29 @@ def test_the_table_has_each_error_its_quantiles_and_where_the_drivers_bytes_diff
                   "nvml_v1_used": (i + 2) * GB + (1315 << 20), "cuda_used": (i + 2) * GB + (702 << 20)}  # fmt: skip
         append(found, {"name": name, "status": "fit", **sizes, "device_used_bytes": (i + 2) * GB + (700 << 20),
                        "step_s": [2.0 + i, 2.0 + i, 9.0], "rollout_s": [0.0], "update_s": [1.0 + i],
-                       "readings": readings | {"loaded": at_end, "end": at_end}})  # fmt: skip
+                       "readings": readings | {"loaded": at_end, "end": at_end},
+                       "kernels": {"device_s": 0.75 + i}})  # fmt: skip
     append(told, {"name": "z1", "status": "oom", "least_capacity_bytes": 118 * GB, "reason": "exceeded"})
     append(found, {"name": "z1", "status": "oom", "oom_phase": "optimizer", "reason": "OutOfMemoryError: 2 GiB"})
     append(told, {"name": "r1", "status": "fit"})
+    append(told, {"name": "s2", "status": "fit", "peak_allocated_bytes": 9 * GB, "versions": {"torch": "2.11.0"}})
+    append(found, {"name": "s2", "status": "fit", "peak_allocated_bytes": 5 * GB, "versions": {"torch": "2.13.0"}})
     table = compare.compare(told, found, context_bytes=600 << 20)
     lines = table.splitlines()
     first = next(line for line in lines if line.lstrip().startswith("g1 ")).split()
     assert first[1:4] == ["1.000", "1.000", "+0.0%"]
-    assert first[-7:] == ["1.000", "2.000", "-50.0%", "-", "1.000", "1.000", "+0.0%"]  # step, no rollout, update
+    assert first[-1] == "0.750"  # its kernels
+    assert first[-8:-1] == ["1.000", "2.000", "-50.0%", "-", "1.000", "1.000", "+0.0%"]  # step, no rollout, update
     assert "z1  oom in optimizer, predicted to need 118.00 GB: OutOfMemoryError: 2 GiB" in table
     assert "allocated: n 3, error median +0.00%" in table
     step = next(line for line in lines if line.lstrip().startswith("step:"))
     assert "error median -33.33%" in step  # 1/2, 2/3 and 3/4 of the measured steps, whose median is taken
     assert "worst 50.00%" in step
     assert "rank 1.000" in step
-    outside = lines[-4].split()
+    outside = lines[-5].split()
     assert outside == ["g1", "500", "600", "700", "-", "700", "615", "-2"]
-    assert lines[-1] == "not measured: r1"
+    assert lines[-2:] == ["not measured: r1", "predicted by other versions, and not compared: s2"]
+    assert next(line for line in lines if line.lstrip().startswith("s2 ")).split()[1:4] == ["-", "5.000", "-"]
 
 
 def test_ranks_of_ties_are_means_and_too_few_pairs_have_none() -> None:
@@ -180,16 +192,11 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) 
 def test_measure_bisect_predict_and_compare_run_one_after_the_other(
     campaign: Folder, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def shared(log_folder: Path) -> Iterator[ForkServer]:
-        yield fork_server
-
-    for module in (measure, predict, bisect):
-        monkeypatch.setattr(module, "server", shared)
     two = configs.chosen(tiny=True, only=("s1", "g1"))
-    measure.measure(campaign, two, tmp_path, device="cpu", until_s=300, each_s=100)
-    bisect.bisect(campaign, two, tmp_path, device="cpu", until_s=300, each_s=100)
-    predict.predict(campaign, two[:1], tmp_path, card="t4", until_s=300)
+    for profiles in (False, True):  # the second time all of it is there
+        measure.measure(fork_server, campaign, two, tmp_path, device="cpu", allowance=_in_time(), profiles=not profiles)
+        bisect.bisect(fork_server, campaign, two, tmp_path, device="cpu", allowance=_in_time())
+        predict.predict(fork_server, campaign, two[:1], tmp_path, card="t4", allowance=_in_time())
     found = by_name(tmp_path / measure.RESULTS)
     for name in ("s1", "g1"):
         row = found[name]
@@ -202,7 +209,10 @@ def test_measure_bisect_predict_and_compare_run_one_after_the_other(
     assert over["oom_phase"] in ("update", "optimizer")
     assert over["device_used_bytes"] >= used - 1  # type: ignore[operator]
     assert over["uncapped"]["device_used_bytes"] == used  # type: ignore[index]
-    assert [row["limit_bytes"] for row in rows(tmp_path / bisect.RESULTS)[1:]] == [None]  # a CPU's peaks are one number
+    assert "missing" in found["g1"]["kernels"]  # type: ignore[operator]
+    assert len(rows(tmp_path / measure.RESULTS)) == 1 + 2
+    assert not rows(tmp_path / bisect.RESULTS)  # a CPU's peaks are one number, which was measured
+    assert len(rows(tmp_path / "predicted-t4.jsonl")) == 1
     table = compare.compare(tmp_path / "predicted-t4.jsonl", tmp_path / measure.RESULTS, context_bytes=1)
     assert "allocated: n 1" in table
     assert "step: n 1" in table

@@ -25,6 +25,7 @@ from autofit.recipe.recipe import Recipe, TrainerName
 
 pytestmark = pytest.mark.cuda
 MIB, GB = 1 << 20, 10**9
+ROOT = Path(__file__).parents[1]
 TRAINERS: tuple[TrainerName, ...] = ("sft", "dpo", "reward", "grpo", "rloo")
 
 
@@ -241,3 +242,47 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
                    "--trials", "3", "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
     assert json.loads(told)
     autofit("promote", "best", "--dir", str(tmp_path / "study"))
+
+
+def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
+    null_gpu: NullGpu, tmp_path: Path
+) -> None:
+    null_gpu.has(h100s(1))
+    out = tmp_path / "results" / "null-gpu"
+    command = [sys.executable, "-m", "experiments.gpu", "run", str(tmp_path), "--tiny", "--only", "s1", "w1",
+               "--minutes", "9", "--trials", "1"]  # fmt: skip
+    env = {**os.environ, **null_gpu.env(), "PYTHONPATH": os.pathsep.join([str(ROOT), null_gpu.env()["PYTHONPATH"]])}
+
+    def started() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+    first = started()
+    assert first.stdout is not None
+    said = ""
+    while " fit " not in said:
+        said = first.stdout.readline()
+        assert said, "it ended before its first line"
+    first.kill()
+    first.communicate()
+    told = started().communicate(timeout=200)[0]
+    assert "LEFT OUT: vLLM: it is not installed" in told
+    lines = [json.loads(line) for line in (out / "measured.jsonl").read_text().splitlines()]
+    measured = [row for row in lines if "status" in row]
+    assert [(row["name"], row["status"]) for row in measured] == [("s1", "fit"), ("w1", "fit"), ("s1-again", "fit")]
+    assert all(row["kernels"]["missing"] == "the profiler saw no kernel" for row in measured), measured
+    table = (out / "table.md").read_text()
+    assert table.startswith("Measured: the real CUDA build without a card")
+    assert "H100" not in table
+    for line in (
+        "drift: s1 again",
+        "least capacity of s1",
+        "search T1: 0.62 GB: no winner",
+        "GB: winner",
+        "the grid's fastest that fits: w1",
+        "allocated: n 2",
+    ):
+        assert line in table, table
+    null_gpu.has(h100s(1, used_mib={0: 3000}))
+    busy = started()
+    assert "is held: 3.1" in busy.communicate(timeout=60)[0]
+    assert busy.returncode == 2

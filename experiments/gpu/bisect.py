@@ -1,38 +1,65 @@
 """bisect: the least target under which a configuration runs, by the hard cap with which a search emulates a card."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu.children import server
+from autofit.probing.fork_server import ForkServer
+from gpu.allowance import Allowance
 from gpu.configs import Config
-from gpu.folder import Folder, Row, append, rows
-from gpu.measure import facts, measured
+from gpu.folder import Folder, Row, append, by_name, rows
+from gpu.measure import FINAL, facts, measured
+from gpu.measure import RESULTS as MEASURED
+from gpu.versions import versions
 
 RESULTS = "bisected.jsonl"
 CLOSE_BYTES = 64 << 20
 
 
-def bisect(folder: Folder, configs: Sequence[Config], out: Path, *, device: str, until_s: float, each_s: float) -> None:
+def bisect(
+    fork_server: ForkServer, folder: Folder, configs: Sequence[Config], out: Path, *, device: str, allowance: Allowance,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """A line for each attempt in bisected.jsonl; later commands go on where it ends."""
-    path, began = out / RESULTS, time.monotonic()
-    append(path, facts(device))
-    with server(out) as fork_server:
-        for config in (config for config in configs if "bisect" in config.tags):
+    path, open_ones = out / RESULTS, unfinished(out / RESULTS, configs)
+    if open_ones and allowance.in_time():
+        append(path, facts(device))
+    for config in open_ones:
 
-            def attempt(limit_bytes: int | None, config: Config = config) -> Row:
-                row = measured_once(limit_bytes, config)
-                append(path, row)
-                print(row["name"], row["limit_bytes"], row["status"], str(row.get("reason", ""))[:80], flush=True)
-                return row
+        def attempt(limit_bytes: int | None, config: Config = config) -> Row:
+            row = measured(fork_server, folder, config, device=device, limit_bytes=limit_bytes,
+                           deadline_s=allowance.deadline_s())  # fmt: skip
+            row.pop("uncapped", None)
+            row = row | {"name": config.name, "limit_bytes": limit_bytes, "versions": versions()}
+            append(path, row)
+            print(row["name"], row["limit_bytes"], row["status"], str(row.get("reason", ""))[:80], flush=True)
+            after_each()
+            return row
 
-            def measured_once(limit_bytes: int | None, config: Config) -> Row:
-                row = measured(fork_server, folder, config, device=device, limit_bytes=limit_bytes, deadline_s=each_s)
-                row.pop("uncapped", None)
-                return row | {"name": config.name, "limit_bytes": limit_bytes}
+        least_capacity(tried(path, config.name), attempt, in_time=allowance.in_time)
 
-            tried = [row for row in rows(path) if row["name"] == config.name]
-            least_capacity(tried, attempt, in_time=lambda: time.monotonic() - began < until_s)
+
+def tried(path: Path, name: str) -> list[Row]:
+    """The attempts at a configuration with these versions; the first is its measurement, where there is one."""
+    now = versions()
+    first = {"limit_bytes": None, **by_name(path.with_name(MEASURED)).get(name, {})}
+    found = [first] if first.get("status") in FINAL else []
+    found += [row for row in rows(path) if row["name"] == name]
+    return [row for row in found if row.get("versions") == now]
+
+
+def unfinished(path: Path, configs: Sequence[Config]) -> list[Config]:
+    """Those of the tag "bisect" that more attempts would tell more of."""
+    found = []
+    for config in (config for config in configs if "bisect" in config.tags):
+        asked: list[int | None] = []
+
+        def attempt(limit_bytes: int | None, asked: list[int | None] = asked) -> Row:
+            asked.append(limit_bytes)
+            return {"status": "not run", "limit_bytes": limit_bytes}
+
+        least_capacity(tried(path, config.name), attempt, in_time=lambda: True)
+        found += [config] if asked else []
+    return found
 
 
 def least_capacity(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.files import read_json, write_json
+from autofit.hardware.hardware import gpus
 from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.rank_processes import free_port
 from autofit.probing.result import ProbeRequest
@@ -33,13 +34,20 @@ def scratch() -> Iterator[Path]:
         yield Path(path)
 
 
+def on_one_card() -> dict[str, str]:
+    """The environment of a process that sees the first visible card alone: a trainer would split its batch over all."""
+    found = gpus()
+    return {"CUDA_VISIBLE_DEVICES": found[0].uuid} if found else {}
+
+
 def answered(fork_server: ForkServer, entry: str, request: ProbeRequest) -> Row:
     """What `entry` answers to the request; where it died, how, and the end of its log."""
     request.folder.mkdir(parents=True, exist_ok=True)
     write_json(request.request_path, request.to_json())
     ending = fork_server.call({
-        "entry": entry, "argument": str(request.request_path), "cwd": str(Path.cwd()), "env": {},
-        "log": str(request.log_path), "deadline_s": request.deadline_s,
+        "entry": entry, "argument": str(request.request_path), "cwd": str(Path.cwd()),
+        "env": on_one_card() if request.device == "cuda" else {}, "log": str(request.log_path),
+        "deadline_s": request.deadline_s,
     })  # fmt: skip
     answer = read_json(request.answer_path)
     if answer is not None:

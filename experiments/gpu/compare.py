@@ -17,14 +17,25 @@ Pair = tuple[float, float]
 def compare(predicted: Path, measured: Path, *, context_bytes: int) -> str:
     """The tables. `context_bytes` is the context that the simulated card was given."""
     told, found = by_name(predicted), by_name(measured)
-    names = [name for name in told if name in found]
-    pairs = {name: {label: pair for label, key in (BYTES | SECONDS).items()
-                    if (pair := _pair(told[name], found[name], key)) is not None} for name in names}  # fmt: skip
-    lines = [f"{'config':>14}  " + "  ".join(f"{label + ' p/m':>22}" for label in BYTES | SECONDS)]
-    lines += [_row(name, pairs[name], told[name], found[name]) for name in names]
+    other = [name for name in told if name in found and found[name].get("versions") != told[name].get("versions")]
+    told = {name: row for name, row in told.items() if name not in other}
+    names = [name for name, row in found.items() if "status" in row]
+    pairs = {
+        name: {
+            label: pair
+            for label, key in (BYTES | SECONDS).items()
+            if (pair := _pair(told.get(name, {}), found[name], key)) is not None
+        }
+        for name in names
+    }
+    heads = [f"{label + ' p/m':>22}" for label in BYTES | SECONDS]
+    lines = [f"{'config':>14}  " + "  ".join([*heads, f"{'kernels, s':>10}"])]
+    lines += [_row(name, pairs[name], told.get(name, {}), found[name]) for name in names]
     lines += ["", *_quantiles(list(pairs.values())), "", *_outside(names, found, context_bytes)]
     missing = [name for name in told if name not in found]
-    return "\n".join([*lines, *([f"not measured: {' '.join(missing)}"] if missing else [])]) + "\n"
+    lines += [f"not measured: {' '.join(missing)}"] if missing else []
+    lines += [f"predicted by other versions, and not compared: {' '.join(other)}"] if other else []
+    return "\n".join(lines) + "\n"
 
 
 def errors(pairs: Sequence[Pair]) -> list[float]:
@@ -41,14 +52,17 @@ def rank_correlation(pairs: Sequence[Pair]) -> float | None:
 
 
 def _pair(told: Row, found: Row, key: str) -> Pair | None:
-    """(predicted, measured), both above zero. An OOM was not measured to its end, unless it ran without the limit."""
+    """(predicted, measured), the second above zero; 0 is not predicted.
+
+    An OOM was not measured to its end, unless it ran without the limit.
+    """
     uncapped = found.get("uncapped")
     if found.get("status") != "fit" and isinstance(uncapped, dict):
         found = uncapped
     if found.get("status") != "fit":
         return None
     values = [_number(row.get(key)) for row in (told, found)]
-    return (values[0], values[1]) if values[0] and values[1] else None
+    return (values[0], values[1]) if values[1] else None
 
 
 def _number(value: object) -> float:
@@ -60,7 +74,7 @@ def _number(value: object) -> float:
 def _row(name: str, pairs: Mapping[str, Pair], told: Row, found: Row) -> str:
     if not pairs:
         least = told.get("least_capacity_bytes") or told.get("device_used_bytes")
-        said = f"predicted to need {_number(least) / GB:.2f} GB"
+        said = f"predicted to need {_number(least) / GB:.2f} GB" if least else "not predicted"
         reason = str(found.get("reason", ""))[:90]
         return f"{name:>14}  {found.get('status')} in {found.get('oom_phase')}, {said}: {reason}"
     cells = []
@@ -69,14 +83,17 @@ def _row(name: str, pairs: Mapping[str, Pair], told: Row, found: Row) -> str:
             cells.append(f"{'-':>22}")
             continue
         a, b = (value / (GB if label in BYTES else 1) for value in pairs[label])
-        cells.append(f"{a:7.3f} {b:7.3f} {a / b - 1:+6.1%}")
+        cells.append(f"{a:7.3f} {b:7.3f} {a / b - 1:+6.1%}" if a else f"{'-':>7} {b:7.3f} {'-':>6}")
+    kernels = found.get("kernels")
+    seconds = kernels.get("device_s") if isinstance(kernels, dict) else None
+    cells.append(f"{'-' if seconds is None else f'{seconds:.3f}':>10}")
     return f"{name:>14}  " + "  ".join(cells)
 
 
 def _quantiles(found: Sequence[Mapping[str, Pair]]) -> list[str]:
     lines = []
     for label in BYTES | SECONDS:
-        pairs = [row[label] for row in found if label in row]
+        pairs = [row[label] for row in found if label in row and row[label][0]]
         if not pairs:
             continue
         sizes = sorted(map(abs, errors(pairs)))

@@ -1,12 +1,14 @@
 """The configurations of the campaign, in order of value, and the tiny ones that try it without a card.
 
-First each thing that the README promises, then each law once, then the same laws at other sizes, then the whole grid of
-one search.
+First each thing that the README promises, then each law once, then the whole grid of one search, then the same laws at
+other sizes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from autofit.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class Config:
     tokens: int
     values: Mapping[str, object]
     why: str
-    tags: tuple[str, ...] = field(default=())  # "bisect": its least capacity is searched for too
+    # "bisect": its least capacity is searched for too; "grid": its bytes make targets; "search": these are searched for
+    tags: tuple[str, ...] = field(default=())
 
 
 _ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,6 +47,11 @@ OWN_MODELS: dict[str, dict[str, object]] = {
     "tiny": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    "wide": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 256,
+        "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     },
 }  # fmt: skip
@@ -155,6 +163,7 @@ def _grid() -> tuple[Config, ...]:
             64,
             (micro, 16 // micro, chunk),
             "the grid of a search",
+            tags=("grid", "search") if (micro, chunk, keeps) == (4, 4, True) else ("grid",),
             **LORA,
             gradient_checkpointing=keeps,
         )
@@ -165,18 +174,34 @@ def _grid() -> tuple[Config, ...]:
     )
 
 
-CONFIGS = (*_FIRST, *_EACH_LAW, *_OTHER_SIZES, *_grid())
+CONFIGS = (*_FIRST, *_EACH_LAW, *_grid(), *_OTHER_SIZES)
+
+# Only where vLLM is installed, and where there are two cards (gpu.ranks).
+VLLM = generating("v1", _SMALL, 512, 128, _8_2_2, "g1 with vLLM on the same card", use_vllm=True, vllm_mode="colocate",
+                  vllm_gpu_memory_utilization=0.3, **LORA)  # fmt: skip
+TWO_RANKS = (
+    samples("sft-2", "sft", _SMALL, 1024, (2, 1), "two ranks"),
+    samples("dpo-2", "dpo", _SMALL, 512, (2, 1), "two ranks", **LORA),
+    samples("reward-2", "reward", _SMALL, 512, (2, 1), "two ranks", **LORA),
+)  # fmt: skip
 
 _CPU: dict[str, Any] = {"bf16": False, "dtype": "float32"}
 TINY = (
-    samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect",), **_CPU),
+    samples("s1", "sft", "tiny", 32, (2, 2), "SFT", tags=("bisect", "grid"), **_CPU),
     generating("g1", "tiny", 16, 8, (4, 2, 2), "GRPO", **_CPU | {"use_peft": True, "lora_r": 4}),
     samples("d1", "dpo", "tiny", 32, (2, 2), "DPO", **_CPU),
     samples("r1", "reward", "tiny", 32, (2, 2), "reward", **_CPU),
+    samples("w1", "sft", "wide", 256, (8, 1), "bytes of the split", tags=("grid", "search"), **_CPU, **_OFF),
 )
 
 
 def chosen(*, tiny: bool = False, only: tuple[str, ...] = ()) -> tuple[Config, ...]:
-    """The campaign's configurations in order of value, or those named by `only`. Raises KeyError for unknown names."""
-    known = {config.name: config for config in (TINY if tiny else CONFIGS)}
-    return tuple(known[name] for name in only) if only else tuple(known.values())
+    """The campaign's configurations in order of value, or those named by `only`. Raises ConfigError for others."""
+    usual = TINY if tiny else CONFIGS
+    if not only:
+        return usual
+    known = {config.name: config for config in (*usual, *(() if tiny else (VLLM, *TWO_RANKS)))}
+    if unknown := [name for name in only if name not in known]:
+        near = nearest(unknown[0], known)
+        raise ConfigError(f"--only takes names of experiments/gpu/configs.py; got {', '.join(unknown)}{near}")
+    return tuple(known[name] for name in only)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu.configs import OWN_MODELS, Config
+from gpu.configs import OWN_MODELS, Config, chosen
 from gpu.folder import Folder
 
 _ROWS = 64  # of each dataset: enough for the steps of a search
@@ -24,6 +24,13 @@ def prepare(folder: Folder, configs: Sequence[Config]) -> None:
             folder.recipe(config).parent.mkdir(exist_ok=True)
             folder.recipe(config).write_text(json.dumps(recipe, indent=1))
             print(f"{config.name}: {config.why}", flush=True)
+
+
+def run(argument: str) -> int:
+    """In a child: those that `argument` names."""
+    asked = json.loads(argument)
+    prepare(Folder(home=Path(asked["home"])), chosen(tiny=asked["tiny"], only=tuple(asked["only"])))
+    return 0
 
 
 def _model(folder: Folder, config: Config) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from autofit.files import write_json
-from autofit.plugin.protocol import LOAD, Run, Task, WorstCase
+from autofit.plugin.protocol import LOAD, Control, Run, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
@@ -16,6 +16,7 @@ from autofit.probing.steps import StepClock
 from autofit.probing.worker import rank_of
 from autofit.recipe.launch import split
 from gpu.folder import Row
+from gpu.kernels import Kernels
 from gpu.readings import reading
 
 _MOST_STEPS = 16  # measured ones, where they are too short for a card's power to be told
@@ -23,69 +24,113 @@ _MOST_STEPS = 16  # measured ones, where they are too short for a card's power t
 
 def run(request_path: str) -> int:
     """Measure the probe requested at `request_path` and write its answer beside it."""
+    return _run(request_path, profiles=False)
+
+
+def run_profiled(request_path: str) -> int:
+    """As `run`, then the kernels of one more step. The answer is on the disk before that step begins."""
+    return _run(request_path, profiles=True)
+
+
+def _run(request_path: str, *, profiles: bool) -> int:
     request = ProbeRequest.read(Path(request_path))
     env = request.values.get("env")
     if isinstance(env, dict):  # before CUDA starts: torch's allocator reads its settings once
         os.environ.update({str(key): str(value) for key, value in env.items()})
-    row: Row = {"status": "failed", "limit_bytes": request.limit_bytes}
+    row: Row = {"status": "failed", "reason": "", "limit_bytes": request.limit_bytes}
     recorders: list[Recorder] = []
     try:
         with rank_of(request), memory_of(request.device, request.limit_bytes) as memory:
             recorders.append(Recorder(memory, request.phase_path))
-            row |= _trained(request, memory, recorders[0], row)
+            _train(request, memory, recorders[0], row, profiles=profiles)
     except Exception as error:
         traceback.print_exc()
-        row |= {"status": "oom" if is_oom(error) else "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
-        if recorders:
-            row["oom_phase"] = phase = recorders[0].phase
-            error.__traceback__ = None  # it holds tensors
-            if row["status"] == "oom":
-                recorders[0].enter(phase)  # for the peaks up to here
-    if recorders:
-        peaks = merged(peak for peak in recorders[0].peaks if peak.name != "end")
-        row |= tops(peaks) | {"phases": [asdict(peak) for peak in peaks]}
-    used = row.get("device_used_bytes")
-    if row["status"] == "fit" and request.limit_bytes is not None and isinstance(used, int):
-        row["status"] = "fit" if used <= request.limit_bytes else "oom"
-    write_json(request.answer_path, {"reason": "", **row})
+        said = f"{type(error).__name__}: {error}"[:500]
+        if "step_s" in row:  # measured to its end: the profiled step alone failed
+            row["kernels"] = {"missing": said}
+        else:
+            row |= {"status": "oom" if is_oom(error) else "failed", "reason": said}
+            if recorders:
+                row["oom_phase"] = phase = recorders[0].phase
+                error.__traceback__ = None  # it holds tensors
+                if row["status"] == "oom":
+                    recorders[0].enter(phase)  # for the peaks up to here
+                _keep_peaks(row, recorders[0])
+    write_json(request.answer_path, row)
     return 0
 
 
-def _trained(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row) -> Row:
-    """The times of the steps. What the driver says on the way is kept in `row`, whatever happens later."""
+def _train(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row, *, profiles: bool) -> None:
+    """Fill `row`. What the driver says on the way is kept in it, whatever happens later."""
     row["device_name"] = memory.device_name
     readings = row["readings"] = {"context": getattr(memory, "context_bytes", None),
                                   "cublas": getattr(memory, "cublas_bytes", None)}  # fmt: skip
     memory.start()
     recorder.enter(LOAD)
-    count = 1 + max(_MOST_STEPS if memory.least_measured_s else 0, request.measured_steps)
-    task = Task(device=request.device, output=request.folder / "out", steps=count,
+    most = max(_MOST_STEPS if memory.least_measured_s else 0, request.measured_steps)
+    task = Task(device=request.device, output=request.folder / "out", steps=1 + most + profiles,
                 worst_case=WorstCase(path=request.worst_case))  # fmt: skip
     try:
         trained = load(request.trainer).build(split(request.values)[1], task)
         recorder.enter("loaded")
         readings["loaded"] = reading(request.device)
-        clock = _Clock(trained, recorder, memory, readings, request)
+        clock = _Clock(trained, recorder, memory, row, request, most=most, profiles=profiles)
         trained.train(clock)
-        recorder.enter("end")
-        readings["end"] = reading(request.device)
     finally:
         memory.stop()
-    return {
-        "status": "fit", "step_s": clock.step_s, "rollout_s": clock.rollout_s, "update_s": clock.update_s,
-        "card_states": [asdict(state) for state in clock.card_states], "samples_per_step": trained.samples_per_step,
-        "tokens_per_step": trained.tokens_per_step,
-    }  # fmt: skip
+
+
+def _keep_peaks(row: Row, recorder: Recorder) -> None:
+    peaks = merged(recorder.peaks)
+    row |= tops(peaks) | {"phases": [asdict(peak) for peak in peaks]}
 
 
 class _Clock(StepClock):
-    """Also asks the driver after the step that warms up."""
+    """Fills the row after the last measured step, whatever the next one does: that one's kernels may be recorded."""
 
-    def __init__(self, trained: Run, recorder: Recorder, memory: Memory, readings: Row, request: ProbeRequest) -> None:
+    def __init__(
+        self, trained: Run, recorder: Recorder, memory: Memory, row: Row, request: ProbeRequest, *, most: int,
+        profiles: bool,
+    ) -> None:  # fmt: skip
         super().__init__(trained, recorder, memory, measure_after=1, round_of=request.measured_steps)
-        self._readings, self._device = readings, request.device
+        self._row, self._request, self._most = row, request, most
+        self._kernels = Kernels(memory.now_s) if profiles else None
 
     def step_begins(self, step: int) -> None:
+        if "step_s" in self._row:
+            assert self._kernels is not None
+            self._kernels.begin()
+            return
         if step == 1:
-            self._readings["after a step"] = reading(self._device)
+            self._read("after a step")
         super().step_begins(step)
+
+    def step_ends(self, step: int) -> Control:
+        if "step_s" in self._row:
+            assert self._kernels is not None
+            self._row["kernels"] = self._kernels.end()
+            return Control(stop=True)
+        if not super().step_ends(step).stop and len(self.step_s) < self._most:
+            return Control(stop=False)
+        self._measured()
+        return Control(stop=self._kernels is None)
+
+    def _measured(self) -> None:
+        recorder, request = self.recorder, self._request
+        recorder.enter("end")
+        self._read("end")
+        _keep_peaks(self._row, recorder)
+        used = self._row["device_used_bytes"]
+        over = request.limit_bytes is not None and isinstance(used, int) and used > request.limit_bytes
+        self._row |= {
+            "status": "oom" if over else "fit", "step_s": self.step_s, "rollout_s": self.rollout_s,
+            "update_s": self.update_s, "card_states": [asdict(state) for state in self.card_states],
+            "samples_per_step": self._run.samples_per_step, "tokens_per_step": self._run.tokens_per_step,
+        }  # fmt: skip
+        if self._kernels is not None:  # a profiler may end the process
+            write_json(request.answer_path, {**self._row, "kernels": {"missing": "the profiled step did not end"}})
+
+    def _read(self, moment: str) -> None:
+        readings = self._row["readings"]
+        assert isinstance(readings, dict)
+        readings[moment] = reading(self._request.device)

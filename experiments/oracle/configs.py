@@ -1,10 +1,8 @@
 """What the oracle compares: the campaign's configurations, and what it lacks of the spaces' values, and two ranks."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from gpu.configs import CONFIGS, LORA, Config, generating, samples
+from gpu.configs import CONFIGS, LORA, generating, samples
 
 _SMALL, _MIDDLE = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-1.7B"
 _OFF: dict[str, Any] = {"gradient_checkpointing": False}
@@ -32,21 +30,5 @@ _MORE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """A configuration on several ranks."""
-
-    config: Config
-    ranks: int
-    sharding: str
-    more: Mapping[str, object] = field(default_factory=dict)
-
-
-_TWO = (
-    samples("sft-2", "sft", _SMALL, 1024, (2, 1), "two ranks"),
-    samples("dpo-2", "dpo", _SMALL, 512, (2, 1), "two ranks", **LORA),
-    samples("reward-2", "reward", _SMALL, 512, (2, 1), "two ranks", **LORA),
-)  # fmt: skip
-RANKS = tuple(Ranks(config=config, ranks=2, sharding=sharding) for config in _TWO for sharding in ("ddp", "fsdp2"))
 _ALL = (*_MORE, *(config for config in CONFIGS if not config.name.startswith("grid-")))
 SINGLE = tuple(sorted(_ALL, key=lambda config: config.trainer in ("grpo", "rloo")))  # a rollout takes a minute or more
