@@ -27,8 +27,8 @@ from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import TrainerName
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.tuning.frontier import pareto_front, winner
 from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName

@@ -3,7 +3,7 @@
 import pytest
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS
-from autofit.commands.report import exit_code
+from autofit.commands.studies import exit_code
 from autofit.tuning.stop import Stop, StopKind
 
 

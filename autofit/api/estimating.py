@@ -39,8 +39,8 @@ from autofit.recipe.memory_findings import quantised
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
+from autofit.space.knob import space_knobs
 from autofit.space.space import Space
-from autofit.space.space_file import space_knobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
