@@ -14,7 +14,7 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.finding import Asked, Finding, Severity
+from autofit.recipe.findings import Asked, Finding, Severity
 from autofit.recipe.launch import THREADS, Launch, read_accelerate_config
 from autofit.recipe.launch_findings import findings
 from autofit.units import format_bytes

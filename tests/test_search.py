@@ -30,11 +30,10 @@ from autofit.recipe.recipe import TrainerName
 from autofit.space.knob import load_space
 from autofit.space.space import Space
 from autofit.tuning.frontier import pareto_front, winner
-from autofit.tuning.record import record_of
+from autofit.tuning.record import Stop, StopKind, record_of
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import predicted_note
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, tell, trials_of
 
 

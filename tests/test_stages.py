@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 import autofit
-from autofit.api.pipeline_known import Knowledge
+from autofit.api.pipeline_stages import Knowledge
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.promotion.progress import read_progress

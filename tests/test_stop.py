@@ -4,7 +4,7 @@ import pytest
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS
 from autofit.commands.studies import exit_code
-from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.record import Stop, StopKind
 
 
 @pytest.mark.parametrize("words", ["interrupted", "no probe ran to its end", "reworded"])

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from autofit.api.job_list import Job, Jobs, jobs
     from autofit.api.listing import Studies, studies
     from autofit.api.monitoring import Snapshot, monitor
-    from autofit.api.pipeline import run
-    from autofit.api.pipeline_results import PipelineResult, StageResult
+    from autofit.api.pipeline import PipelineResult, StageResult, run
     from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
     from autofit.api.results import SearchResult
     from autofit.api.searching import report, search

@@ -32,10 +32,9 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then, read_libraries, then_of
-from autofit.recipe.finding import Asked as of_recipe
-from autofit.recipe.finding import Severity
+from autofit.recipe.findings import Asked as of_recipe
+from autofit.recipe.findings import Severity, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
-from autofit.recipe.memory_findings import quantised
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out

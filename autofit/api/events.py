@@ -1,10 +1,33 @@
-"""What a call says while it runs: things that happened, and how far a search is."""
+"""What a call says while it runs: things that happened, how far a search is, a word from a long silence."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from autofit.api.trials import TrialResult
 from autofit.units import format_bytes, format_seconds
+
+EVERY_S = 20.0
+
+
+@contextmanager
+def still_at(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Context of a silent phase: says every 20 s that it is still at `what`, from a thread of its own."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def wait() -> None:
+        while not ended.wait(EVERY_S):
+            say(f"still {what}, for {format_seconds(time.monotonic() - began)}")
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

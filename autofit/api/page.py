@@ -7,9 +7,8 @@ from pathlib import PurePath
 from typing import Any, cast
 
 from autofit import __version__
-from autofit.api.advising import outside_lines
-from autofit.api.markup import Html, Text, bullets, element, escaped, joined, table
-from autofit.api.page_style import STYLE
+from autofit.api.lower_tiers import outside_lines
+from autofit.api.markup import STYLE, Html, Text, bullets, element, escaped, joined, table
 from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
 from autofit.api.tables import html_of, margin_sentence, sensitivity_table

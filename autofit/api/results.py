@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
-from autofit.api.advising import Outside, outside_lines, outside_of
+from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
 from autofit.api.trials import TrialResult
@@ -19,7 +19,7 @@ from autofit.tracking.front_frame import Picture
 from autofit.tracking.front_plot import front_figure, title_of
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
-from autofit.tuning.record import StudyRecord, kept_proof, record_of
+from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import (
     confirmation_json,
@@ -29,7 +29,6 @@ from autofit.tuning.sentences import (
     repeat_note,
     rule_json,
 )
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
 if TYPE_CHECKING:

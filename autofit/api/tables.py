@@ -34,6 +34,10 @@ class Shown:
         """What is shown, from the top down; a sentence is a line."""
         raise NotImplementedError
 
+    def to_dict(self) -> dict[str, object]:
+        """The result as plain values: what a command prints with --json."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
         return "\n".join(map(_text_of, self.parts()))
 

@@ -8,7 +8,7 @@ from autofit import __version__
 from autofit.commands.help_text import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
-from autofit.recipe.trainer_keys import TRAINERS
+from autofit.recipe.starting import TRAINERS
 
 _UNKNOWN = "unrecognized arguments: "
 _OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run", "export")

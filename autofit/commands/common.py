@@ -7,26 +7,17 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from autofit.errors import ConfigError, printable, quoted
 from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from autofit.api import Check, Estimate
     from autofit.api.events import Event
     from autofit.api.tables import Shown
     from autofit.cluster.executor import Executor
-
-
-class Found(Protocol):
-    """A result that is shown, or printed as one JSON object."""
-
-    def parts(self) -> "list[Table | str]": ...
-    def to_dict(self) -> dict[str, object]: ...
 
 
 class LaunchArguments(TypedDict):
@@ -121,7 +112,7 @@ def show(result: "Shown") -> None:
     sys.stdout.flush()  # before anything else that takes long
 
 
-def show_found(found: "Found", *, as_json: bool) -> None:
+def show_found(found: "Shown", *, as_json: bool) -> None:
     """Print a result: as one JSON object, or as tables and sentences."""
     if as_json:
         print(json.dumps(found.to_dict()))

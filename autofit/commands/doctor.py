@@ -15,7 +15,7 @@ from autofit.units import format_bytes
 if TYPE_CHECKING:
     from autofit.hardware.health import Look
     from autofit.probing.fork_server import ForkServer
-    from autofit.recipe.finding import Finding
+    from autofit.recipe.findings import Finding
     from autofit.recipe.recipe import Recipe
 
 
@@ -148,7 +148,7 @@ def _findings(
 ) -> "list[Finding]":
     """What is wrong with the launch, the worst first."""
     from autofit.hardware.hardware import gpus
-    from autofit.recipe.finding import Asked
+    from autofit.recipe.findings import Asked
     from autofit.recipe.launch import read_accelerate_config
     from autofit.recipe.launch_findings import findings
 

@@ -40,7 +40,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     check_there(database_of(options.dir.absolute()))  # before imports that take a second
-    from autofit.api.exporting import export_to_verl
+    from autofit.api.verl import export_to_verl
 
     found = export_to_verl(options.trial, study=options.study, folder=options.dir)
     print(json.dumps(found.to_dict()) if options.json else found)

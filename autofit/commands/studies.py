@@ -19,7 +19,7 @@ from autofit.commands.common import (
 )
 from autofit.errors import ConfigError
 from autofit.recipe.secrets import without_secrets
-from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.record import Stop, StopKind
 from autofit.tuning.storage import check_there, database_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def report(options: argparse.Namespace) -> int:
     from autofit import api
 
     if options.verl_log is not None:
-        from autofit.api.verl_log import compare_verl_log
+        from autofit.api.verl import compare_verl_log
 
         found = compare_verl_log(options.verl_log, study=options.study, folder=options.dir,
                                  trial=options.trial or "best")  # fmt: skip

@@ -16,7 +16,7 @@ from autofit.frontends.explanation import Explanation, Line
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.sharing import near
 from autofit.recipe.launching import is_launch_key
-from autofit.recipe.trainer_keys import OF_TRL
+from autofit.recipe.starting import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"

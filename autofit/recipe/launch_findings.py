@@ -13,11 +13,10 @@ from pathlib import Path
 from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
-from autofit.recipe.finding import Asked, Finding, Severity
+from autofit.recipe.findings import CHECKS, Asked, Finding, Severity
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
-from autofit.recipe.memory_findings import CHECKS
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, LEANER_FRAC
+from autofit.tuning.candidates import Mask, Observation
+from autofit.tuning.comparison import EDGE_EQUAL_FRAC, LEANER_FRAC
 from autofit.tuning.foreseen import Costs, undominated
-from autofit.tuning.grid import Mask
-from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places
 

@@ -8,8 +8,7 @@ from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.tuning.equals import NOISE_FRAC, measured_equal_frac, preferred
-from autofit.tuning.pairs import Comparison, alike
+from autofit.tuning.comparison import NOISE_FRAC, Comparison, alike, measured_equal_frac, preferred
 
 Goal = Literal["speed", "memory", "utilisation", "speed-at-any-tier"]
 GOALS: tuple[Goal, ...] = get_args(Goal)

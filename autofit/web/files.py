@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import yaml
 
 from autofit import __version__
-from autofit.api.markup import escaped
-from autofit.api.page_style import STYLE
+from autofit.api.markup import STYLE, escaped
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware.prices import prices
 from autofit.recipe.catalogue import names

@@ -11,7 +11,7 @@ from autofit.recipe.recipe import Recipe
 from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
 from autofit.trainers.keys import ROLLOUTS
-from autofit.tuning.grid import Floats, Grid
+from autofit.tuning.candidates import Floats, Grid
 
 # The knobs of the default space whose effect the law knows.
 _OF_THE_LAW = (
