@@ -11,8 +11,8 @@ from pathlib import Path
 
 from autofit.commands.arguments import parser
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
-from autofit.commands.completion import completion
 from autofit.commands.doctor import doctor, init
+from autofit.commands.help import completion
 from autofit.commands.predict import advise, check, estimate, explain, fit_check
 from autofit.commands.promote import export, jobs, promote, run, verify
 from autofit.commands.search import search
@@ -27,7 +27,7 @@ _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain, "fit-check": fit_check,
-    "server": server, "init": init, "completion": completion,
+    "server": server, "init": init, "completion": lambda options: completion(options, parser()),
     "web": web, "export": export,
 }  # fmt: skip
 

@@ -32,8 +32,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then, read_libraries, then_of
-from autofit.recipe.findings import Asked as of_recipe
-from autofit.recipe.findings import Severity, quantised
+from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
@@ -182,7 +181,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
 
 def of_quantised(recipe: Recipe) -> list[str]:
     """What several ranks make of 4-bit weights, and what to set. Raises ConfigError where they cannot train on them."""
-    found = list(quantised(of_recipe(recipe=recipe)))
+    found = list(quantised(StatedLaunch(recipe=recipe)))
     for finding in found:
         if finding.stops:
             raise ConfigError(str(finding))

@@ -7,12 +7,12 @@ from pathlib import PurePath
 from typing import Any, cast
 
 from autofit import __version__
+from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import outside_lines
 from autofit.api.markup import STYLE, Html, Text, bullets, element, escaped, joined, table
 from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
 from autofit.api.tables import html_of, margin_sentence, sensitivity_table
-from autofit.api.trials import TrialResult
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.recipe import inner_value
 from autofit.space.describe import describe_changes, reason_for, samples_word

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
+from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
-from autofit.api.trials import TrialResult
 from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus

@@ -13,13 +13,12 @@ import numpy as np
 import optuna
 
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
-from autofit.api.events import Event, OnEvent, Progress, silent
+from autofit.api.events import Event, OnEvent, Progress, TrialResult, silent
 from autofit.api.lower_tiers import is_known, outside, where_a_lower_tier_is_faster
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
-from autofit.api.trials import TrialResult
 from autofit.cluster.executor import Executor
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.files import cache_folder, write_atomically

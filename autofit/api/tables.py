@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autofit.api.trials import TrialResult
+from autofit.api.events import TrialResult
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes, samples_word

@@ -28,7 +28,7 @@ _ONCE, _EACH = ("loading",), ("update", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Figure:
     """A figure of the promise and of the run: bytes, or seconds. None where the one or the other has none."""
 
     name: str
@@ -54,7 +54,7 @@ class VerlComparison:
     trial: int
     steps: int  # in the log
     optimizer_steps: int  # of each
-    rows: tuple[Row, ...]
+    rows: tuple[Figure, ...]
 
     def __str__(self) -> str:
         head = (
@@ -87,16 +87,16 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
     return VerlComparison(trial=chosen.number, steps=log.steps, optimizer_steps=steps, rows=rows)
 
 
-def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Row]:
+def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Figure]:
     """The memory and the phases, those that verl timed or the promise has."""
-    yield Row("allocated", _allocated(promised), log.allocated_bytes)
-    yield Row("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
+    yield Figure("allocated", _allocated(promised), log.allocated_bytes)
+    yield Figure("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
     took = promised.phase_s
     for timer, phases in _PHASES.items():
         if timer in log.seconds or any(name in took for name in phases):
-            yield Row(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
+            yield Figure(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
     each, once = _sum(took, _EACH), _sum(took, _ONCE) or 0.0
-    yield Row("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
+    yield Figure("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
               log.seconds.get("update_actor"))  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autofit import __version__
-from autofit.commands.help_text import SHELLS, epilog, overview
+from autofit.commands.help import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
 from autofit.recipe.starting import TRAINERS

@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class StatedLaunch:
     """A recipe with its launch, and what the user's own files said before they were read.
 
     `values` is the recipe as it stands in `file`, `config` the accelerate config in the file `config_name` ({} without
@@ -93,7 +93,7 @@ class Asked:
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def _wrapped(asked: Asked) -> Iterator[Finding]:
+def _wrapped(asked: StatedLaunch) -> Iterator[Finding]:
     """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
     section, weights = asked.section("fsdp_config"), asked.gathered_bytes
     if asked.launch.sharding.startswith("fsdp") and section and wrap_policy(section) == "NO_WRAP":
@@ -105,7 +105,7 @@ def _wrapped(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _loading(asked: Asked) -> Iterator[Finding]:
+def _loading(asked: StatedLaunch) -> Iterator[Finding]:
     """What each rank loads into host memory, and onto which cards."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     each = max(1, launch.ranks // launch.machines)
@@ -131,7 +131,7 @@ def _loading(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
+def _device_map(asked: StatedLaunch, value: str) -> Iterator[Finding]:
     where = asked.in_recipe("model_init_kwargs.device_map")
     if asked.launch.ranks > 1:
         # trl/trainer/grpo_trainer.py, line 344, and the other trainers: None on MULTI_GPU and DEEPSPEED. A script of
@@ -150,7 +150,7 @@ def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _whole_base(asked: Asked) -> Iterator[Finding]:
+def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
     """LoRA with a sharding that leaves the frozen weights whole."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     if launch.ranks == 1 or not asked.recipe.uses_lora or weights is None:
@@ -171,7 +171,7 @@ def _whole_base(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _gathered(asked: Asked) -> Iterator[Finding]:
+def _gathered(asked: StatedLaunch) -> Iterator[Finding]:
     """ZeRO-3 where it saves least: TRL gathers the weights to generate, and LoRA leaves little else to shard."""
     if asked.launch.sharding != "zero3" or asked.recipe.weights_bytes is None:
         return
@@ -192,7 +192,7 @@ def _gathered(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _reference(asked: Asked) -> Iterator[Finding]:
+def _reference(asked: StatedLaunch) -> Iterator[Finding]:
     """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
     weights, trainer = asked.gathered_bytes, asked.recipe.trainer
     if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
@@ -208,7 +208,7 @@ def _reference(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _between_syncs(asked: Asked) -> Iterator[Finding]:
+def _between_syncs(asked: StatedLaunch) -> Iterator[Finding]:
     """Gradients between two micro-batches (transformers/trainer.py, line 1896: no_sync unless sync_each_batch)."""
     recipe, weights = asked.recipe, asked.gathered_bytes
     if not asked.launch.sharding.startswith("fsdp") or recipe.uses_lora or weights is None:
@@ -223,7 +223,7 @@ def _between_syncs(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def quantised(asked: Asked) -> Iterator[Finding]:
+def quantised(asked: StatedLaunch) -> Iterator[Finding]:
     """4-bit weights whose storage cannot be sharded."""
     launch = asked.launch
     if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
@@ -267,7 +267,7 @@ def quantised(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _computed(asked: Asked) -> str:
+def _computed(asked: StatedLaunch) -> str:
     """The type of a training's mixed precision; without it, that of its weights."""
     given = "bfloat16" if is_on(asked.value("bf16")) else "float16" if is_on(asked.value("fp16")) else None
     dtype = given or str(asked.value("dtype") or "float32")

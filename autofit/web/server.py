@@ -23,7 +23,7 @@ class Full(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Line:
+class Queue:
     """Places in the order of arrival, of which the first `at_once` have their turn."""
 
     at_once: int
@@ -106,7 +106,7 @@ class PageServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.access, self.limits = access, limits
-        self.line = Line(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
+        self.line = Queue(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
         self.rate = Rate(limits.a_minute)
         self._connections = threading.BoundedSemaphore(limits.connections)
         super().__init__(address, Handler)
