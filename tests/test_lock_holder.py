@@ -14,8 +14,8 @@ from search_driver import plan
 
 from autofit.errors import EnvironmentFault
 from autofit.tuning import study
+from autofit.tuning.locks import holder_of, wait_until_free
 from autofit.tuning.search import open_study
-from autofit.tuning.sqlite import holder_of, wait_until_free
 
 _HOLDS = """
 import sqlite3, sys

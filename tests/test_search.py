@@ -278,7 +278,7 @@ def _driver(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def test_two_searches_on_one_study_at_once_are_refused(tmp_path: Path) -> None:
-    from autofit.tuning.file_lock import exclusive
+    from autofit.tuning.locks import exclusive
 
     with (
         exclusive(tmp_path, "s"),

@@ -21,7 +21,7 @@ from autofit.promotion.merged import is_adapter, whole_model
 from autofit.promotion.promotion import model_path
 from autofit.promotion.stages import Known, State
 from autofit.recipe.pipeline import Stage, read_pipeline
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
 
 Status = Literal["done", "kept", "interrupted", "nothing fits", "not reached", "left alone", "planned"]

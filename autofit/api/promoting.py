@@ -31,7 +31,7 @@ from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.narrow import missing_packages
 from autofit.tracking.follower import mended
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
 from autofit.tuning.study import database_errors, load_study, trials_of

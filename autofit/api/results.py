@@ -10,7 +10,7 @@ from rich.table import Table
 from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
-from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
+from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
 from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
@@ -158,9 +158,9 @@ class SearchResult(Shown):
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours)
-        notes = [_sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
+        notes = [sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
-            *(_sentence(text) for text in self.reasons),
+            *(sentence(text) for text in self.reasons),
             f"{margin}." if self.margin is not None and (margin := self._margin_words(self.margin)) else "",
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
@@ -210,10 +210,6 @@ def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
     """Why the winner won; what was skipped ends the last sentence."""
     *found, last = reasons(trials, record.resolved, record.target_bytes, record.rule, allow=record.allow)
     return [*found, last + predicted_note(trials, record)]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:

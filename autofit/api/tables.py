@@ -214,3 +214,8 @@ def _share(used: int | None, target_bytes: int | None) -> str:
 def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:
     assert callable(text)
     return "-" if value is None else ("> " if at_least else "") + str(text(value))
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital, and a full stop where it has no end."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':')) else '.'}"

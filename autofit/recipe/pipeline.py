@@ -99,14 +99,6 @@ class Pipeline:
             raise ConfigError(f"--only must name a stage: {', '.join(found)}; got {name!r}{nearest(name, found)}")
         return found[name]
 
-    def behind(self, name: str) -> set[str]:
-        """The stages that use, directly or through others, what the stage `name` trains."""
-        found: set[str] = set()
-        for stage in self.stages:
-            if set(stage.uses) & (found | {name}):
-                found.add(stage.name)
-        return found
-
 
 def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, object] | None = None) -> Pipeline:
     """The pipeline of a YAML file or a mapping. Raises one ConfigError that names everything wrong with it.

@@ -2,7 +2,7 @@
 
 A prediction is corrected by the probes of its study (`tuning.model`). It joins the front where it dominates a trial of
 it, clearly in seconds or bytes, or where it needs clearly less memory than whatever is faster. Both shares are the
-errors of two figures of one kind (`tuning.equals`): a smaller difference is none that is known.
+errors of two figures of one kind (`tuning.comparison`): a smaller difference is none that is known.
 """
 
 import math

@@ -251,7 +251,7 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
 
 
 def rule_json(rule: Rule, allow: Tier) -> dict[str, object]:
-    """The rule that picked the winner, as `--json` prints it; the shares are those of tuning.equals."""
+    """The rule that picked the winner, as `--json` prints it; the shares are those of tuning.comparison."""
     by_speed = rule["goal"] in FASTEST
     return {
         "goal": rule["goal"], "allow": allow, "limit_bytes": rule["target_bytes"],
