@@ -19,12 +19,12 @@ from autofit.commands.common import (
 )
 from autofit.errors import ConfigError
 from autofit.recipe.secrets import without_secrets
-from autofit.tuning.record import Stop, StopKind
 from autofit.tuning.storage import check_there, database_of
 
 if TYPE_CHECKING:
     from autofit.api import SearchResult
     from autofit.api.monitoring import Watch
+    from autofit.tuning.record import Stop
 
 
 def studies(options: argparse.Namespace) -> int:
@@ -149,8 +149,10 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
     return exit_code(result.stop, fits=result.winner is not None)
 
 
-def exit_code(stop: Stop | None, *, fits: bool) -> int:
+def exit_code(stop: "Stop | None", *, fits: bool) -> int:
     """Of a search that ended so, or of a report (None); `fits` says whether there is a winner."""
+    from autofit.tuning.record import StopKind
+
     if stop is not None and stop.kind is StopKind.INTERRUPTED:
         return INTERRUPTED
     return DONE if fits else NOTHING_FITS
