@@ -9,28 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autofit.commands.advise import advise
 from autofit.commands.arguments import parser
-from autofit.commands.check import check
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
-from autofit.commands.completion import completion
-from autofit.commands.doctor import doctor
-from autofit.commands.estimate import estimate
-from autofit.commands.explain import explain
-from autofit.commands.export import export
-from autofit.commands.fit_check import fit_check
-from autofit.commands.init import init
-from autofit.commands.jobs import jobs
-from autofit.commands.monitor import monitor
-from autofit.commands.promote import promote
-from autofit.commands.report import report
-from autofit.commands.run import run
+from autofit.commands.doctor import doctor, init
+from autofit.commands.help import completion
+from autofit.commands.predict import advise, check, estimate, explain, fit_check
+from autofit.commands.promote import export, jobs, promote, run, verify
 from autofit.commands.search import search
-from autofit.commands.server import server
-from autofit.commands.studies import studies
-from autofit.commands.tracking import sync, ui
-from autofit.commands.verify import verify
-from autofit.commands.web import web
+from autofit.commands.studies import monitor, report, studies, sync, ui
+from autofit.commands.web import server, web
 from autofit.errors import AutofitError, ConfigError, one_line
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import VARIABLE, shows_password
@@ -40,7 +27,7 @@ _COMMANDS = {
     "search": search, "estimate": estimate, "verify": verify, "promote": promote, "ui": ui, "sync": sync,
     "report": report, "doctor": doctor, "check": check, "run": run, "monitor": monitor,
     "studies": studies, "advise": advise, "jobs": jobs, "explain": explain, "fit-check": fit_check,
-    "server": server, "init": init, "completion": completion,
+    "server": server, "init": init, "completion": lambda options: completion(options, parser()),
     "web": web, "export": export,
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ from autofit.cluster import slurm
 from autofit.cluster.executor import executor_of
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import Launcher
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import driving
 

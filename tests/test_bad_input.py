@@ -16,7 +16,7 @@ from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
 from autofit.recipe.recipe import TrainerName
-from autofit.recipe.trainer_keys import TAKEN_BY, TRAINERS
+from autofit.recipe.starting import TAKEN_BY, TRAINERS
 
 
 def change(path: Path, **changes: object) -> Path:

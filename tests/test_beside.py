@@ -6,7 +6,7 @@ from typing import cast
 
 from recipes import grpo_recipe
 
-from autofit.api.advising import Outside, outside_lines, outside_of
+from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.cards import other_card
 from autofit.forecast.change import Change, Trier

@@ -12,7 +12,7 @@ import pytest
 from autofit.errors import EnvironmentFault
 from autofit.tracking.database import make_whole, own_path
 from autofit.tracking.runs import client, experiment_id
-from autofit.tuning.born_whole import put_in_place, set_aside
+from autofit.tuning.locks import put_in_place, set_aside
 from autofit.tuning.study import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,8 +19,8 @@ from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
+from autofit.space.knob import space_knobs
 from autofit.space.space import Space
-from autofit.space.space_file import space_knobs
 from autofit.trainers.keys import rloo_tiers
 
 EXAMPLES = Path(__file__).parents[1] / "trainers" / "examples"

@@ -20,7 +20,7 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.promotion import place
 from autofit.promotion.place import training_device
 from autofit.promotion.progress import keep_progress
-from autofit.tuning.equals import NOISE_FRAC
+from autofit.tuning.comparison import NOISE_FRAC
 from autofit.watching.card_use import CardUse
 from autofit.watching.contract import Actual, Row, contract, contract_of, verdict, verdict_of
 from autofit.watching.contract_watcher import ContractWatcher

@@ -11,7 +11,7 @@ from drivers import Card, Driver, compiled
 
 from autofit.cli import main
 from autofit.commands.common import DONE
-from autofit.commands.doctor import Told, _cards_work
+from autofit.commands.doctor import Printed, _cards_work
 from autofit.errors import EnvironmentFault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
@@ -81,7 +81,7 @@ def test_doctor_without_a_recipe_tells_of_the_cards_and_of_cuda(
     driver: Driver, fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.has(Card(kind="lost", uuid="GPU-lost"), Card())
-    assert not _cards_work(look_at_cards(), fork_server, tmp_path, Told(as_json=False, streaming=False))
+    assert not _cards_work(look_at_cards(), fork_server, tmp_path, Printed(as_json=False, streaming=False))
     card, error, warning = capsys.readouterr().out.splitlines()
     assert card.strip() == f"card: NVIDIA H200 ({Card().uuid}), 150.75 GB"
     assert f"driver 580.65.06, torch {torch.__version__}" in error

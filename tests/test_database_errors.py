@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy.exc
 
 from autofit.errors import EnvironmentFault
-from autofit.tuning.database_errors import database_errors
+from autofit.tuning.study import database_errors
 
 DETAILS = {  # extended codes: their lowest byte is the kind
     "SQLITE_IOERR_WRITE": sqlite3.SQLITE_IOERR_WRITE, "SQLITE_IOERR_FSYNC": sqlite3.SQLITE_IOERR_FSYNC,

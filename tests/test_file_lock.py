@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autofit.errors import EnvironmentFault
-from autofit.tuning import file_lock
-from autofit.tuning.file_lock import exclusive, file_system, is_of_a_network
+from autofit.tuning import locks
+from autofit.tuning.locks import exclusive, file_system, is_of_a_network
 from autofit.tuning.study import open_storage
 
 
@@ -22,7 +22,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     mounts.write_text(
         f"/dev/sda / ext4 rw 0 0\nserver:/home {escaped} nfs4 rw 0 0\ntmpfs {escaped}/local tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(file_lock, "_MOUNTS", mounts)
+    monkeypatch.setattr(locks, "_MOUNTS", mounts)
     return home
 
 

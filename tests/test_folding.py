@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autofit.api.events import TrialResult
 from autofit.api.monitoring import Card, Host, Probe, Snapshot
 from autofit.api.snapshot_tables import tables_of
 from autofit.api.tables import front_table, sensitivity_table
-from autofit.api.trials import TrialResult
 from autofit.folding import Folding
 from autofit.forecast.estimate import estimate_table
 from autofit.lines import wrapped

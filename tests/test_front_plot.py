@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from search_driver import plan
 
-from autofit.api.trials import TrialResult
+from autofit.api.events import TrialResult
 from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.probing.launch import Launcher

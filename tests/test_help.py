@@ -9,8 +9,7 @@ import pytest
 
 from autofit.cli import _COMMANDS, main
 from autofit.commands.arguments import parser
-from autofit.commands.completion import script
-from autofit.commands.help_text import EXAMPLES, GROUPS, SHELLS
+from autofit.commands.help import EXAMPLES, GROUPS, SHELLS, script
 
 
 def options_of(command: str) -> list[str]:

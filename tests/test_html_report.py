@@ -18,9 +18,9 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
-from autofit.space.reasons import reason_for
+from autofit.space.describe import reason_for
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.tuning.frontier import winner
 from autofit.tuning.record import keep_proof, keep_record, record_of
 from autofit.tuning.search import Search, open_study

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from autofit.cli import main
-from autofit.recipe.starting import DATASETS, recipe_text
-from autofit.recipe.trainer_keys import TRAINERS, trainer_of
+from autofit.recipe.starting import DATASETS, TRAINERS, recipe_text, trainer_of
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

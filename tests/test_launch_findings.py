@@ -14,7 +14,7 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.finding import Asked, Finding, Severity
+from autofit.recipe.findings import Finding, Severity, StatedLaunch
 from autofit.recipe.launch import THREADS, Launch, read_accelerate_config
 from autofit.recipe.launch_findings import findings
 from autofit.units import format_bytes
@@ -24,12 +24,12 @@ WEIGHTS = 15_230_000_000
 
 def asked(launch: Launch | None = None, *, config: Any = None, name: str = "run.yaml",
           num_processes: int | None = None, card: str = "", cards_here: int = 0, model: str = "m",
-          **keys: Any) -> Asked:  # fmt: skip
+          **keys: Any) -> StatedLaunch:  # fmt: skip
     """A GRPO recipe with `keys` on a launch, without LoRA and checkpointing unless `keys` say so."""
     launch = launch or Launch(ranks=4)
     recipe = grpo_recipe(**{"use_peft": False, "gradient_checkpointing": False, **keys})
     recipe = replace(recipe, launch=launch, weights_bytes=WEIGHTS, model=model)
-    return Asked(recipe=recipe, file=name, config=config or {}, num_processes=num_processes, card=card,
+    return StatedLaunch(recipe=recipe, file=name, config=config or {}, num_processes=num_processes, card=card,
                  cards_here=cards_here, config_name="fsdp2.yaml")  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def threads_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("key", "severity", "wrong", "right"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_each_finding_is_where_it_belongs_and_not_elsewhere(
-    key: str, severity: str, wrong: Asked, right: Asked
+    key: str, severity: str, wrong: StatedLaunch, right: StatedLaunch
 ) -> None:
     found = of(findings(wrong), key)
     assert found.severity == severity

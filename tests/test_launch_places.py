@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.recipe.launch_places import place
+from autofit.recipe.launch_keys import place
 
 FSDP2: Mapping[str, object] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 VERSION, STAGE, DEVICE = "fsdp_config.fsdp_version", "deepspeed_config.zero_stage", "offload_param_device"

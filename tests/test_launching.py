@@ -11,7 +11,7 @@ import yaml
 
 from autofit.errors import ConfigError
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.launch_places import TYPES
+from autofit.recipe.launch_keys import TYPES
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, SECTION_KEYS
 from autofit.recipe.launching import Launched, LaunchOptions, launched
 

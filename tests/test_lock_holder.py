@@ -14,7 +14,7 @@ from search_driver import plan
 
 from autofit.errors import EnvironmentFault
 from autofit.tuning import study
-from autofit.tuning.lock_holder import holder_of, wait_until_free
+from autofit.tuning.locks import holder_of, wait_until_free
 from autofit.tuning.search import open_study
 
 _HOLDS = """

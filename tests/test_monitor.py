@@ -22,7 +22,7 @@ from drivers import FAKE_GPU_UUID, Card, Driver, compiled
 from search_driver import plan
 
 import autofit
-from autofit.api.running import Runs
+from autofit.api.promoted import Runs
 from autofit.api.snapshot_tables import tables_of
 from autofit.cli import main
 from autofit.errors import ConfigError

@@ -25,8 +25,8 @@ from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
+from autofit.space.knob import read_space
 from autofit.space.space import Knob, Space
-from autofit.space.space_file import read_space
 from autofit.trainers.names import RENAMED, installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]

@@ -20,8 +20,8 @@ from autofit.plugin.registry import load
 from autofit.proof.proof import ROUNDING
 from autofit.proof.proof_keys import Reach, reach
 from autofit.recipe.recipe import Recipe, TrainerName
+from autofit.space.knob import load_space
 from autofit.space.space import Space, Value
-from autofit.space.space_file import load_space
 from autofit.trainers.key_table import LOSS_TYPES
 from autofit.trainers.keys import ROLLOUT as CHUNK
 from autofit.trainers.keys import SPLIT

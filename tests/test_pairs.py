@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.tuning.pairs import MOST_PAIRS, Comparison, Pair
+from autofit.tuning.comparison import MOST_PAIRS, Comparison, Pair
 
 
 def comparison(*pairs: tuple[float, float], searched: tuple[float, float] = (1.4, 1.0)) -> Comparison:

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from autofit.api import patience
-from autofit.api.patience import still_at
+from autofit.api import events
+from autofit.api.events import still_at
 
 
 def test_a_long_phase_says_that_it_goes_on_and_a_short_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "EVERY_S", 0.02)
+    monkeypatch.setattr(events, "EVERY_S", 0.02)
     said: list[str] = []
     with still_at("reading the recipe", said.append):
         deadline = time.monotonic() + 5

@@ -24,13 +24,12 @@ from autofit.api import report, studies
 from autofit.cli import main
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.probing.result import ProbeRequest
-from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Trial
+from autofit.tuning.postgres import keep_locks
 from autofit.tuning.record import record_of
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.storage import VARIABLE, use_storage
-from autofit.tuning.study import driving, load_study, open_storage, trials_of
-from autofit.tuning.study_lock import keep_locks
+from autofit.tuning.study import database_errors, driving, load_study, open_storage, trials_of
 
 HERE = Path(__file__).parent
 _numbers = count(1)

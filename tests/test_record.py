@@ -9,7 +9,7 @@ import pytest
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import BatchKeys
-from autofit.tuning.pairs import Comparison, Pair
+from autofit.tuning.comparison import Comparison, Pair
 from autofit.tuning.record import (
     StudyRecord,
     keep_comparison,

@@ -7,13 +7,13 @@ import lawful
 import numpy as np
 from search_driver import plan
 
+from autofit.api.lower_tiers import where_a_lower_tier_is_faster
 from autofit.api.planning import Planned, Request
-from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
+from autofit.space.knob import load_space
 from autofit.space.space import Candidate, Space
-from autofit.space.space_file import load_space
 from autofit.tuning.frontier import Trial
 
 ASKED = Request(

@@ -11,12 +11,12 @@ from recipes import grpo_recipe
 from autofit.errors import ConfigError
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS, Tier
+from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
-from autofit.space.space_file import load_space
+from autofit.tuning.candidates import Grid
 from autofit.tuning.frontier import Goal, band_bytes
-from autofit.tuning.grid import Grid
+from autofit.tuning.record import Stop, StopKind
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
-from autofit.tuning.stop import Stop, StopKind
 
 GB = 10**9
 

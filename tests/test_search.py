@@ -27,14 +27,13 @@ from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import TrainerName
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.tuning.frontier import pareto_front, winner
-from autofit.tuning.record import record_of
+from autofit.tuning.record import Stop, StopKind, record_of
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import predicted_note
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, tell, trials_of
 
 
@@ -279,7 +278,7 @@ def _driver(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def test_two_searches_on_one_study_at_once_are_refused(tmp_path: Path) -> None:
-    from autofit.tuning.file_lock import exclusive
+    from autofit.tuning.locks import exclusive
 
     with (
         exclusive(tmp_path, "s"),

@@ -10,8 +10,8 @@ from recipes import grpo_recipe
 from autofit.api.results import margin_of, neighbours_of
 from autofit.api.tables import margin_sentence, sensitivity_table
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.space.knob import load_space
 from autofit.space.space import Candidate, Space
-from autofit.space.space_file import load_space
 from autofit.trainers.keys import ROLLOUT as CHUNK
 from autofit.trainers.keys import SPLIT
 from autofit.tuning.frontier import Trial

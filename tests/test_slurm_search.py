@@ -24,8 +24,8 @@ from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import keep_worst_case, prepare
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of
 

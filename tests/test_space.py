@@ -7,8 +7,8 @@ from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
 from autofit.recipe.keys import TIERS, Tier
+from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
-from autofit.space.space_file import load_space
 
 KNOBS = load_space(None, trainer="grpo")
 

@@ -12,9 +12,8 @@ from autofit.api.planning import _check_target
 from autofit.errors import ConfigError
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
 from autofit.space.describe import describe_changes, describe_left_out
-from autofit.space.knob import Knob
+from autofit.space.knob import Knob, load_space, read_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space, read_space
 
 OPTIONS, CARD = "activation_checkpointing_kwargs", "sim:a100-40gb"
 DEFAULTS: dict[str, object] = {  # TRL's, of the keys that the default space of GRPO varies

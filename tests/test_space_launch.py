@@ -18,9 +18,8 @@ from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
 from autofit.space import narrow
-from autofit.space.knob import Knob
+from autofit.space.knob import Knob, load_space
 from autofit.space.space import Candidate, Space
-from autofit.space.space_file import load_space
 
 SIM = "sim:a100-40gb"
 NAMES = ("launch.sharding", "launch.reshard_after_forward", "launch.offload")

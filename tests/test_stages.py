@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 import autofit
-from autofit.api.pipeline_known import Knowledge
+from autofit.api.pipeline_stages import Knowledge
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.promotion.progress import read_progress
@@ -41,7 +41,6 @@ def test_stages_are_in_the_order_of_their_use_and_else_as_in_the_file() -> None:
     )
     assert [stage.name for stage in found.stages] == ["free", "first", "middle", "last"]
     assert found.stage("middle").uses == ("first", "free")
-    assert found.behind("first") == {"middle", "last"}
     values = found.stage("middle").resolved({"first": "/m", "free": "/f"})
     assert values == {"env": {"A": "x=/m/y"}, "more": ["/f"]}
 

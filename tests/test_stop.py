@@ -3,8 +3,8 @@
 import pytest
 
 from autofit.commands.common import DONE, INTERRUPTED, NOTHING_FITS
-from autofit.commands.report import exit_code
-from autofit.tuning.stop import Stop, StopKind
+from autofit.commands.studies import exit_code
+from autofit.tuning.record import Stop, StopKind
 
 
 @pytest.mark.parametrize("words", ["interrupted", "no probe ran to its end", "reworded"])

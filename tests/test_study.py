@@ -17,8 +17,7 @@ from search_driver import main as drive
 
 from autofit.cli import main
 from autofit.errors import EnvironmentFault
-from autofit.tuning.database_errors import database_errors
-from autofit.tuning.study import load_study, open_storage
+from autofit.tuning.study import database_errors, load_study, open_storage
 
 
 def _full(path: Path) -> None:

@@ -15,9 +15,9 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, TrainerName
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
-from autofit.tuning.grid import Grid
+from autofit.tuning.candidates import Grid
 from autofit.tuning.sampler import SAMPLERS, SamplerName, make_sampler
 from autofit.tuning.search import Plan, Search
 

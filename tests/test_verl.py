@@ -12,9 +12,8 @@ import tiny
 import yaml
 from rank_peaks import real_peaks
 
-from autofit.api.exporting import export_of
 from autofit.api.reading import source_of
-from autofit.api.verl_log import rows_of
+from autofit.api.verl import export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl, verl_recipe, verl_rules

@@ -21,14 +21,10 @@ from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.recipe.yaml_file import parse_yaml
 from autofit.web.allowed import allowed
-from autofit.web.config import write_config
-from autofit.web.examples import examples
-from autofit.web.files import FILES
-from autofit.web.limits import ALONE, PUBLIC, Limits, Rate
-from autofit.web.line import Full, Line
-from autofit.web.pasted import read, without_files
-from autofit.web.question import Question
-from autofit.web.server import Access, PageServer
+from autofit.web.files import FILES, examples
+from autofit.web.pasted import read, without_files, write_config
+from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
+from autofit.web.server import Access, Full, PageServer, Queue
 from autofit.web.simulator import Simulator
 
 if TYPE_CHECKING:
@@ -175,7 +171,7 @@ def test_one_answer_is_made_at_a_time_and_the_line_has_an_end() -> None:
 
 
 def test_one_address_has_few_places_and_asks_no_faster_than_it_may() -> None:
-    line = Line(at_once=1, waiting=9, of_address=1)
+    line = Queue(at_once=1, waiting=9, of_address=1)
 
     def turn() -> AbstractContextManager[None]:
         return line.turn("a", waits=lambda _: None)

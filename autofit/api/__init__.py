@@ -7,16 +7,14 @@ if TYPE_CHECKING:
     from autofit.api.card_advice import CardAdvice, advise
     from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
-    from autofit.api.events import Event, Progress
+    from autofit.api.events import Event, Progress, TrialResult
     from autofit.api.job_list import Job, Jobs, jobs
     from autofit.api.listing import Studies, studies
     from autofit.api.monitoring import Snapshot, monitor
-    from autofit.api.pipeline import run
-    from autofit.api.pipeline_results import PipelineResult, StageResult
+    from autofit.api.pipeline import PipelineResult, StageResult, run
     from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
     from autofit.api.results import SearchResult
     from autofit.api.searching import report, search
-    from autofit.api.trials import TrialResult
 
 __all__ = [
     "CardAdvice", "Check", "Estimate", "Event", "Job", "Jobs", "PipelineResult", "Progress", "PromotionResult",

@@ -32,15 +32,13 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then, read_libraries, then_of
-from autofit.recipe.finding import Asked as of_recipe
-from autofit.recipe.finding import Severity
+from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
-from autofit.recipe.memory_findings import quantised
 from autofit.recipe.recipe import Recipe
 from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
+from autofit.space.knob import space_knobs
 from autofit.space.space import Space
-from autofit.space.space_file import space_knobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -183,7 +181,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
 
 def of_quantised(recipe: Recipe) -> list[str]:
     """What several ranks make of 4-bit weights, and what to set. Raises ConfigError where they cannot train on them."""
-    found = list(quantised(of_recipe(recipe=recipe)))
+    found = list(quantised(StatedLaunch(recipe=recipe)))
     for finding in found:
         if finding.stops:
             raise ConfigError(str(finding))

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
+from autofit.api.events import TrialResult
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
-from autofit.api.trials import TrialResult
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes

@@ -1,19 +1,48 @@
 """`autofit.monitor`: the cards, the probes at work and the promoted runs of a folder, at one moment."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
-from autofit.api.originals import Originals
-from autofit.api.promoted import PromotedRun
-from autofit.api.running import Runs
-from autofit.errors import ConfigError
+from autofit.api.promoted import PromotedRun, Runs
+from autofit.errors import AutofitError, ConfigError
 from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
 from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
+from autofit.space.describe import describe_changes
 from autofit.watching.contract import Row
 from autofit.watching.progress import Progress
+
+
+class Originals:
+    """The recipes of the studies in `folder`, each read once; Optuna is loaded with the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, tuple[Mapping[str, object], Mapping[str, object]] | None] = {}
+
+    def changes(self, study: str, values: Mapping[str, object]) -> str:
+        """How `values` differ from the recipe of `study`; "" where the study cannot be read."""
+        if study not in self._known:
+            self._known[study] = self._recipe(study)
+        known = self._known[study]
+        if known is None:
+            return ""
+        given, resolved = known
+        keys = [key for key in {**given, **values} if given.get(key) != values.get(key)]
+        return describe_changes({key: values.get(key) for key in keys}, resolved)
+
+    def _recipe(self, study: str) -> tuple[Mapping[str, object], Mapping[str, object]] | None:
+        from autofit.tuning.record import record_of
+        from autofit.tuning.study import load_study
+
+        try:
+            record = record_of(load_study(self._folder, study))
+        except AutofitError:
+            return None
+        return record.values, record.resolved
+
 
 _SAMPLE_S = 0.25  # between the two looks of a single snapshot, as processor use is over a time
 _OURS = ("fork_server.log", "studies.db", "probes", "promoted")  # a search makes the first before all else

@@ -7,17 +7,15 @@ from pathlib import PurePath
 from typing import Any, cast
 
 from autofit import __version__
-from autofit.api.advising import outside_lines
-from autofit.api.markup import Html, Text, bullets, element, escaped, joined, table
-from autofit.api.page_style import STYLE
+from autofit.api.events import TrialResult
+from autofit.api.lower_tiers import outside_lines
+from autofit.api.markup import STYLE, Html, Text, bullets, element, escaped, joined, table
 from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
-from autofit.api.tables import html_of, margin_sentence, sensitivity_table
-from autofit.api.trials import TrialResult
+from autofit.api.tables import html_of, margin_sentence, sensitivity_table, sentence
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.recipe import inner_value
-from autofit.space.describe import describe_changes, samples_word
-from autofit.space.reasons import reason_for
+from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.tuning.sensitivity import Neighbour
 from autofit.units import format_bytes, format_seconds
 
@@ -33,7 +31,7 @@ def page_of(result: SearchResult) -> str:
     body = joined(
         [
             element("h1", f"{title}: {where}"), element("p", f"Study {result.study}", kind="soft"),
-            element("p", f"{_sentence(result.why)}"), _tiles(result), element("h2", "The front"), _picture(result),
+            element("p", f"{sentence(result.why)}"), _tiles(result), element("h2", "The front"), _picture(result),
             *_changed(result), *_trials(result), *_beside(result), *_outside(result), *_runs(result), _foot(result),
         ]
     )  # fmt: skip
@@ -103,7 +101,7 @@ def _changed(result: SearchResult) -> list[Html]:
     if best is None:
         return []
     head = element("h2", "What was changed, and why")
-    notes = [_sentence(note) for note in (result.confirmation_note, result.repeat_note, result.proof) if note]
+    notes = [sentence(note) for note in (result.confirmation_note, result.repeat_note, result.proof) if note]
     if result.margin is not None and (free := margin_sentence(result.margin)):
         notes.append(f"{free}.")
     if not best.changes:
@@ -214,7 +212,7 @@ def _beside(result: SearchResult) -> list[Html]:
 def _outside(result: SearchResult) -> list[Html]:
     """Changes beyond the allowed tier; what a lower of the allowed ones offers."""
     lines = outside_lines(result.outside, result.original, result.allow, fits=result.winner is not None)
-    relaxed = [_sentence(result.relaxed)] if result.relaxed else []
+    relaxed = [sentence(result.relaxed)] if result.relaxed else []
     if not lines and not relaxed:
         return []
     head = element("h2", "What lies outside the allowed tier" if result.winner else "What would make it fit")
@@ -236,7 +234,7 @@ def _run(run: PromotedRun) -> list[Html]:
     """Promised against actual, the verdict, and every event."""
     of = "" if run.last_step is None else f" of {run.last_step}"
     head = element("h3", f"Trial {run.trial} on {run.device}: {run.state}, step {run.step}{of}")
-    verdict = [element("p", _sentence(run.verdict))] if run.verdict else []
+    verdict = [element("p", sentence(run.verdict))] if run.verdict else []
     rows = [(row.what, row.promised_text, row.actual_text, _KEPT[row.kept]) for row in run.rows]
     contract = [table(("", "promised", "actual", "kept"), rows)] if rows else []
     told = [e for e in run.events if e.text != run.verdict]
@@ -253,7 +251,3 @@ def _foot(result: SearchResult) -> Html:
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     text = f"autofit {__version__}, {at}; the study {result.study} is in {result.folder}"
     return element("p", text, kind="soft")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':')) else '.'}"

@@ -6,20 +6,82 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rich.table import Table
+
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
 from autofit.api.events import Event, OnEvent, Progress, silent
-from autofit.api.pipeline_check import check_stages
-from autofit.api.pipeline_known import Knowledge
-from autofit.api.pipeline_results import PipelineResult, StageResult, Status
+from autofit.api.pipeline_stages import Knowledge, check_stages
 from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
+from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
+from autofit.folding import Folding
 from autofit.promotion.merged import is_adapter, whole_model
+from autofit.promotion.promotion import model_path
 from autofit.promotion.stages import Known, State
 from autofit.recipe.pipeline import Stage, read_pipeline
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
+
+Status = Literal["done", "kept", "interrupted", "nothing fits", "not reached", "left alone", "planned"]
+_GOOD = ("done", "kept", "left alone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """How one stage went. `kept`: it was done before, and nothing that it depends on has changed."""
+
+    name: str
+    trainer: str
+    status: Status
+    what: str  # what happened, or what a run would do
+    study: str | None = None
+    trial: int | None = None
+    final: Mapping[str, object] | None = None  # of its training: steps, losses, rewards, output_dir
+
+    @property
+    def model_path(self) -> str | None:
+        """Where its trained model (or adapter) lies; None before it is done."""
+        return None if self.final is None else model_path(self.final)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values only."""
+        return {
+            "stage": self.name, "trainer": self.trainer, "status": self.status, "what": self.what, "study": self.study,
+            "trial": self.trial, "model": self.model_path, "final": None if self.final is None else dict(self.final),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PipelineResult(Shown):
+    """The stages of a pipeline, in the order of their training. `str` of it is a table."""
+
+    name: str
+    stages: tuple[StageResult, ...]
+
+    @property
+    def status(self) -> Status:
+        """done, planned, interrupted or nothing fits: of the first stage that is not done."""
+        return next((stage.status for stage in self.stages if stage.status not in _GOOD), "done")
+
+    @property
+    def model_path(self) -> str | None:
+        """Where the last stage's trained model lies; None unless every stage is done."""
+        return self.stages[-1].model_path if self.status == "done" else None
+
+    def to_dict(self) -> dict[str, object]:
+        """The object that `autofit run --json` prints: plain values only."""
+        return {"pipeline": self.name, "status": self.status, "stages": [stage.to_dict() for stage in self.stages]}
+
+    def parts(self) -> list[Table | str]:
+        """A row a stage: what happened to it, and where its model is."""
+        table = Folding(title=f"pipeline {self.name}")
+        for column in ("stage", "trainer", "status", "what", "model"):
+            table.add_column(column, overflow="fold")
+        for stage in self.stages:
+            table.add_row(stage.name, stage.trainer, stage.status, stage.what, stage.model_path or "-")
+        return [table]
 
 
 def run(

@@ -24,8 +24,8 @@ from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.scratch import claim
 from autofit.space.describe import describe_left_out
+from autofit.space.knob import StatedSpace, read_space, space_knobs
 from autofit.space.space import QUANTIZATION, Knob, Space
-from autofit.space.space_file import StatedSpace, read_space, space_knobs
 from autofit.tuning.frontier import GOALS, Goal
 from autofit.tuning.sampler import SAMPLERS, SamplerName
 from autofit.tuning.search import Plan

@@ -31,11 +31,10 @@ from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.narrow import missing_packages
 from autofit.tracking.follower import mended
-from autofit.tuning.database_errors import database_errors
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
-from autofit.tuning.study import load_study, trials_of
+from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from autofit.api.patience import still_at
+from autofit.api.events import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import writing
@@ -18,8 +18,7 @@ from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated
 from autofit.scratch import release
-from autofit.space.knob import QUANTIZATION
-from autofit.space.space_file import space_knobs
+from autofit.space.knob import QUANTIZATION, space_knobs
 from autofit.units import format_bytes
 
 Given = Stated | Source | Callable[[], Stated]  # a function is called once the other arguments are found to be right

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
-from autofit.api.advising import Outside, outside_lines, outside_of
+from autofit.api.events import TrialResult
+from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
-from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table
-from autofit.api.trials import TrialResult
+from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
 from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
@@ -19,7 +19,7 @@ from autofit.tracking.front_frame import Picture
 from autofit.tracking.front_plot import front_figure, title_of
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
-from autofit.tuning.record import StudyRecord, kept_proof, record_of
+from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import (
     confirmation_json,
@@ -29,7 +29,6 @@ from autofit.tuning.sentences import (
     repeat_note,
     rule_json,
 )
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.study import load_study, trials_of
 
 if TYPE_CHECKING:
@@ -159,9 +158,9 @@ class SearchResult(Shown):
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours)
-        notes = [_sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
+        notes = [sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
         sentences = [
-            *(_sentence(text) for text in self.reasons),
+            *(sentence(text) for text in self.reasons),
             f"{margin}." if self.margin is not None and (margin := self._margin_words(self.margin)) else "",
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
@@ -211,10 +210,6 @@ def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
     """Why the winner won; what was skipped ends the last sentence."""
     *found, last = reasons(trials, record.resolved, record.target_bytes, record.rule, allow=record.allow)
     return [*found, last + predicted_note(trials, record)]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:

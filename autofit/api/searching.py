@@ -12,15 +12,13 @@ from pathlib import Path
 import numpy as np
 import optuna
 
-from autofit.api.advising import is_known, outside
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
-from autofit.api.events import Event, OnEvent, Progress, silent
+from autofit.api.events import Event, OnEvent, Progress, TrialResult, silent
+from autofit.api.lower_tiers import is_known, outside, where_a_lower_tier_is_faster
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
-from autofit.api.relaxing import where_a_lower_tier_is_faster
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
-from autofit.api.trials import TrialResult
 from autofit.cluster.executor import Executor
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.files import cache_folder, write_atomically
@@ -40,17 +38,16 @@ from autofit.recipe.keys import Tier
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
+from autofit.space.knob import StatedSpace
 from autofit.space.space import Space
-from autofit.space.space_file import StatedSpace
 from autofit.tracking.follower import following
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
-from autofit.tuning.record import keep_record, record_of
+from autofit.tuning.record import Stop, StopKind, keep_record, record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.search import Progress as _Progress
 from autofit.tuning.sensitivity import sensitivity
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.storage import database_of, use_storage
 from autofit.tuning.study import driving, open_storage, trials_of
 from autofit.units import format_seconds

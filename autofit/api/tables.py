@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autofit.api.trials import TrialResult
+from autofit.api.events import TrialResult
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.describe import describe_changes, samples_word
@@ -32,6 +32,10 @@ class Shown:
 
     def parts(self) -> list[Table | str]:
         """What is shown, from the top down; a sentence is a line."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, object]:
+        """The result as plain values: what a command prints with --json."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -210,3 +214,8 @@ def _share(used: int | None, target_bytes: int | None) -> str:
 def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:
     assert callable(text)
     return "-" if value is None else ("> " if at_least else "") + str(text(value))
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital, and a full stop where it has no end."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':')) else '.'}"

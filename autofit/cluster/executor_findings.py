@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autofit.cluster.executor import FILE, Executor, read_executor
 from autofit.cluster.slurm import partition_limits_s
-from autofit.recipe.finding import Finding, Severity
+from autofit.recipe.findings import Finding, Severity
 from autofit.units import format_seconds
 
 

@@ -2,15 +2,21 @@
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autofit import __version__
-from autofit.commands.help_text import SHELLS, epilog, overview
+from autofit.commands.help import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
-from autofit.recipe.trainer_keys import TRAINERS
+from autofit.recipe.starting import TRAINERS
 
 _UNKNOWN = "unrecognized arguments: "
+_SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean the same by
+    "trial": {"metavar": "TRIAL", "help": "a trial's number, `best`, or `leanest`: the least memory on the front"},
+    "--study": {"help": "name of the study (default: the one used last)"},
+    "--no-mlflow": {"action": "store_true", "help": "do not mirror trials to MLflow while searching"},
+    "--json": {"action": "store_true", "help": "print one JSON object, last on stdout"},
+}
 _OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run", "export")
 
 
@@ -105,8 +111,7 @@ def parser() -> argparse.ArgumentParser:
                         help="do not simulate, after the search, what lies outside the allowed tier")  # fmt: skip
     search.add_argument("--seed", type=int, default=0, help="seed of the proposals")
     search.add_argument("--study", help="name of the study (default: from the recipe, target and device)")
-    search.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
-    search.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(search, "--no-mlflow", "--json")
     _stream(search)
     _executor(search, debugging=True).add_argument("--probes-per-job", type=int, metavar="N",
                                    help="probes of one job, one after the other (default: 1)")  # fmt: skip
@@ -118,28 +123,21 @@ def parser() -> argparse.ArgumentParser:
     )
     estimate.add_argument("--no-advice", "--no-changes", dest="no_advice", action="store_true",
                           help="do not look for changes that make it fit, or faster, nor for another card")  # fmt: skip
-    estimate.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(estimate, "--json")
     _stream(estimate)
 
     check = _command(commands, "check", "say in one line whether a config runs on a card; exit code 1 if not")
     _card(check)
-    check.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(check, "--json")
     _stream(check)
 
     _advise(commands)
 
     verify = _command(commands, "verify", "compare a trial's gradient with the baseline's on a small model")
-    verify.add_argument(
-        "trial", metavar="TRIAL", help="a trial's number, `best`, or `leanest`: the least memory on the front"
-    )
-    verify.add_argument("--study", help="name of the study (default: the one used last)")
-    verify.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(verify, "trial", "--study", "--json")
 
     promote = _command(commands, "promote", "write a trial's YAML and launch its full run")
-    promote.add_argument(
-        "trial", metavar="TRIAL", help="a trial's number, `best`, or `leanest`: the least memory on the front"
-    )
-    promote.add_argument("--study", help="name of the study (default: the one used last)")
+    _shared(promote, "trial", "--study")
     promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
     promote.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                          help="where the run trains (default: where the search measured)")  # fmt: skip
@@ -150,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     promote.add_argument("--allow", choices=("neutral", "approximate", "recipe"), default="neutral",
                          help="lowest tier of change that a run which is out of memory may make to go on (default: "
                               "neutral: the effective batch and the gradient stay as they are)")  # fmt: skip
-    promote.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(promote, "--json")
     _executor(promote).add_argument("--nodes", type=int, metavar="N", help="machines of the full run")
 
     _run(commands)
@@ -161,29 +159,28 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", choices=("verl",), required=True,
                         help="the tool: verl takes overrides; what differs from a grpo recipe stands above as comments"
                         )  # fmt: skip
-    export.add_argument("--study", help="name of the study (default: the one used last)")
-    export.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(export, "--study", "--json")
 
     ui = _command(commands, "ui", "serve MLflow on 127.0.0.1 and print the address that compares the Pareto front")
-    ui.add_argument("--study", help="name of the study (default: the one used last)")
+    _shared(ui, "--study")
     ui.add_argument("--port", type=int, help="port on 127.0.0.1 (default: a free one)")
 
     sync = _command(commands, "sync", "copy a study's trials to MLflow, or rebuild them there")
-    sync.add_argument("--study", help="name of the study (default: the one used last)")
+    _shared(sync, "--study")
     sync.add_argument("--rebuild", action="store_true", help="delete the study's trial runs first")
 
     report = _command(commands, "report", "show the result of a study again")
     report.add_argument("study", nargs="?", default=argparse.SUPPRESS, help="the same as --study")
-    report.add_argument("--study", help="name of the study (default: the one used last)")
+    _shared(report, "--study")
     report.add_argument("--html", type=Path, metavar="FILE",
                         help="also write it as one web page, which needs nothing else")  # fmt: skip
     report.add_argument("--verl-log", type=Path, metavar="FILE",
                         help="compare what verl printed, or wrote as jsonl, with a trial's promise")  # fmt: skip
     report.add_argument("--trial", help="with --verl-log, the trial that verl ran (default: best)")
-    report.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(report, "--json")
 
     studies = _command(commands, "studies", "list the studies in a folder, with their winners and promoted runs")
-    studies.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(studies, "--json")
 
     monitor = _command(commands, "monitor", "watch the cards, the running probes and the promoted runs")
     monitor.add_argument("--once", action="store_true", help="look once (as it does where stdout is no terminal)")
@@ -201,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
     _add_trainer(doctor)
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(doctor, "--json")
     _stream(doctor)
     doctor.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
@@ -214,14 +211,14 @@ def parser() -> argparse.ArgumentParser:
                          "script that starts verl, ms-swift or TRL")  # fmt: skip
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
-    explain.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(explain, "--json")
 
     script = _command(commands, "fit-check", "run a training script of your own on a simulated card for a few steps")
     script.add_argument("--gpu", metavar="NAME", help="the card, for example a100-40gb; before SCRIPT")
     script.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
     script.add_argument("--steps", type=int, default=2, metavar="N",
                         help="optimizer steps after which the script is ended (default: 2)")  # fmt: skip
-    script.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(script, "--json")
     script.add_argument("script", type=Path, metavar="SCRIPT", help="a Python script; it sees no network")
     script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
@@ -256,7 +253,7 @@ def _advise(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _launch(advise, other=False)
     advise.add_argument("--deadline", default="15m", metavar="TIME", help="time limit of one simulation")
     advise.add_argument("--parallel", type=int, metavar="N", help="simulations at once (default: one a core)")
-    advise.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(advise, "--json")
 
 
 def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -273,8 +270,7 @@ def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.add_argument("--restart", action="store_true", help="train again from step 0; with --only that stage alone")
     run.add_argument("--no-search", action="store_true", help="probe each recipe as it is, once, and train it")
     run.add_argument("--plan", action="store_true", help="check every stage and say what would happen; train nothing")
-    run.add_argument("--no-mlflow", action="store_true", help="do not mirror trials to MLflow while searching")
-    run.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(run, "--no-mlflow", "--json")
     _executor(run).add_argument("--nodes", type=int, metavar="N", help="machines of each full run")
 
 
@@ -308,7 +304,7 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
                       help="list (default), cancel ID..., or tail ID")  # fmt: skip
     jobs.add_argument("ids", nargs="*", metavar="ID", help="of the jobs to cancel, or of the one to show")
     jobs.add_argument("--follow", action="store_true", help="with tail: go on until the job ends")
-    jobs.add_argument("--json", action="store_true", help="print one JSON object, last on stdout")
+    _shared(jobs, "--json")
 
 
 def _recipe(parser: _Parser) -> None:
@@ -335,6 +331,12 @@ def _card(parser: _Parser) -> None:
     parser.add_argument("--advice-time", default="20s", metavar="TIME",
                         help="time for changes to be tried after the verdict (default: 20s; 0: none); Ctrl-C ends it "
                              "and keeps what was found")  # fmt: skip
+
+
+def _shared(parser: _Parser, *names: str) -> None:
+    """Add options that several commands have."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def _stream(parser: _Parser) -> None:

@@ -112,6 +112,14 @@ def show(result: "Shown") -> None:
     sys.stdout.flush()  # before anything else that takes long
 
 
+def show_found(found: "Shown", *, as_json: bool) -> None:
+    """Print a result: as one JSON object, or as tables and sentences."""
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found)
+
+
 def dir_option(folder: Path) -> str:
     """What a command that is proposed needs to find the studies of `folder`."""
     where = "" if folder == Path("autofit-studies") else f" --dir {folder}"

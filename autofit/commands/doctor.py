@@ -8,16 +8,31 @@ from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line, stream
 from autofit.errors import ConfigError
+from autofit.files import write_atomically
+from autofit.recipe.starting import recipe_text, trainer_of_data
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from autofit.hardware.health import Look
     from autofit.probing.fork_server import ForkServer
-    from autofit.recipe.finding import Finding
+    from autofit.recipe.findings import Finding
     from autofit.recipe.recipe import Recipe
 
 
-class Told:
+def init(options: argparse.Namespace) -> int:
+    trainer = options.trainer or "grpo"
+    if options.trainer is None and options.dataset is not None and Path(options.dataset).suffix:
+        trainer = trainer_of_data(options.dataset)
+        say(f"{trainer}: by the columns of {options.dataset}")
+    path = options.out or Path(f"{trainer}.yaml")
+    if path.exists():
+        raise ConfigError(f"{path} exists, and init does not overwrite it; give another name with --out FILE")
+    write_atomically(path, recipe_text(trainer, model=options.model, dataset=options.dataset))
+    show_line(f"wrote {path}; next: autofit check {path} --gpu rtx4090, then autofit search {path} --target-vram 24GB")
+    return DONE
+
+
+class Printed:
     """What is said: lines on stdout, or JSON objects as they come, or one object at the end."""
 
     def __init__(self, *, as_json: bool, streaming: bool) -> None:
@@ -39,7 +54,7 @@ class Told:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    told = Told(as_json=options.json, streaming=options.stream)
+    told = Printed(as_json=options.json, streaming=options.stream)
     if options.recipe is None and options.as_of is not None:
         raise ConfigError("--as-of is about a recipe; name one: autofit doctor run.yaml --as-of ...")
     if options.calibrate:
@@ -49,7 +64,7 @@ def doctor(options: argparse.Namespace) -> int:
     return told.ended(DONE if options.calibrate else _of_machine(told))
 
 
-def _of_machine(told: Told) -> int:
+def _of_machine(told: Printed) -> int:
     """Say which cards this machine has, and whether CUDA starts on them."""
     from autofit.hardware.health import look_at_cards
     from autofit.hardware.visible import why_none
@@ -68,7 +83,7 @@ def _of_machine(told: Told) -> int:
             server.close()
 
 
-def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Told) -> bool:
+def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Printed) -> bool:
     """Whether probes can run on the cards; says so, and what is wrong with them."""
     from autofit.hardware.compiler import compiling_faults
     from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
@@ -87,7 +102,7 @@ def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Told) ->
     return not errors
 
 
-def _of_recipe(options: argparse.Namespace, told: Told) -> int:
+def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     from autofit.hardware.hardware import choose_device
     from autofit.recipe.launching import launch_options
 
@@ -133,14 +148,14 @@ def _findings(
 ) -> "list[Finding]":
     """What is wrong with the launch, the worst first."""
     from autofit.hardware.hardware import gpus
-    from autofit.recipe.finding import Asked
+    from autofit.recipe.findings import StatedLaunch
     from autofit.recipe.launch import read_accelerate_config
     from autofit.recipe.launch_findings import findings
 
     given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
     config = read_accelerate_config(str(given))[0] if given is not None else {}
     simulated = device.startswith("sim:")
-    asked = Asked(
+    asked = StatedLaunch(
         recipe=recipe, file=str(options.recipe), values=values, config=config, num_processes=options.num_processes,
         config_name=f"the accelerate config {given}" if given is not None else f"{options.recipe} (launch)",
         card=device.removeprefix("sim:") if simulated else "", cards_here=0 if simulated else len(gpus()),

@@ -17,7 +17,7 @@ from autofit.commands.common import (
     streams,
     terminate_like_interrupt,
 )
-from autofit.commands.report import show_result
+from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
 

@@ -1,4 +1,4 @@
-"""`autofit web`: one page that says whether a training fits, served on 127.0.0.1."""
+"""What serves: `autofit web`, a page on 127.0.0.1; `autofit server`, the kept server of imported libraries."""
 
 import argparse
 import ipaddress
@@ -6,16 +6,38 @@ import threading
 import webbrowser
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, say, terminate_like_interrupt
+from autofit.commands.common import DONE, NOTHING_FITS, say, show_line, terminate_like_interrupt
 from autofit.errors import ConfigError, quoted
+from autofit.probing import kept_place, kept_server
+from autofit.units import format_seconds
 
 if TYPE_CHECKING:
     from autofit.web.server import Access
 
 
+def server(options: argparse.Namespace) -> int:
+    # Servers of other versions answer too, with what they know.
+    told = [answer for path in kept_place.sweep() if (answer := kept_server.ask(path, options.action))]
+    for one in told:
+        running, whose = (
+            int(one.get("running", 0)),
+            f"process {one.get('pid')} of {one.get('python', 'another version')}",
+        )
+        if options.action == "stop":
+            show_line(f"stopped {whose}" + (f"; it ends after what it runs ({running})" if running else ""))
+        else:
+            show_line(
+                f"{whose}, up for {format_seconds(one.get('up_s', 0))}: {one.get('commands')} commands, {running} "
+                f"running; ends after {format_seconds(one.get('ends_after_s', 0))} without one"
+            )
+    if not told:
+        show_line("no server is kept" + ("" if kept_place.is_allowed() else " (AUTOFIT_SERVER, CI or Slurm)"))
+    return DONE if told or options.action == "stop" else NOTHING_FITS
+
+
 def web(options: argparse.Namespace) -> int:
-    from autofit.web.examples import examples
-    from autofit.web.limits import ALONE, PUBLIC
+    from autofit.web.files import examples
+    from autofit.web.question import ALONE, PUBLIC
     from autofit.web.server import PageServer
     from autofit.web.simulator import Simulator
 

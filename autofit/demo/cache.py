@@ -1,4 +1,4 @@
-"""A cache of prepared folders: each is built once, moved into place atomically, and checked on every later start."""
+"""The demo's cache: folders that child processes build once, moved into place atomically, checked at every start."""
 
 import errno
 import fcntl
@@ -6,12 +6,60 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from autofit.demo.errors import DemoError
+from autofit.errors import ConfigError
+
+
+class DemoError(ConfigError):
+    """The demo's model or data could not be prepared; the message says what to change."""
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_module(module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
+    """Stdout of `python -m module arguments`; a DemoError with its last line if it fails or takes too long."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # PYTHONSAFEPATH: a file named token.py in the working directory must not shadow the standard library's.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as child:
+        try:
+            output, complaints = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"{module} did not finish within {timeout_s:g} s") from None
+        finally:
+            _end_group(child)
+    if child.returncode:
+        raise DemoError(f"{module} failed: {_last_line(complaints) or f'exit status {child.returncode}'}")
+    return output
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [""])[-1]
+
 
 Progress = Callable[[str], None]
 Build = Callable[[Path], None]

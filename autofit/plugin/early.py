@@ -17,7 +17,7 @@ from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
 from autofit.recipe.source import Source
-from autofit.recipe.trainer_keys import OF_TRL
+from autofit.recipe.starting import OF_TRL
 
 GROUP = "autofit.early_checks"
 

@@ -12,7 +12,7 @@ from typing import cast
 from autofit.errors import ConfigError, nearest
 from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Trainer
-from autofit.recipe.trainer_keys import trainer_of
+from autofit.recipe.starting import trainer_of
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")

@@ -27,7 +27,7 @@ from autofit.recipe.secrets import sealed, without_secrets
 from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
-from autofit.recipe.trainer_keys import OF_TRL
+from autofit.recipe.starting import OF_TRL
 from autofit.scratch import OWNER
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes

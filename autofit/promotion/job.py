@@ -18,7 +18,7 @@ from autofit.promotion.rank_job import Keep, in_processes, run_ranks
 from autofit.promotion.rescue import goes_on
 from autofit.promotion.serving import start_keeper
 from autofit.recipe.launch import Launch
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 
 _DYING_S = 5.0  # in which a job that was killed is gone
 _CARD = "cuda-"  # before the name of a card in that of its slot

@@ -18,9 +18,8 @@ from autofit.promotion.steps_down import largest_part, last_step_differs, one_do
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.knob import SERVER_RANKS, Knob
+from autofit.space.knob import SERVER_RANKS, Knob, load_space, space_knobs
 from autofit.space.space import Space
-from autofit.space.space_file import load_space, space_knobs
 from autofit.tuning.frontier import Trial, measured
 from autofit.tuning.record import StudyRecord
 

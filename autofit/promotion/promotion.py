@@ -34,12 +34,11 @@ from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.recipe.server import Server
 from autofit.space.describe import describe_changes
-from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Rule, Trial, leanest, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
-from autofit.tuning.study import load_study, trials_of
+from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard

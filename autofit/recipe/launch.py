@@ -279,9 +279,6 @@ def state_dict_type(config: object, sharding: str) -> str:
     return STATE_DICT_TYPES[int(given) - 1] if given in ("1", "2", "3") else given
 
 
-ONE_RANK = Launch()
-
-
 def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
     """(the launch of a recipe, the values for its trainer: those without `launch`)."""
     return Launch.of(values), {key: value for key, value in values.items() if key != LAUNCH}

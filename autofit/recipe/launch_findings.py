@@ -13,11 +13,10 @@ from pathlib import Path
 from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, clashes
-from autofit.recipe.finding import Asked, Finding, Severity
+from autofit.recipe.findings import CHECKS, Finding, Severity, StatedLaunch
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
-from autofit.recipe.memory_findings import CHECKS
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -30,7 +29,7 @@ _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 an
 )  # fmt: skip
 
 
-def findings(asked: Asked) -> list[Finding]:
+def findings(asked: StatedLaunch) -> list[Finding]:
     """Everything that was found, the worst first."""
     checks = (
         _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _deepspeed_batch,
@@ -40,7 +39,7 @@ def findings(asked: Asked) -> list[Finding]:
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
 
 
-def _known(asked: Asked) -> Iterator[Finding]:
+def _known(asked: StatedLaunch) -> Iterator[Finding]:
     """Keys that are misspelt, or lost on their way. Others that are not known here may be of a newer accelerate."""
     for key in asked.config:
         if key not in _CONFIG_KEYS:
@@ -68,7 +67,7 @@ def _known(asked: Asked) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _started(asked: Asked) -> Iterator[Finding]:
+def _started(asked: StatedLaunch) -> Iterator[Finding]:
     """How many processes accelerate starts."""
     kind = str(asked.config.get("distributed_type", ""))
     wanted = asked.num_processes or asked.config.get("num_processes", 1)
@@ -114,11 +113,11 @@ def _started(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _or_here(asked: Asked) -> str:
+def _or_here(asked: StatedLaunch) -> str:
     return f" (here {asked.cards_here})" if asked.cards_here > 1 else ""
 
 
-def _hybrid(asked: Asked) -> Iterator[Finding]:
+def _hybrid(asked: StatedLaunch) -> Iterator[Finding]:
     """Groups of FSDP1 that are made by the cards that torch sees (torch/distributed/fsdp/_init_utils.py)."""
     strategy, section = sharding_strategy(asked.section("fsdp_config")), asked.section("fsdp_config")
     if asked.launch.sharding != "fsdp1" or not strategy.startswith("HYBRID"):
@@ -137,7 +136,7 @@ def _hybrid(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _broadcast(asked: Asked) -> Iterator[Finding]:
+def _broadcast(asked: StatedLaunch) -> Iterator[Finding]:
     """Weights that rank 0 alone loads and nobody sends on."""
     inner = asked.config.get("fsdp_config")
     fsdp = inner if asked.config.get("distributed_type") == "FSDP" and isinstance(inner, Mapping) else {}
@@ -149,7 +148,7 @@ def _broadcast(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _packages(asked: Asked) -> Iterator[Finding]:
+def _packages(asked: StatedLaunch) -> Iterator[Finding]:
     if asked.launch.sharding.startswith("zero") and find_spec("deepspeed") is None:
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("distributed_type"),
@@ -158,7 +157,7 @@ def _packages(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _batch(asked: Asked) -> Iterator[Finding]:
+def _batch(asked: StatedLaunch) -> Iterator[Finding]:
     """Groups that the ranks cannot share (trl/trainer/grpo_config.py, line 1131)."""
     recipe = asked.recipe
     if not recipe.generates or recipe.num_generations < 1:
@@ -176,7 +175,7 @@ def _batch(asked: Asked) -> Iterator[Finding]:
             return
 
 
-def _checkpointing(asked: Asked) -> Iterator[Finding]:
+def _checkpointing(asked: StatedLaunch) -> Iterator[Finding]:
     launch = asked.launch
     key = next((key for key in _CHECKPOINTING if asked.recipe.values.get(key) is not None), _CHECKPOINTING[1])
     checkpoints = next((is_on(v) for k in _CHECKPOINTING if (v := asked.value(k)) is not None), False)
@@ -209,7 +208,7 @@ def _checkpointing(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _saving(asked: Asked) -> Iterator[Finding]:
+def _saving(asked: StatedLaunch) -> Iterator[Finding]:
     launch = asked.launch
     sharded = launch.sharding != "ddp"
     only_model = is_on(asked.value("save_only_model"))
@@ -250,7 +249,7 @@ def _saving(asked: Asked) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _deepspeed_batch(asked: Asked) -> Iterator[Finding]:
+def _deepspeed_batch(asked: StatedLaunch) -> Iterator[Finding]:
     """What an accelerate config tells DeepSpeed, and the recipe transformers (trainer_config_finalize compares)."""
     zero = asked.config.get("deepspeed_config")
     if asked.config.get("distributed_type") != "DEEPSPEED" or not isinstance(zero, Mapping):
@@ -276,7 +275,7 @@ def _deepspeed_batch(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _threads(asked: Asked) -> Iterator[Finding]:
+def _threads(asked: StatedLaunch) -> Iterator[Finding]:
     """The one thread of a rank whose optimizer is on the host (torch/distributed/run.py, line 872; accelerate too)."""
     launch = asked.launch
     if launch.offload != "none" and launch.ranks > 1 and not launch.flags and not os.environ.get("OMP_NUM_THREADS"):
@@ -289,14 +288,14 @@ def _threads(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _clashes(asked: Asked) -> Iterator[Finding]:
+def _clashes(asked: StatedLaunch) -> Iterator[Finding]:
     """Settings that fail together."""
     for clash in clashes(asked.recipe):
         own = asked.in_config("fsdp_config.fsdp_offload_params") if clash.key == OFFLOAD else asked.in_recipe(clash.key)
         yield Finding(severity=Severity.ERROR, where=own, what=clash.what, fix=clash.fix)
 
 
-def _engine(asked: Asked) -> Iterator[Finding]:
+def _engine(asked: StatedLaunch) -> Iterator[Finding]:
     """Tensor parallel of a colocated vLLM engine."""
     size, ranks = asked.value("vllm_tensor_parallel_size"), asked.launch.ranks
     if not is_on(asked.value("use_vllm")) or not isinstance(size, int) or isinstance(size, bool) or size <= 1:
@@ -323,7 +322,7 @@ def _engine(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _cards(asked: Asked) -> Iterator[Finding]:
+def _cards(asked: StatedLaunch) -> Iterator[Finding]:
     """Cards that cannot reach each other's memory."""
     if asked.launch.ranks > 1 and asked.card.startswith("rtx40"):
         # accelerate/utils/environment.py, check_cuda_p2p_ib_support: "RTX 40" with a driver below 550.40.07

@@ -13,13 +13,14 @@ from functools import partial
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import (
+    TYPES,
     deepspeed_config,
     deepspeed_fields,
     fsdp_config,
     ignored_keys,
+    place,
     read_deepspeed_file,
 )
-from autofit.recipe.launch_places import TYPES, place
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config

@@ -5,7 +5,7 @@ No torch here, and nothing is trained or searched: reading a file finds everythi
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,8 +13,49 @@ from typing import cast
 
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.recipe import merge
-from autofit.recipe.references import names_in, replaced
 from autofit.recipe.yaml_file import read_yaml_mapping
+
+_REFERENCE = re.compile(r"\$\$|\$\{([^}]*)\}")  # `$$` is a plain dollar sign
+
+
+def names_in(value: object) -> Iterator[str]:
+    """The names in `${...}` anywhere inside `value`: text, or lists and mappings of it."""
+    if isinstance(value, str):
+        yield from (match[1].strip() for match in _REFERENCE.finditer(value) if match[1] is not None)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from names_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from names_in(inner)
+
+
+def replaced(value: object, values: Mapping[str, object], *, last: bool = True) -> object:
+    """`value` with each `${name}` replaced by `values[name]`; a text that is one reference takes that value's type.
+
+    Names that `values` lacks stay as they are. `$$` becomes `$` in the `last` round.
+    """
+    if isinstance(value, Mapping):
+        return {key: replaced(inner, values, last=last) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [replaced(inner, values, last=last) for inner in value]
+    if not isinstance(value, str):
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole is not None and whole[1] is not None and whole[1].strip() in values:
+        return values[whole[1].strip()]
+    return _REFERENCE.sub(_text(values, last=last), value)
+
+
+def _text(values: Mapping[str, object], *, last: bool) -> Callable[[re.Match[str]], str]:
+    def text(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return "$" if last else "$$"
+        name = match[1].strip()
+        return str(values[name]) if name in values else match[0]
+
+    return text
+
 
 # Arguments of `autofit.search` that a pipeline, or a stage of it, may set: {name: its types}.
 OPTIONS: dict[str, tuple[type, ...]] = {
@@ -57,14 +98,6 @@ class Pipeline:
         if name not in found:
             raise ConfigError(f"--only must name a stage: {', '.join(found)}; got {name!r}{nearest(name, found)}")
         return found[name]
-
-    def behind(self, name: str) -> set[str]:
-        """The stages that use, directly or through others, what the stage `name` trains."""
-        found: set[str] = set()
-        for stage in self.stages:
-            if set(stage.uses) & (found | {name}):
-                found.add(stage.name)
-        return found
 
 
 def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, object] | None = None) -> Pipeline:

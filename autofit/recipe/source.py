@@ -1,4 +1,4 @@
-"""What a recipe may be given as: a YAML file, a mapping of its keys, or TRL's config objects. No torch here."""
+"""Sources of a recipe: a YAML file, a mapping of its keys, TRL's config objects, the built-in one. No torch here."""
 
 import dataclasses
 import os
@@ -6,12 +6,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from enum import Enum
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from autofit.errors import ConfigError
-from autofit.recipe.baseline import PROMPT_TOKENS, baseline_path
 from autofit.recipe.yaml_file import read_yaml_mapping
+
+PROMPT_TOKENS = 1024  # baseline.yaml names the source
+
+
+def baseline_path() -> Path:
+    """The packaged recipe, a YAML file like any other."""
+    return Path(str(resources.files("autofit.recipe").joinpath("baseline.yaml")))
 
 
 class ConfigObject(Protocol):

@@ -28,9 +28,18 @@ from autofit.space.knob import (
     own_value,
     scaled_value,
 )
-from autofit.space.launches import Launches, describe_clash, open_clashes, without_clash
-from autofit.space.limits import MOST_CANDIDATES, check_size
-from autofit.space.narrow import checked, narrowed, packages_of, packages_of_value
+from autofit.space.narrow import (
+    MOST_CANDIDATES,
+    Launches,
+    check_size,
+    checked,
+    describe_clash,
+    narrowed,
+    open_clashes,
+    packages_of,
+    packages_of_value,
+    without_clash,
+)
 
 __all__ = ["QUANTIZATION", "Candidate", "Knob", "Space", "Value"]
 

@@ -21,8 +21,7 @@ from mlflow.store.db import utils as mlflow_utils
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from autofit.errors import EnvironmentFault
-from autofit.tuning.born_whole import is_there, put_in_place, set_aside
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive, is_there, put_in_place, set_aside
 
 _utils: Any = mlflow_utils  # MLflow is not fully typed
 _store: Any = SqlAlchemyStore

@@ -32,7 +32,7 @@ from autofit.tracking.runs import (
     trial_run_ids,
 )
 from autofit.tracking.trial_run import log_params, trial_params, with_gb, with_launch
-from autofit.tuning.file_lock import exclusive
+from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.watching.contract import contract_of

@@ -17,11 +17,11 @@ from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, client, experiment_id, runs_of, search, tracking_errors
 from autofit.tracking.summary import mirror_summary
 from autofit.tracking.trial_run import finished_run, how_confirmed, mirror_confirmation, mirror_trial
-from autofit.tuning.database_errors import database_errors
-from autofit.tuning.file_lock import exclusive
 from autofit.tuning.frontier import baseline
+from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.study import (
+    database_errors,
     load_study,
     open_storage,
     study_names,

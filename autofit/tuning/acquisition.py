@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autofit.recipe.keys import TIERS
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
+from autofit.tuning.candidates import Floats, Grid, Mask, Observation
+from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
 from autofit.tuning.frontier import FASTEST, SLOWER_FRAC, Goal, band_bytes
-from autofit.tuning.grid import Floats, Grid, Mask
-from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places, expected_gain, probability_below
 

@@ -2,7 +2,7 @@
 
 A prediction is corrected by the probes of its study (`tuning.model`). It joins the front where it dominates a trial of
 it, clearly in seconds or bytes, or where it needs clearly less memory than whatever is faster. Both shares are the
-errors of two figures of one kind (`tuning.equals`): a smaller difference is none that is known.
+errors of two figures of one kind (`tuning.comparison`): a smaller difference is none that is known.
 """
 
 import math
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, LEANER_FRAC
+from autofit.tuning.candidates import Mask, Observation
+from autofit.tuning.comparison import EDGE_EQUAL_FRAC, LEANER_FRAC
 from autofit.tuning.foreseen import Costs, undominated
-from autofit.tuning.grid import Mask
-from autofit.tuning.ledger import Observation
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places
 

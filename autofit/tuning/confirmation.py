@@ -11,14 +11,13 @@ import optuna
 
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.tuning.database_errors import database_errors
+from autofit.tuning.comparison import Comparison, Pair
 from autofit.tuning.frontier import Rule, Trial, compared_with, finalist
-from autofit.tuning.pairs import Comparison, Pair
-from autofit.tuning.prober import Prober
 from autofit.tuning.record import keep_comparison, keep_confirmation
+from autofit.tuning.repeats import Prober
 from autofit.tuning.search import Plan
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.study import trials_of
+from autofit.tuning.study import database_errors, trials_of
 from autofit.units import format_seconds
 
 MEASURED_STEPS = 5

@@ -8,8 +8,7 @@ from typing import Literal, TypedDict, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.tuning.equals import NOISE_FRAC, measured_equal_frac, preferred
-from autofit.tuning.pairs import Comparison, alike
+from autofit.tuning.comparison import NOISE_FRAC, Comparison, alike, measured_equal_frac, preferred
 
 Goal = Literal["speed", "memory", "utilisation", "speed-at-any-tier"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -158,8 +157,8 @@ def leanest(trials: Iterable[Trial]) -> Trial | None:
 def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int | None = None) -> Trial | None:
     """The winner among the fitting trials: highest tier first, then the goal. None if no trial fits.
 
-    speed: the fastest, unless a leaner one is as fast (`tuning.equals`). speed-at-any-tier: the same whatever the tier,
-    and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.
+    speed: the fastest, unless a leaner one is as fast (`tuning.comparison`). speed-at-any-tier: the same whatever the
+    tier, and the highest of equally fast ones. memory: the least memory of those at most 10 % slower than the fastest.
     utilisation: the fastest that uses 75 to 85 % of the target, of the highest tier that has one; if none does, the one
     nearest to that from below, of any allowed tier.
 

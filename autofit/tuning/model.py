@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autofit.forecast.predictions import Predictions
-from autofit.tuning.equals import PROBE_NOISE
-from autofit.tuning.grid import Floats, Grid
-from autofit.tuning.ledger import Observation
+from autofit.tuning.candidates import Floats, Grid, Observation
+from autofit.tuning.comparison import PROBE_NOISE
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
 
 Told = tuple[int, float, bool]  # (candidate, log of the measured value, whether the value is a lower bound)

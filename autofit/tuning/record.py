@@ -1,16 +1,36 @@
-"""The typed record of a study in Optuna. The only module that knows the names of a study's attributes."""
+"""The typed record of a study in Optuna, and why its search ended. No other module knows the attributes' names."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import BatchKeys, Tier
+from autofit.tuning.comparison import Comparison
 from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Goal, Rule
-from autofit.tuning.pairs import Comparison
+
+
+class StopKind(StrEnum):
+    TRIALS = "trials"  # the requested number of trials is done
+    BUDGET = "budget"  # the time budget is spent
+    PLATEAU = "plateau"  # the last trials did not improve on the winner
+    GAIN = "gain"  # the best candidate left has a small expected gain
+    HOPELESS = "hopeless"  # nothing fits, and no candidate left is likely to fit
+    EXHAUSTED = "exhausted"  # every candidate is tried or ruled out
+    BROKEN = "broken"  # every probe failed: the recipe or the machine is broken
+    INTERRUPTED = "interrupted"  # by the user
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The reason why a search ended: `kind` for decisions, `words` for people."""
+
+    kind: StopKind
+    words: str
 
 
 class Attributed(Protocol):
@@ -64,7 +84,7 @@ class StudyRecord:
     predicted: Mapping[str, object] | None = None  # bytes and seconds of all candidates, as JSON of forecast.cloud
     foreseen: Sequence[Mapping[str, object]] = ()  # candidates on the front without a probe, JSON of tuning.foreseen
     relaxed: str = ""  # what a lower tier offers, in words; of the last search
-    outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.advising
+    outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.lower_tiers
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property

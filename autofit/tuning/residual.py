@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr
 
-from autofit.tuning.grid import Floats, Grid, Mask
+from autofit.tuning.candidates import Floats, Grid, Mask
 
 Places = NDArray[np.intp]
 _OCTAVES = 2.0  # kernel length scale in octaves: a factor of 2 changes a residual little, a factor of 8 a lot

@@ -16,12 +16,10 @@ from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
 from autofit.tuning.ahead import places_ahead
+from autofit.tuning.candidates import Grid, Ledger, Mask, Observation
 from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
-from autofit.tuning.grid import Grid, Mask
-from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
-from autofit.tuning.record import repeats
-from autofit.tuning.stop import Stop, StopKind
+from autofit.tuning.record import Stop, StopKind, repeats
 from autofit.tuning.study import to_trial
 
 SamplerName = Literal["autofit", "tpe", "gp", "nsga2", "random", "grid"]

@@ -26,18 +26,15 @@ from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import Fidelity, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
-from autofit.tuning.database_errors import database_errors
+from autofit.tuning.candidates import Grid
 from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Goal, Trial, cost, measured, winner
-from autofit.tuning.grid import Grid
-from autofit.tuning.prober import Prober
-from autofit.tuning.record import StudyRecord, keep_record, record_of, repeats
-from autofit.tuning.repeating import Repeats
+from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats
+from autofit.tuning.repeats import Prober, Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.sole_writer import SoleWriter
-from autofit.tuning.stop import Stop, StopKind
 from autofit.tuning.storage import me
-from autofit.tuning.study import FOR_FRONT, note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.study import FOR_FRONT, database_errors, note_candidate, open_storage, requeue, tell, to_trial
 from autofit.units import format_bytes
 
 _SHOW_S = 0.5

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.space.describe import describe_changes, samples_word
-from autofit.tuning.equals import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
+from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC, Comparison, alike, edge_bytes
 from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, in_band, measured, winner
-from autofit.tuning.pairs import Comparison, alike
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes, format_seconds
 
@@ -252,7 +251,7 @@ def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] 
 
 
 def rule_json(rule: Rule, allow: Tier) -> dict[str, object]:
-    """The rule that picked the winner, as `--json` prints it; the shares are those of tuning.equals."""
+    """The rule that picked the winner, as `--json` prints it; the shares are those of tuning.comparison."""
     by_speed = rule["goal"] in FASTEST
     return {
         "goal": rule["goal"], "allow": allow, "limit_bytes": rule["target_bytes"],

@@ -1,27 +1,101 @@
-"""The study in Optuna: the only record of a search. Everything else is rebuilt from it."""
+"""The study in Optuna: the only record of a search. Errors of its database, and damage, are one clear line."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import optuna
 import sqlalchemy.exc
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest, one_line
+from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.tuning.born_whole import is_there, put_in_place
-from autofit.tuning.database_errors import damage, database_errors, tell_errors
-from autofit.tuning.file_lock import exclusive, warn_of_a_network
 from autofit.tuning.frontier import Trial
-from autofit.tuning.lock_holder import wait_until_free
+from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
-from autofit.tuning.storage import Database, check_is_of, check_there, database_of, keep_storage
+from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
+
+# Of JSON, text, an enumeration or a structure that is not what was written.
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def database_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the database of the studies in `folder` into one clear EnvironmentFault."""
+    try:
+        yield
+    except (sqlalchemy.exc.DBAPIError, StorageInternalError) as error:
+        database, at_fault = database_of(folder), cause_of(error)
+        if database.url is None:
+            advice = _advice(at_fault, database.path)
+        else:
+            from autofit.tuning.postgres import postgres_advice
+
+            advice = postgres_advice(at_fault, database)
+        reason = str(at_fault).strip().partition("\n")[0]
+        raise EnvironmentFault(f"{database} cannot be used as a database: {reason}; {advice}") from error
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(database_of(folder).path, error)) from error
+
+
+def _advice(error: BaseException | None, path: Path) -> str:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF  # its upper bytes are details
+    if code == sqlite3.SQLITE_FULL:
+        return "free some space and run the same command again: no finished trial is lost"
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+        return "make the file writable or choose another folder with --dir"
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_OK):  # OK: a text that is not UTF-8
+        return "move the file away, or choose another folder with --dir"
+    if code == sqlite3.SQLITE_IOERR:
+        return (
+            f"the disk failed, or a quota is used up (see `quota`, `df {path.parent}`): mend that and run the same "
+            f"command again; the file is left as it is"
+        )
+    return "run the same command again, or choose another folder with --dir; the file is left as it is"
+
+
+def tell_errors(storage: RDBStorage, folder: Path) -> None:
+    """Let every call of `storage` raise its errors, and damaged content, as one clear EnvironmentFault."""
+    for name in CALLS:
+        reads = name.lstrip("_").startswith("get")
+        setattr(storage, name, _told(getattr(storage, name), folder, reads=reads))
+
+
+def _told(call: Callable[..., T], folder: Path, *, reads: bool) -> Callable[..., T]:
+    @functools.wraps(call)
+    def told(*args: object, **kwargs: object) -> T:
+        with database_errors(folder):
+            try:
+                return call(*args, **kwargs)
+            except _DAMAGED as error:
+                if not reads or isinstance(error, AutofitError):
+                    raise
+                raise damage(folder, error) from error
+
+    return told
+
+
+def damage(folder: Path, error: Exception) -> EnvironmentFault:
+    """The error of a database whose content is not what was written."""
+    database = database_of(folder)
+    fix = "move the file away, or choose another folder with --dir"
+    return EnvironmentFault(
+        f"{database} is damaged: what it holds cannot be read ({type(error).__name__}: {one_line(str(error), 80)}); "
+        f"{fix if database.url is None else 'restore it, or choose another database with --storage'}"
+    )
+
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -49,8 +123,7 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
 
 
 def _shared(database: Database, *, create: bool) -> RDBStorage:
-    from autofit.tuning.postgres import open_postgres
-    from autofit.tuning.study_lock import keep_locks
+    from autofit.tuning.postgres import keep_locks, open_postgres
 
     storage = open_postgres(database, create=create)
     sqlalchemy.event.listen(storage.engine, "connect", keep_locks)
@@ -107,7 +180,7 @@ def driving(folder: Path, name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         database = database_of(folder)
         if database.url is not None:
-            from autofit.tuning.study_lock import sole_driver
+            from autofit.tuning.postgres import sole_driver
 
             with database_errors(folder):
                 stack.enter_context(sole_driver(database, name))

@@ -2,8 +2,8 @@
 
 A probe trains on the longest sample, so its seconds and bytes are those of the slowest and largest step: a run whose
 samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed what was promised
-by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/equals.py) where
-they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
+by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/comparison.py)
+where they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from autofit.hardware.driver_names import card_of
 from autofit.probing.result import Fidelity
-from autofit.tuning.equals import NOISE_FRAC
+from autofit.tuning.comparison import NOISE_FRAC
 from autofit.units import format_bytes, format_seconds
 from autofit.watching.events import PROGRESS, Kind, RunEvent, events_of, read_lines
 from autofit.watching.promise import Promise

@@ -1,17 +1,35 @@
 """The files of the page, made once: the page with the known models and cards, its style, its script and its icon."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 
+import yaml
+
 from autofit import __version__
-from autofit.api.markup import escaped
-from autofit.api.page_style import STYLE
+from autofit.api.markup import STYLE, escaped
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware.prices import prices
 from autofit.recipe.catalogue import names
-from autofit.web.examples import examples
+from autofit.web.question import Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A question, and the words of its button."""
+
+    words: str
+    question: Question
+
+
+@cache
+def examples() -> tuple[Example, ...]:
+    """The examples, in the order of the page."""
+    content = yaml.safe_load((resources.files("autofit.web") / "examples.yaml").read_text(encoding="utf-8"))
+    return tuple(Example(words=one.pop("words"), question=Question.from_json(one)) for one in content)
+
 
 File = tuple[str, bytes]  # (its type, its bytes)
 _FIRST = "a100-80gb"

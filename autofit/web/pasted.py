@@ -1,5 +1,6 @@
 """What was pasted, as a recipe: a YAML of TRL or of another tool, or the command that starts a training."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,31 @@ from typing import cast
 
 import yaml
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, printable, quoted
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.reading import explain
 from autofit.frontends.tools import tool_of
 from autofit.frontends.verl import starts_verl
 from autofit.recipe.catalogue import architecture
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+
+# Keys that name code, files or other models.
+_DROPPED = ("auto_map", "_name_or_path", "_commit_hash", "custom_pipelines", "quantization_config", "name_or_path")
+
+
+def write_config(text: str, folder: Path) -> str:
+    """The folder with the config.json in `text`. Raises ConfigError for what is no config of a model."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config.json is not valid JSON: {printable(str(error), 100)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ConfigError("config.json must be a JSON object with a model_type, as models on the hub have one")
+    kept = {key: value for key, value in content.items() if key not in _DROPPED and not key.startswith("_")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return str(folder)
+
 
 _TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
 _STARTERS = (

@@ -8,10 +8,10 @@ from law import SHAPES, Card, Columns, Shape, columns, predict
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import Recipe
+from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
-from autofit.space.space_file import load_space
 from autofit.trainers.keys import ROLLOUTS
-from autofit.tuning.grid import Floats, Grid
+from autofit.tuning.candidates import Floats, Grid
 
 # The knobs of the default space whose effect the law knows.
 _OF_THE_LAW = (

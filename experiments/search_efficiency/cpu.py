@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import tiny
 
 from autofit.recipe.recipe import Recipe
+from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space
 from autofit.trainers.keys import ROLLOUTS
-from autofit.tuning.grid import Grid
+from autofit.tuning.candidates import Grid
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study
 

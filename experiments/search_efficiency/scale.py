@@ -24,11 +24,11 @@ from autofit.forecast.forecast import Forecaster
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.baseline import PROMPT_TOKENS, baseline_path
+from autofit.recipe.source import PROMPT_TOKENS, baseline_path
+from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
-from autofit.space.space_file import load_space
+from autofit.tuning.candidates import Grid
 from autofit.tuning.frontier import Trial, pareto_front
-from autofit.tuning.grid import Grid
 from autofit.tuning.sampler import make_sampler
 
 T = TypeVar("T")

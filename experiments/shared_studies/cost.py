@@ -23,8 +23,8 @@ def one(url: str, trials: int, number: int, folder: str) -> str:
     from autofit.files import write_json
     from autofit.probing.launch import Launcher
     from autofit.probing.result import ProbeRequest
+    from autofit.space.knob import load_space
     from autofit.space.space import Space
-    from autofit.space.space_file import load_space
     from autofit.tuning.search import Search, open_study
     from autofit.tuning.storage import use_storage
     from autofit.tuning.study import driving

@@ -18,8 +18,8 @@ from recipes import grpo_recipe  # noqa: E402
 
 from autofit.cluster.executor import executor_of  # noqa: E402
 from autofit.probing.cluster_launch import ClusterLauncher  # noqa: E402
+from autofit.space.knob import load_space  # noqa: E402
 from autofit.space.space import Space  # noqa: E402
-from autofit.space.space_file import load_space  # noqa: E402
 from autofit.tuning.search import Plan, Search, open_study  # noqa: E402
 from autofit.tuning.study import exclusive, load_study, trials_of  # noqa: E402
 

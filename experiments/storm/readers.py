@@ -20,9 +20,9 @@ from autofit.recipe.pipeline import OPTIONS, read_pipeline
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import sealed
 from autofit.recipe.source import read_source
-from autofit.recipe.trainer_keys import TAKEN_BY
+from autofit.recipe.starting import TAKEN_BY
+from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space
-from autofit.space.space_file import load_space, read_space
 from autofit.trainers.offline import read_config_file
 from autofit.watching.guards import GuardWatcher
 from autofit.watching.thresholds import read_guards

