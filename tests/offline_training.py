@@ -8,7 +8,7 @@ import torch
 
 from autofit.promotion import rank_training, training
 from autofit.promotion.interruption import ask_to_end, listen
-from autofit.promotion.rank_reports import Following
+from autofit.promotion.reports import Following
 
 
 def run(request_path: str) -> int:

@@ -16,7 +16,7 @@ from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.births import note_of
 from autofit.probing.launch import is_alive
-from autofit.promotion.moved import check_found, missing, working_folder
+from autofit.promotion.place import check_found, missing, working_folder
 from autofit.promotion.promotion import Promotion
 from autofit.tracking.runs import client, experiment_id
 

@@ -20,12 +20,11 @@ from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.rank_processes import RanksEnded
 from autofit.probing.supervise import Ending
-from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import train_to_the_end
 from autofit.promotion.ladder import Ladder
 from autofit.promotion.progress import read_progress
-from autofit.promotion.rank_files import log_of
+from autofit.promotion.run_folder import ending_of, forget_ending, log_of
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.watching.events import Kind, RunEvent, events_of

@@ -18,9 +18,9 @@ from vllm_stand_in import servers_of, write_stand_in
 
 from autofit.files import read_json
 from autofit.probing.supervise import Ending, computing_env
-from autofit.promotion.beside import Beside
 from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.serving import start_keeper
+from autofit.promotion.server import Beside
+from autofit.promotion.server_keeper import start_keeper
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
     wait(folder, gone(folder), within_s=60)
     with started(folder) as job:
         wait(folder, lambda: resumed(folder))
-        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.serving" in p.cmdline()]
+        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.server_keeper" in p.cmdline()]
         keeper.kill()
         job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"

@@ -15,11 +15,9 @@ from test_server import recipe
 
 from autofit.files import write_json
 from autofit.probing.supervise import Ending
-from autofit.promotion import beside, job
-from autofit.promotion.beside import Beside
-from autofit.promotion.server_address import address_variables, with_address
-from autofit.promotion.server_files import Post
-from autofit.promotion.serving import last_words, serve
+from autofit.promotion import job
+from autofit.promotion.server import Beside, Post, address_variables, with_address
+from autofit.promotion.server_keeper import last_words, serve
 from autofit.recipe.launch import LAUNCH, Launch
 
 
@@ -63,7 +61,7 @@ def test_a_server_whose_machine_is_gone_is_lost_and_no_failure_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its keeper would have told anything else; a job of Slurm then starts again, on other nodes."""
-    monkeypatch.setattr(beside, "_KNOCK_S", 0.01)
+    monkeypatch.setattr("autofit.promotion.server._KNOCK_S", 0.01)
     run = Beside(tmp_path, "7-0")
     post = Post(folder=tmp_path, name="7-0", number=1)
 

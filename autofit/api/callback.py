@@ -16,7 +16,7 @@ from autofit.plugin.protocol import Control, Report, Run
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.promotion.progress import forget_progress_after, read_progress
 from autofit.promotion.promotion import choose, promise_of
-from autofit.promotion.recorder import Recorder
+from autofit.promotion.reports import Recorder
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.watching.contract import Row

@@ -15,8 +15,7 @@ from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
-from autofit.promotion.merged import is_adapter, whole_model
-from autofit.promotion.stages import Known, State
+from autofit.promotion.stages import Known, State, is_adapter, whole_model
 from autofit.recipe.pipeline import Stage, read_pipeline
 from autofit.tuning.file_lock import exclusive
 from autofit.tuning.storage import use_storage

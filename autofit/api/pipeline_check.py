@@ -8,7 +8,7 @@ from autofit.api.planning import make_plan
 from autofit.api.reading import drop, fork_server
 from autofit.errors import ConfigError
 from autofit.probing.fork_server import ForkServer
-from autofit.promotion.merged import base_of
+from autofit.promotion.stages import base_of
 from autofit.recipe.pipeline import Stage
 
 

@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,6 +42,9 @@ class RanksEnded:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RanksEnded":
         return cls(endings=tuple(Ending(**ending) for ending in content["endings"]), first=content["first"])
+
+
+Keep = Callable[[Sequence[dict[str, str]]], RanksEnded]  # starts a rank in each environment, and waits for all
 
 
 def keep_ranks(

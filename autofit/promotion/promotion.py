@@ -1,38 +1,47 @@
-"""Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
+"""A recipe that was edited after its search: the study's copy is what a promotion trains."""
 
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError, EnvironmentFault, nearest
+from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
 from autofit.files import read_json, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
 from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
-from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.checkpoints import checkpoints
-from autofit.promotion.edited import edit_note
-from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.moved import check_found, working_folder
-from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of, signal_s, training_device
+from autofit.promotion.place import (
+    check_found,
+    check_ranks,
+    for_slurm,
+    machines_of,
+    server_of,
+    signal_s,
+    training_device,
+    working_folder,
+)
 from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
+from autofit.promotion.run_folder import ending_of, forget_ending
+from autofit.promotion.slurm_job import REQUEUES, run_allocated
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.recipe.server import Server
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.describe import describe_changes
 from autofit.tuning.database_errors import database_errors
 from autofit.tuning.frontier import Rule, Trial, leanest, winner
@@ -43,6 +52,35 @@ from autofit.tuning.study import load_study, trials_of
 from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
 from autofit.watching.promise import Promise
 from autofit.watching.thresholds import Guard
+
+_MOST = 3  # settings that are named
+
+
+def edit_note(record: StudyRecord, cwd: Path) -> str:
+    """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
+    path = cwd / f"{record.recipe_name}.yaml"
+    if record.foreign or not record.used or not path.is_file():
+        return ""
+    if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
+        return ""
+    try:
+        now = read_yaml_mapping(path, what="recipe")
+    except ConfigError:
+        return ""  # the study's copy is whole
+    other = [key for key in now if key != "env" and now[key] != record.values.get(key)]  # env is kept sealed
+    if not other:
+        return ""
+    words = [f"{key} {quoted(now[key], 40)} (the study: {_said(record, key)})" for key in other[:_MOST]]
+    more = f" and {len(other) - _MOST} more" if len(other) > _MOST else ""
+    return (
+        f"{path.name} was edited after the search and says {', '.join(words)}{more}; the study's copy is what is "
+        "trained. To take the edit, run the search again"
+    )
+
+
+def _said(record: StudyRecord, key: str) -> str:
+    return quoted(record.values[key], 40) if key in record.values else "not given"
+
 
 NAMES = ("best", "leanest")  # of trials, beside their numbers
 _YEAR_S = 365 * 24 * 3600.0

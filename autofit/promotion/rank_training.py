@@ -25,11 +25,11 @@ from autofit.plugin.registry import load
 from autofit.probing.oom import is_oom
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.supervise import die_with_parent
-from autofit.promotion.checkpoints import delete_own
-from autofit.promotion.full_disk import print_leniently, reason_of
+from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
 from autofit.promotion.interruption import ask_after_signal, listen, received
 from autofit.promotion.progress import read_progress
-from autofit.promotion.rank_files import (
+from autofit.promotion.reports import Following, Leading, Together
+from autofit.promotion.run_folder import (
     ADDRESS,
     Place,
     forget_unloadable,
@@ -37,10 +37,8 @@ from autofit.promotion.rank_files import (
     tell_unloadable,
     unloadable,
 )
-from autofit.promotion.rank_reports import Following, Leading
-from autofit.promotion.server_address import with_address
+from autofit.promotion.server import with_address
 from autofit.promotion.start import Start, not_loaded
-from autofit.promotion.together import Together
 from autofit.promotion.training import final_of, start_mirror, stop_mirror, watched_of, watchers_of
 from autofit.promotion.whereabouts import tell_oom, tell_oom_of_rank
 from autofit.recipe.launch import split

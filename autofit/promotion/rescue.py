@@ -16,8 +16,8 @@ from autofit.probing.supervise import Ending
 from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.interruption import asked_to_end
 from autofit.promotion.ladder import Ladder, Rung
-from autofit.promotion.oom import Oom, forget_oom, read_oom
 from autofit.promotion.progress import read_progress
+from autofit.promotion.run_folder import Oom, forget_oom, read_oom
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
 from autofit.recipe.recipe import Recipe

@@ -20,14 +20,13 @@ from autofit.plugin.protocol import Run, Task
 from autofit.plugin.registry import load
 from autofit.probing.oom import is_oom
 from autofit.probing.supervise import die_with_parent
-from autofit.promotion.checkpoints import delete_own
-from autofit.promotion.full_disk import print_leniently, reason_of
+from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
 from autofit.promotion.interruption import deaf_children, listen, received
 from autofit.promotion.progress import read_progress
-from autofit.promotion.recorder import Recorder
-from autofit.promotion.server_address import with_address
+from autofit.promotion.reports import Locating, Recorder
+from autofit.promotion.server import with_address
 from autofit.promotion.start import Start
-from autofit.promotion.whereabouts import Locating, oom_told, tell_oom
+from autofit.promotion.whereabouts import oom_told, tell_oom
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
 from autofit.watching.promise import Promise

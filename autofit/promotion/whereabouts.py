@@ -15,64 +15,15 @@ from autofit.plugin.protocol import (
     LOAD,
     OPTIMIZER,
     SYNC,
-    UPDATE,
     WAKE_UP,
-    Control,
-    Report,
     Rescuable,
     Run,
     own_checkpoints,
 )
 from autofit.probing.oom import is_oom
 from autofit.promotion.checkpoints import checkpoints, last_checkpoint, step_of, what_is_torn
-from autofit.promotion.oom import Oom, in_words, keep_oom, read_oom
-from autofit.promotion.recorder import Recorder
-
-
-class Where(Report):
-    """A report that knows in which phase of which step the run is."""
-
-    rank = 0
-    at_work = LOAD  # the phase
-    in_step = False
-    steps = 0  # that are finished
-
-    def moved(self) -> None:
-        """The run went on to `at_work`."""
-
-    def enter(self, phase: str) -> str:
-        left = self.at_work
-        self._go_to(phase)
-        return left
-
-    def train_begins(self) -> None:
-        super().train_begins()
-        self._go_to(UPDATE)
-
-    def step_begins(self, step: int) -> None:
-        self.in_step = True
-        self._go_to(UPDATE)
-        super().step_begins(step)
-
-    def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._go_to(OPTIMIZER)
-        super().gradient_is_whole(model, optimizer)
-
-    def optimizer_ends(self) -> None:
-        self._go_to(UPDATE)
-        super().optimizer_ends()
-
-    def step_ends(self, step: int) -> Control:
-        self.in_step = False
-        return super().step_ends(step)
-
-    def _go_to(self, phase: str) -> None:
-        self.at_work = phase
-        self.moved()
-
-
-class Locating(Where, Recorder):
-    """A recorder that knows in which phase of which step the run is."""
+from autofit.promotion.reports import Locating, Where
+from autofit.promotion.run_folder import Oom, in_words, keep_oom, read_oom
 
 
 @contextmanager
