@@ -12,9 +12,8 @@ from rich.table import Table
 from autofit.files import read_json
 from autofit.folding import Folding
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
 from autofit.watching.contract import Row, contract_of, verdict_of
-from autofit.watching.events import Kind, RunEvent, events_of
+from autofit.watching.events import Kind, RunEvent, events_of, read_progress
 
 State = Literal["running", "done", "failed", "interrupted"]
 _SHOWN = 12  # the last events in a report as text; JSON has all

@@ -15,9 +15,7 @@ from autofit.probing.rank_probes import PORT_IS_TAKEN, PORTS
 from autofit.probing.rank_processes import Keep, RanksEnded, free_port, keep_ranks
 from autofit.probing.slots import NoSlot, set_aside, slots
 from autofit.probing.supervise import Ending, computing_env, keep
-from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
-from autofit.promotion.rescue import goes_on
-from autofit.promotion.run_folder import (
+from autofit.promotion.endings import (
     ADDRESS,
     LOOPBACK,
     first_failure,
@@ -29,6 +27,8 @@ from autofit.promotion.run_folder import (
     unloadable,
     write_ending,
 )
+from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
+from autofit.promotion.rescue import goes_on
 from autofit.promotion.server import Beside
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch

@@ -17,6 +17,7 @@ from autofit.hardware.hardware import Device, slot_names
 from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
 from autofit.promotion.checkpoints import checkpoints
+from autofit.promotion.endings import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
@@ -30,10 +31,8 @@ from autofit.promotion.place import (
     training_device,
     working_folder,
 )
-from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
-from autofit.promotion.run_folder import ending_of, forget_ending
 from autofit.promotion.slurm_job import REQUEUES, run_allocated
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
@@ -49,8 +48,8 @@ from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
 from autofit.tuning.study import load_study, trials_of
-from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
+from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, read_progress, stop_asked
 from autofit.watching.thresholds import Guard
 
 _MOST = 3  # settings that are named

@@ -26,10 +26,7 @@ from autofit.probing.oom import is_oom
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.supervise import die_with_parent
 from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
-from autofit.promotion.interruption import ask_after_signal, listen, received
-from autofit.promotion.progress import read_progress
-from autofit.promotion.reports import Following, Leading, Together
-from autofit.promotion.run_folder import (
+from autofit.promotion.endings import (
     ADDRESS,
     Place,
     forget_unloadable,
@@ -37,12 +34,15 @@ from autofit.promotion.run_folder import (
     tell_unloadable,
     unloadable,
 )
+from autofit.promotion.interruption import ask_after_signal, listen, received
+from autofit.promotion.reports import Following, Leading, Together
 from autofit.promotion.server import with_address
 from autofit.promotion.start import Start, not_loaded
 from autofit.promotion.training import final_of, start_mirror, stop_mirror, watched_of, watchers_of
 from autofit.promotion.whereabouts import tell_oom, tell_oom_of_rank
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
+from autofit.watching.events import read_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,14 @@ from autofit.plugin.protocol import UPDATE
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.supervise import Ending
 from autofit.promotion.checkpoints import checkpoints, step_of
+from autofit.promotion.endings import Oom, forget_oom, read_oom
 from autofit.promotion.interruption import asked_to_end
 from autofit.promotion.ladder import Ladder, Rung
-from autofit.promotion.progress import read_progress
-from autofit.promotion.run_folder import Oom, forget_oom, read_oom
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
-from autofit.watching.events import Kind, RunEvent, keep_event
+from autofit.watching.events import Kind, RunEvent, keep_event, read_progress
 
 _FILE = "rescues.json"
 _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further than the one before

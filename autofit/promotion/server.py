@@ -21,8 +21,8 @@ from autofit.files import read_json, write_json
 from autofit.probing.births import birth
 from autofit.probing.rank_processes import Keep, RanksEnded, free_port
 from autofit.probing.supervise import Ending, become_subreaper, kill_descendants
+from autofit.promotion.endings import LOOPBACK
 from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.run_folder import LOOPBACK
 
 _FOLDER = "server"
 

@@ -22,14 +22,14 @@ from autofit.files import read_json, write_json
 from autofit.probing.births import note_of
 from autofit.probing.rank_processes import Keep, RanksEnded, keep_ranks
 from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.promotion.endings import ADDRESS, forget_ending, tell_ending
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
 from autofit.promotion.job import in_processes, start_alone, start_rank, train_to_the_end
-from autofit.promotion.progress import read_progress
-from autofit.promotion.run_folder import ADDRESS, forget_ending, tell_ending
 from autofit.promotion.server import Beside, Post, log_of_server
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
 from autofit.recipe.server import Server
+from autofit.watching.events import read_progress
 
 _POLL_S = 0.2
 _PATIENCE_S = 45.0  # for the ends of the other machines, once the ranks of the first have ended

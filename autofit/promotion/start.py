@@ -7,8 +7,15 @@ from autofit.errors import AutofitError, EnvironmentFault
 from autofit.plugin.protocol import Run
 from autofit.probing.oom import is_oom
 from autofit.promotion.checkpoints import PassedOver, last_checkpoint, step_of
-from autofit.promotion.progress import forget_progress_after, keep_only, read_progress
-from autofit.watching.events import Kind, RunEvent, forget_events_after, keep_event
+from autofit.watching.events import (
+    Kind,
+    RunEvent,
+    forget_events_after,
+    forget_progress_after,
+    keep_event,
+    keep_only,
+    read_progress,
+)
 from autofit.watching.watcher import Watched, Watcher
 
 

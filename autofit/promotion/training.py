@@ -22,14 +22,14 @@ from autofit.probing.oom import is_oom
 from autofit.probing.supervise import die_with_parent
 from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
 from autofit.promotion.interruption import deaf_children, listen, received
-from autofit.promotion.progress import read_progress
 from autofit.promotion.reports import Locating, Recorder
 from autofit.promotion.server import with_address
 from autofit.promotion.start import Start
 from autofit.promotion.whereabouts import oom_told, tell_oom
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
+from autofit.watching.events import read_progress
 from autofit.watching.thresholds import guards_of
 from autofit.watching.watcher import Watched, Watcher
 from autofit.watching.watchers import watchers

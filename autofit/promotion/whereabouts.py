@@ -22,8 +22,8 @@ from autofit.plugin.protocol import (
 )
 from autofit.probing.oom import is_oom
 from autofit.promotion.checkpoints import checkpoints, last_checkpoint, step_of, what_is_torn
+from autofit.promotion.endings import Oom, in_words, keep_oom, read_oom
 from autofit.promotion.reports import Locating, Where
-from autofit.promotion.run_folder import Oom, in_words, keep_oom, read_oom
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
 from autofit.tuning.storage import child_environment
-from autofit.watching.events import events_of
+from autofit.watching.events import events_of, read_progress
 
 MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
 _AT_THE_END_S = 20

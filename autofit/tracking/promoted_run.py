@@ -15,7 +15,6 @@ from mlflow.entities import Metric, Run, RunTag
 
 from autofit.files import read_json, write_json
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
 from autofit.tracking.follower import MIRRORED, mirrored_state, state_of
 from autofit.tracking.promoted_text import contract_figures, event_tags, note, outcome
 from autofit.tracking.runs import (
@@ -36,7 +35,7 @@ from autofit.tuning.file_lock import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.watching.contract import contract_of
-from autofit.watching.events import EVENTS, RunEvent, events_of
+from autofit.watching.events import EVENTS, RunEvent, events_of, read_progress
 
 Line = Mapping[str, object]
 _BEGAN, _TRIAL_RUN = "autofit.began", "autofit.trial_run"  # time of the first step; id of the run of the trial's probe
