@@ -20,8 +20,8 @@ from slurm_cluster import Cluster
 from test_server import RESOLVED, recipe
 
 from autofit.cluster.executor import LOCAL, executor_of
-from autofit.cluster.inside import OwnJob
-from autofit.cluster.node import only_cards
+from autofit.cluster.nodes import only_cards
+from autofit.cluster.slurm import OwnJob
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints

@@ -20,14 +20,14 @@ from autofit.api.reading import (
 )
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
+from autofit.files import Scratch
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.margin import is_tight
 from autofit.forecast.zone import care_lines
-from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
@@ -37,7 +37,6 @@ from autofit.recipe.finding import Severity
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.memory_findings import quantised
 from autofit.recipe.recipe import Recipe
-from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
 from autofit.space.space import Space
 from autofit.space.space_file import space_knobs

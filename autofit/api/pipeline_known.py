@@ -9,7 +9,7 @@ from typing import Any
 from autofit.api.planning import Request
 from autofit.errors import ConfigError
 from autofit.hardware.hardware import gpus
-from autofit.hardware.visible import why_none
+from autofit.hardware.nvml import why_none
 from autofit.plugin.registry import trainer_for
 from autofit.promotion.stages import Inputs, Known, State, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage

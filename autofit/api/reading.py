@@ -9,6 +9,7 @@ from typing import cast
 from autofit.api.patience import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.files import release
 from autofit.frontends import sources
 from autofit.frontends.writing import has_key
 from autofit.hardware.hardware import gpus, slices_fault
@@ -18,7 +19,6 @@ from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated
-from autofit.scratch import release
 from autofit.space.knob import QUANTIZATION
 from autofit.space.space_file import space_knobs
 from autofit.units import format_bytes

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.hardware.visible import visible_gpus
+from autofit.files import Scratch
+from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
 from autofit.probing.log_size import keep_small
 from autofit.probing.rank_processes import RanksEnded, keep_ranks
 from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
-from autofit.scratch import Scratch
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"

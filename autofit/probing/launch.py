@@ -18,8 +18,7 @@ import submitit
 from autofit.cluster import slurm
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import EnvironmentFault
-from autofit.files import is_full, read_json, write_json
-from autofit.owners import private_folder
+from autofit.files import is_full, private_folder, read_json, write_json
 from autofit.probing.births import lives, note_of
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.log_size import end_of

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from autofit.cluster.inside import in_job
+from autofit.cluster.slurm import in_job
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _LATER = "stop-for-now"  # file in the folder of a run on Slurm

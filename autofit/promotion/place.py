@@ -11,9 +11,9 @@ from pathlib import Path
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.driver_names import card_of
+from autofit.hardware.card_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
-from autofit.hardware.visible import why_none
+from autofit.hardware.nvml import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
 from autofit.recipe.server import Server, needs_server

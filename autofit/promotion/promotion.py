@@ -11,10 +11,9 @@ from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
-from autofit.files import read_json, write_json
+from autofit.files import private_folder, read_json, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
-from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
 from autofit.promotion.checkpoints import checkpoints
 from autofit.promotion.endings import ending_of, forget_ending

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from autofit.cluster.inside import OwnJob, own_job
-from autofit.cluster.node import card_fault, only_cards
+from autofit.cluster.nodes import card_fault, only_cards
+from autofit.cluster.slurm import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
 from autofit.probing.births import note_of

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.registry import code_hash
 from autofit.recipe.pipeline import Stage
 from autofit.recipe.secrets import sealed

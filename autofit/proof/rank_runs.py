@@ -1,14 +1,13 @@
-"""Real ranks for a gradient proof: processes that are forked after the imports, meet over gloo and train one recipe.
-
-The process that forks must not have computed with more than one thread: OpenMP's threads do not live in a fork.
-"""
+"""How a process of a gradient proof becomes a rank on the CPU: accelerate's environment and a gloo group."""
 
 import gc
 import os
 import select
 import signal
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,9 +16,35 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
+from autofit.plugin.ranks import fsdp2_on_cpu, rank_environment
 from autofit.probing.supervise import die_with_parent
-from autofit.proof.cpu_mesh import joined
 from autofit.recipe.launch import Launch
+
+_PATIENCE = timedelta(seconds=300)  # of one rank for the others, which train the same small model
+_NO_PORT = 1  # the ranks meet in a file
+
+
+@contextmanager
+def joined(launch: Launch, *, rank: int, meeting: Path) -> Iterator[None]:
+    """Context in which this process is `rank` of `launch`; the ranks find each other by the file `meeting`."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the forking process was one rank of its own
+    GradientState._reset_state()
+    torch.set_num_threads(1)
+    if launch.is_plain:
+        yield
+        return
+    os.environ.update(rank_environment(launch, rank=rank, port=_NO_PORT, device="cpu"))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    store = torch.distributed.FileStore(str(meeting), launch.ranks)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=launch.ranks, timeout=_PATIENCE)
+    if launch.sharding == "fsdp2":
+        with fsdp2_on_cpu():
+            yield
+    else:
+        yield
+
 
 Saved = list[dict[str, torch.Tensor]]
 

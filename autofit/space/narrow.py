@@ -11,8 +11,7 @@ from importlib.util import find_spec
 
 from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.hardware import simulated_twin
-from autofit.hardware.needs import BFLOAT16_CAPABILITY
+from autofit.hardware.hardware import BFLOAT16_CAPABILITY, simulated_twin
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import Launch

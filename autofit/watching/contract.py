@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
 
-from autofit.hardware.driver_names import card_of
+from autofit.hardware.card_names import card_of
 from autofit.probing.result import Fidelity, ProbeResult
 from autofit.tuning.equals import NOISE_FRAC
 from autofit.units import format_bytes, format_seconds

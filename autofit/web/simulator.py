@@ -10,9 +10,9 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
+from autofit.files import Scratch
 from autofit.probing.fork_server import ServerGone
 from autofit.probing.supervise import Ending
-from autofit.scratch import Scratch
 from autofit.web.limits import Limits
 from autofit.web.question import Question
 from autofit.web.warm import WarmServer

@@ -13,7 +13,7 @@ from autofit.commands.arguments import parser
 from autofit.commands.common import settings
 from autofit.fakegpu.errors import UnknownGpuError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import launch_options, launched
