@@ -17,6 +17,7 @@ from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.nvml import Gpu
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.supervise import note_of
 from autofit.promotion import place
 from autofit.promotion.place import training_device
 from autofit.tuning.equals import NOISE_FRAC
@@ -250,7 +251,7 @@ def test_the_runs_of_a_study_are_found_and_shown(tmp_path: Path) -> None:
         folder = tmp_path / "promoted" / f"{study}-trial-{trial}"
         run = Run(folder)
         write_json(folder / "request.json", {"study": study, "trial": trial, "device": "cpu"})
-        write_json(folder / "started.json", {"pid": 2**22 + 1, "create_time": 0.0})  # a process that is no more
+        write_json(folder / "started.json", note_of(2**22 + 1))  # a process that is no more
         run.start()
         run.steps(range(1, 9), 2.0)
     found = promoted_runs(tmp_path, "mine")

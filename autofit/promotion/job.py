@@ -10,11 +10,9 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.hardware.hardware import threads_of_each
-from autofit.probing.births import note_of
 from autofit.probing.rank_probes import PORT_IS_TAKEN, PORTS
-from autofit.probing.rank_processes import Keep, RanksEnded, free_port, keep_ranks
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, free_port, keep_ranks, note_of
 from autofit.promotion.endings import (
     ADDRESS,
     LOOPBACK,
@@ -86,7 +84,7 @@ def in_processes(
 
 def start_rank(request_path: Path, folder: Path, rank: int, cwd: str, env: Mapping[str, str]) -> int:
     """Start one rank in a process of its own; its pid. It hears signals once it listens, and none is lost before."""
-    return start_deaf("autofit.promotion.rank_training", request_path, log=log_of(folder, rank), cwd=cwd, env=env)
+    return start_deaf("autofit.promotion.training", request_path, log=log_of(folder, rank), cwd=cwd, env=env)
 
 
 def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
@@ -155,28 +153,16 @@ def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> Non
         cards = [name.removeprefix(_CARD) for name in held] if on_cards else []
         env, cwd = _env_of(cards[: launch.ranks]), str(request["cwd"])
         if not serves:
-            ending = train_to_the_end(
-                request_path, folder, alone=lambda: keep(lambda: start_alone(str(request_path), folder, cwd, env)),
-                ranks=in_processes(request_path, folder, cwd=cwd, env=env),
+            keep = in_processes(request_path, folder, cwd=cwd, env=env)
+        else:
+            server = Beside(
+                folder, f"local-{os.getpid()}",
+                start=lambda post: start_keeper(request_path, post, cwd=cwd, env=_env_of(cards[launch.ranks :])),
             )  # fmt: skip
-            _set_aside(held, ending)
-            return
-        beside = Beside(
-            folder, f"local-{os.getpid()}",
-            start=lambda post: start_keeper(request_path, post, cwd=cwd, env=_env_of(cards[launch.ranks :])),
-        )  # fmt: skip
-
-        def alone(own: Mapping[str, str]) -> Ending:
-            return keep(lambda: start_alone(str(request_path), folder, cwd, {**env, **own}), abandoned=beside.is_over)
-
-        ranks = in_processes(request_path, folder, cwd=cwd, env=env, abandoned=beside.is_over)
-        _set_aside(held, train_to_the_end(request_path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks)))
-
-
-def _set_aside(held: tuple[str, ...], ending: Ending) -> None:
-    """Give these slots to nobody while the training hangs in the driver."""
-    if ending.left_pid is not None:
-        set_aside(held, ending.left_pid)
+            keep = server.beside(in_processes(request_path, folder, cwd=cwd, env=env, abandoned=server.is_over))
+        ending = train_to_the_end(request_path, folder, keep)
+        if ending.left_pid is not None:  # give these slots to nobody while the training hangs in the driver
+            set_aside(held, ending.left_pid)
 
 
 def _env_of(cards: Sequence[str]) -> dict[str, str]:
@@ -187,20 +173,15 @@ def _env_of(cards: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def train_to_the_end(request_path: Path, folder: Path, *, alone: Callable[[], Ending], ranks: Keep) -> Ending:
+def train_to_the_end(request_path: Path, folder: Path, keep: Keep) -> Ending:
     """Train, and after an OOM again with the next setting that needs less memory; keeps and returns the end.
 
-    `alone` trains one process by itself, `ranks` those of a recipe that has more: a rescue may change which.
+    `keep` starts a process in each environment that it gets, and waits for all: a rescue may change how many.
     """
     again = True
     while again:
         launch = Launch.of(cast("dict[str, object]", (read_json(request_path) or {})["values"]))
-        ending = alone() if launch.is_alone else run_ranks(folder, launch, ranks)
+        ending = keep([{}]).alone if launch.is_alone else run_ranks(folder, launch, keep)
         again = goes_on(request_path, ending)
     write_ending(folder, ending)
     return ending
-
-
-def start_alone(request_path: str, folder: Path, cwd: str, env: dict[str, str]) -> int:
-    """Start the training in one process; its pid. It hears signals once it listens, and none is lost before."""
-    return start_deaf("autofit.promotion.training", Path(request_path), log=folder / "run.log", cwd=cwd, env=env)

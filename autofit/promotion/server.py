@@ -18,9 +18,7 @@ from urllib.parse import urlsplit
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.probing.births import birth
-from autofit.probing.rank_processes import Keep, RanksEnded, free_port
-from autofit.probing.supervise import Ending, become_subreaper, kill_descendants
+from autofit.probing.supervise import Ending, Keep, RanksEnded, become_subreaper, birth, free_port, kill_descendants
 from autofit.promotion.endings import LOOPBACK
 from autofit.promotion.interruption import asked_to_end
 
@@ -108,8 +106,6 @@ _KNOCK_S = 5.0  # between two looks whether the server's port is open
 _SILENT = 4  # closed in a row: its machine is gone, as its keeper would have told anything else
 _LEAVE_S = 10.0  # in which a keeper ends what it has started
 
-Alone = Callable[[Mapping[str, str]], Ending]  # trains one process with more variables of the environment
-
 
 @dataclass(slots=True)
 class Beside:
@@ -131,16 +127,7 @@ class Beside:
     _silent: int = 0
     _knocked: float = 0.0
 
-    def alone(self, train: Alone) -> Callable[[], Ending]:
-        """`train`, beside a server."""
-
-        def trained() -> Ending:
-            with self._serving() as env:
-                return train(env) if env is not None else Ending(exit_code=0, abandoned=True)
-
-        return trained
-
-    def ranks(self, keep: Keep) -> Keep:
+    def beside(self, keep: Keep) -> Keep:
         """`keep`, beside a server."""
 
         def kept(own: Sequence[dict[str, str]]) -> RanksEnded:

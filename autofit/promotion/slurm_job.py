@@ -19,12 +19,10 @@ from autofit.cluster.nodes import card_fault, only_cards
 from autofit.cluster.slurm import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
-from autofit.probing.births import note_of
-from autofit.probing.rank_processes import Keep, RanksEnded, keep_ranks
-from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, keep, keep_ranks, note_of
 from autofit.promotion.endings import ADDRESS, forget_ending, tell_ending
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
-from autofit.promotion.job import in_processes, start_alone, start_rank, train_to_the_end
+from autofit.promotion.job import in_processes, start_rank, train_to_the_end
 from autofit.promotion.server import Beside, Post, log_of_server
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
@@ -225,14 +223,10 @@ def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, b
     ranks: Keep = machines.keep
     if mine.nodes == 1:
         ranks = in_processes(path, folder, cwd=cwd, env=env, abandoned=over)
-
-    def alone(own: Mapping[str, str]) -> Ending:
-        return keep(lambda: start_alone(str(path), folder, cwd, {**env, **own}), abandoned=over)
-
-    if beside is None:
-        return train_to_the_end(path, folder, alone=partial(alone, {}), ranks=ranks)
-    beside.address = mine.first_address()
-    return train_to_the_end(path, folder, alone=beside.alone(alone), ranks=beside.ranks(ranks))
+    if beside is not None:
+        beside.address = mine.first_address()
+        ranks = beside.beside(ranks)
+    return train_to_the_end(path, folder, ranks)
 
 
 def _env(request: Mapping[str, object], mine: OwnJob) -> dict[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer, call_ranks
-from autofit.probing.rank_processes import free_port
 from autofit.probing.result import ProbeRequest
+from autofit.probing.supervise import free_port
 from gpu.folder import Row
 
 
