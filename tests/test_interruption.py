@@ -28,9 +28,9 @@ from autofit.plugin.transformers_run import TransformersRun
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import Ending
 from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint, prove
-from autofit.promotion.endings import ending_of, write_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.reports import Recorder
+from autofit.promotion.run_folder import ending_of, write_ending
 from autofit.tuning.search import Search, open_study
 from autofit.watching.events import Kind, RunEvent, append_line, events_of, read_progress
 from autofit.watching.watcher import Watched

@@ -22,8 +22,8 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import Ending
 from autofit.promotion import promotion, rescue
 from autofit.promotion.checkpoints import checkpoints, step_of
-from autofit.promotion.endings import Oom, keep_oom, read_oom
 from autofit.promotion.ladder import Ladder, Speed
+from autofit.promotion.run_folder import Oom, keep_oom, read_oom
 from autofit.proof.proof import Verdict
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch

@@ -11,6 +11,7 @@ from autofit.errors import ConfigError
 from autofit.hardware.hardware import gpus
 from autofit.hardware.nvml import why_none
 from autofit.plugin.registry import trainer_for
+from autofit.promotion.run_folder import RunFolder
 from autofit.promotion.stages import Inputs, Known, State, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage
 
@@ -70,7 +71,7 @@ class Knowledge:
     def is_gone(self, stage: Stage) -> bool:
         """Whether the stage was trained, and its model is no longer there."""
         known = self.known(stage)
-        finished = known is not None and (self.state.home(stage.name) / "final.json").exists()
+        finished = known is not None and RunFolder(self.state.home(stage.name)).is_done
         return finished and self.state.run(stage.name) is None
 
     def is_searched(self, stage: Stage) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.probing.launch import is_alive
+from autofit.promotion.run_folder import RunFolder
 from autofit.watching.events import EVENTS, PROGRESS
 from autofit.watching.progress import Progress, progress_of
 
@@ -95,8 +96,7 @@ def _object(line: str) -> dict[str, object] | None:
 
 
 def _state_stamp(folder: Path) -> Hashable:
-    ends = tuple((folder / name).exists() for name in ("final.json", "failed.json"))
-    return ends, _alive(folder)
+    return RunFolder(folder).state(lambda: _alive(folder))
 
 
 def _alive(folder: Path) -> bool:

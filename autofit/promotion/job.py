@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.files import read_json, write_json
+from autofit.files import read_json
 from autofit.hardware.hardware import threads_of_each
 from autofit.probing.rank_probes import PORT_IS_TAKEN, PORTS
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, free_port, keep_ranks, note_of
-from autofit.promotion.endings import (
+from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, free_port, keep_ranks
+from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
+from autofit.promotion.rescue import goes_on
+from autofit.promotion.run_folder import (
     ADDRESS,
     LOOPBACK,
+    RunFolder,
     first_failure,
     forget_ranks,
     forget_unloadable,
     log_of,
     on_node,
     place_of,
+    read_oom,
     unloadable,
     write_ending,
 )
-from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
-from autofit.promotion.rescue import goes_on
 from autofit.promotion.server import Beside
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
@@ -89,7 +91,7 @@ def start_rank(request_path: Path, folder: Path, rank: int, cwd: str, env: Mappi
 
 def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
     """Put the reason of the rank that ended all in place: failed.json for an error, an event for a killed rank."""
-    if ended.first is None or any((folder / name).exists() for name in ("final.json", "failed.json", "oom.json")):
+    if ended.first is None or RunFolder(folder).is_over or read_oom(folder) is not None:
         return
     killed = [rank for rank, ending in enumerate(ended.endings) if _was_killed(ending)]
     if killed and not asked_to_end(folder):
@@ -100,7 +102,7 @@ def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
         step, phase = place_of(folder, failure.rank)
         who = f"rank {failure.rank}{on_node(ended.endings[failure.rank])}"
         reason = f"{who}: {failure.reason} (in the {phase}, after step {step})"
-        write_json(folder / "failed.json", {"reason": reason})
+        RunFolder(folder).fail(reason)
 
 
 def _was_killed(ending: Ending) -> bool:
@@ -134,15 +136,15 @@ def run_promoted(request_path: str) -> None:
             lock.enter_context(exclusive(folder, "training", wait_s=_DYING_S))
         except ConfigError:  # a command started another job, and was killed before it could note it
             return
-        if read_json(folder / "final.json") is None:
+        if RunFolder(folder).final() is None:
             try:
                 _run(request, Path(request_path), folder)
             except NoSlot as error:
-                write_json(folder / "failed.json", {"reason": str(error)})
+                RunFolder(folder).fail(str(error))
 
 
 def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> None:
-    write_json(folder / "started.json", note_of(os.getpid()))
+    RunFolder(folder).start()
     names = tuple(cast(list[str], request["slots"]))
     launch = Launch.of(cast("dict[str, object]", request["values"]))
     serves, on_cards = bool(request.get("serves")), names[0].startswith(_CARD)

@@ -13,7 +13,7 @@ from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import ROLLOUT
-from autofit.promotion.endings import Oom
+from autofit.promotion.run_folder import Oom
 from autofit.recipe.keys import TIERS, BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, merge

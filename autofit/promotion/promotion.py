@@ -11,12 +11,11 @@ from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
-from autofit.files import private_folder, read_json, write_json
+from autofit.files import private_folder, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
 from autofit.promotion.checkpoints import checkpoints
-from autofit.promotion.endings import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
@@ -32,7 +31,8 @@ from autofit.promotion.place import (
 )
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
-from autofit.promotion.slurm_job import REQUEUES, run_allocated
+from autofit.promotion.run_folder import RunFolder, ending_of, log_of
+from autofit.promotion.slurm_job import run_allocated
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
@@ -137,7 +137,7 @@ def plan_promotion(
         check_found(record.values, cwd, searched_from=record.cwd)
     where = record.device
     if launch and record.trains_on_data:
-        where = training_device(record.device, device, begun=read_json(home / "request.json"), executor=executor)
+        where = training_device(record.device, device, begun=RunFolder(home).request(), executor=executor)
     with database_errors(folder):  # the proof is kept there
         proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
@@ -240,18 +240,17 @@ def launch(
     executor: Executor = LOCAL,
 ) -> str:  # fmt: skip
     """Start the run unless it is running or done. Returns "started", "resumed", "running" or "done"."""
-    folder = promotion.folder
+    folder, run = promotion.folder, RunFolder(promotion.folder)
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
-        for name in ("final.json", PROGRESS, EVENTS, *RESCUE_FILES):
+        for name in (PROGRESS, EVENTS, *RESCUE_FILES):
             (folder / name).unlink(missing_ok=True)
+        run.forget_end(restart=True)
     if is_alive(folder):
         return "running"
-    if read_json(folder / "final.json") is not None:
+    if run.final() is not None:
         return "done"
-    forget_ending(folder)
-    for name in ("stop", "started.json", "job.json", "failed.json", "oom.json", REQUEUES):
-        (folder / name).unlink(missing_ok=True)
+    run.forget_end()
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
@@ -265,12 +264,12 @@ def launch(
     }  # fmt: skip
     if promotion.ladder is not None:
         request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
-    write_json(folder / "request.json", request)
+    write_json(run.request_path, request)
     resumed = bool(checkpoints(promotion.output_dir))
     if executor.is_slurm:
         executor = for_slurm(executor, promotion.tuned.launch, promotion.device, promotion.server)
     start_job(
-        folder, run_allocated if executor.is_slurm else run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S,
+        folder, run_allocated if executor.is_slurm else run_promoted, str(run.request_path), timeout_s=_YEAR_S,
         executor=executor, signal_s=signal_s(executor),
     )  # fmt: skip
     return "resumed" if resumed else "started"
@@ -298,13 +297,13 @@ def follow(
         if state != read:  # a long run has many lines, and seldom a new one
             read = state
             _say_new(promotion.folder, said, show, tell)
-        final = read_json(promotion.folder / "final.json")
+        final = RunFolder(promotion.folder).final()
         if final is not None:
             return final
         if not alive:
-            failed = read_json(promotion.folder / "failed.json")
-            if failed is not None:
-                raise EnvironmentFault(f"the run failed: {failed['reason']}; see {promotion.folder / 'run.log'}")
+            failure = RunFolder(promotion.folder).failure()
+            if failure is not None:
+                raise EnvironmentFault(f"the run failed: {failure}; see {log_of(promotion.folder)}")
             asked = stop_asked(promotion.folder)
             if asked is not None:
                 raise EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
@@ -312,7 +311,7 @@ def follow(
             reason = "; ".join(filter(None, found)) or "perhaps killed"
             raise EnvironmentFault(
                 f"the run ended before its last step ({reason}); run the same command to resume it; "
-                f"see {promotion.folder / 'run.log'}"
+                f"see {log_of(promotion.folder)}"
             )
         time.sleep(0.1)
 

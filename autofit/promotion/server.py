@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.probing.supervise import Ending, Keep, RanksEnded, become_subreaper, birth, free_port, kill_descendants
-from autofit.promotion.endings import LOOPBACK
 from autofit.promotion.interruption import asked_to_end
+from autofit.promotion.run_folder import LOOPBACK, RunFolder
 
 _FOLDER = "server"
 
@@ -200,9 +200,9 @@ class Beside:
         reason = self._post.why_ended()
         if reason is None and self._keeper is not None and birth(self._keeper) is None:
             reason = f"the keeper of the vLLM server was killed; see {log_of_server(self.folder)}"
-        if reason is not None and not (self.folder / "final.json").exists() and not asked_to_end(self.folder):
+        if reason is not None and not RunFolder(self.folder).is_done and not asked_to_end(self.folder):
             with suppress(EnvironmentFault):  # a full disk
-                write_json(self.folder / "failed.json", {"reason": reason})
+                RunFolder(self.folder).fail(reason)
 
 
 def _leave(keeper: int) -> None:

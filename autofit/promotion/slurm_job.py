@@ -6,7 +6,6 @@ the recipe has a vLLM server: its process keeps that. The job goes on from its l
 again, and asks for that itself when its time is over or its nodes are needed. Never raises. No torch here.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,10 @@ from autofit.cluster.nodes import card_fault, only_cards
 from autofit.cluster.slurm import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
-from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, keep, keep_ranks, note_of
-from autofit.promotion.endings import ADDRESS, forget_ending, tell_ending
+from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, keep, keep_ranks
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
 from autofit.promotion.job import in_processes, start_rank, train_to_the_end
+from autofit.promotion.run_folder import ADDRESS, REQUEUES, RunFolder, forget_ending, tell_ending
 from autofit.promotion.server import Beside, Post, log_of_server
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
@@ -174,7 +173,6 @@ def _serve(post: Post, request_path: Path, mine: OwnJob) -> None:
         post.ended(f"the keeper of the vLLM server on {mine.name} was killed; see {log_of_server(post.folder)}")
 
 
-REQUEUES = "requeues.json"
 _MOST_FRUITLESS = 3  # requeues one after the other without a step between them
 
 
@@ -194,15 +192,16 @@ def run_allocated(request_path: str) -> None:
     if not mine.is_first:
         machines.follow()
         return
+    run = RunFolder(folder)
     forget_signals(folder)
     forget_ending(folder)
     begin(folder, mine)
-    write_json(folder / "started.json", note_of(os.getpid()) | {"node": mine.name})
+    run.start(node=mine.name)
     beside = Beside(folder, mine.attempt, abandoned=lambda: superseded(folder, mine)) if serves else None
     try:
         fault = _fault(request, mine)
         if fault is not None:
-            write_json(folder / "failed.json", {"reason": f"on {mine.name}: {fault}"})
+            run.fail(f"on {mine.name}: {fault}")
             return
         ending = _trained(path, cwd, env, machines, beside)
     finally:
@@ -249,8 +248,7 @@ def _fault(request: Mapping[str, object], mine: OwnJob) -> str | None:
 
 def _requeue(folder: Path, mine: OwnJob, ending: Ending) -> None:
     """Have Slurm start the job again if a signal alone has ended the run, at a checkpoint."""
-    done = any((folder / name).exists() for name in ("final.json", "failed.json"))
-    if done or ending.exit_code or not goes_on_later(folder) or not mine.is_running():
+    if RunFolder(folder).is_over or ending.exit_code or not goes_on_later(folder) or not mine.is_running():
         return
     lines = read_progress(folder)
     step = int(str(lines[-1]["step"])) if lines else 0

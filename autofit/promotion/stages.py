@@ -25,6 +25,7 @@ from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.registry import code_hash
+from autofit.promotion.run_folder import RunFolder
 from autofit.recipe.pipeline import Stage
 from autofit.recipe.secrets import sealed
 
@@ -121,7 +122,7 @@ class State:
         """The finished training of `stage`, whatever its inputs are now; None before there is one."""
         if stage not in self.stages or self.stages[stage].restart:
             return None
-        final = read_json(self.home(stage) / "final.json")
+        final = RunFolder(self.home(stage)).final()
         if final is None or not Path(str(final["output_dir"])).is_dir():
             return None
         return Run(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
@@ -222,7 +223,7 @@ def whole_model(trained: Path, home: Path, *, run: str) -> Path:
 
 def _trusted(home: Path) -> str:
     """ "yes" where the recipe of the run in `home` lets the model bring code of its own."""
-    values = (read_json(home / "request.json") or {}).get("values")
+    values = (RunFolder(home).request() or {}).get("values")
     return "yes" if isinstance(values, dict) and values.get("trust_remote_code") else "no"
 
 

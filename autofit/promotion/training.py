@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import read_json
 from autofit.plugin.protocol import Run, Task
 from autofit.plugin.ranks import as_rank
 from autofit.plugin.registry import load
@@ -28,16 +28,17 @@ from autofit.probing.oom import is_oom
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.supervise import die_with_parent
 from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
-from autofit.promotion.endings import (
+from autofit.promotion.interruption import ask_after_signal, deaf_children, listen, received
+from autofit.promotion.reports import Following, Leading, Locating, Together
+from autofit.promotion.run_folder import (
     ADDRESS,
     Place,
+    RunFolder,
     forget_unloadable,
     tell_failure,
     tell_unloadable,
     unloadable,
 )
-from autofit.promotion.interruption import ask_after_signal, deaf_children, listen, received
-from autofit.promotion.reports import Following, Leading, Locating, Together
 from autofit.promotion.server import with_address
 from autofit.promotion.start import Start, not_loaded, tell_oom, tell_oom_and_save, tell_oom_of_rank
 from autofit.recipe.launch import Launch, split
@@ -98,7 +99,7 @@ def _as_rank(launch: Launch, rank: int | None, device: str) -> contextlib.Abstra
 def _tell_failure(folder: Path, rank: int | None, reason: str) -> None:
     with contextlib.suppress(EnvironmentFault):  # a full disk
         if rank is None:
-            write_json(folder / "failed.json", {"reason": reason})
+            RunFolder(folder).fail(reason)
         else:
             tell_failure(folder, rank, reason)
 
@@ -133,7 +134,7 @@ def _train(request: Mapping[str, Any], folder: Path, output: Path, rank: int | N
     if together is not None:
         together.wait()  # until every rank has saved its part
     if final is not None:
-        write_json(folder / "final.json", final)
+        RunFolder(folder).finish(final)
         delete_own(output)
 
 
@@ -226,7 +227,7 @@ def start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[byt
 
     None where it cannot be started: the training needs no MLflow.
     """
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
     try:
         with (folder / "mlflow.log").open("ab") as log, deaf_children():
             return subprocess.Popen(

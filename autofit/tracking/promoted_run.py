@@ -11,7 +11,8 @@ from mlflow.entities import Metric, Run, RunTag
 
 from autofit.files import read_json, write_json
 from autofit.probing.launch import is_alive
-from autofit.tracking.follower import MIRRORED, mirrored_state, state_of
+from autofit.promotion.run_folder import RunFolder
+from autofit.tracking.follower import MIRRORED, mirrored_state
 from autofit.tracking.runs import (
     KIND,
     PROMISE,
@@ -135,7 +136,7 @@ class RunMirror:
         lines, events = read_progress(self._folder), events_of(self._folder)
         if not lines and not events and not ended:
             return None
-        now = f"{state_of(self._folder, ended=ended)} {len(lines)} {len(events)}"
+        now = f"{RunFolder(self._folder).state(lambda: not ended)} {len(lines)} {len(events)}"
         if now == self._told and not ended:
             return self._run_id
         with exclusive(self._study_folder / "locks", f"mlflow-{self._folder.name}", wait_s=_LOCK_S):
@@ -212,7 +213,7 @@ class RunMirror:
     # -- the promise, events and state --
 
     def _tell(self, api: Any, run: Run, lines: Sequence[Line], events: Sequence[RunEvent], *, ended: bool) -> None:
-        state = state_of(self._folder, ended=ended)
+        state = RunFolder(self._folder).state(lambda: not ended)
         rows = contract_of(self._folder) or ()
         text = note(self._request, state, rows, events)
         tags = {STATUS: state, "mlflow.note.content": text, PROMISE: outcome(rows), **event_tags(events)}

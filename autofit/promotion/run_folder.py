@@ -1,23 +1,85 @@
 """The files of a full run beside its steps and events: its end, an OOM, and the places of its ranks. No torch here."""
 
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import LOAD, SampleFacts
-from autofit.probing.supervise import Ending
-from autofit.promotion.interruption import asked_to_end, received
+from autofit.probing.supervise import Ending, note_of
+from autofit.promotion.interruption import STOP, asked_to_end, received
 
+State = Literal["running", "done", "failed", "interrupted"]
+REQUEUES = "requeues.json"
 ADDRESS = "MASTER_ADDR"  # environment variable: where the ranks meet
 LOOPBACK = "127.0.0.1"
 _PLACE_BYTES = 64
-_UNLOADABLE = "unloadable.json"
+_UNLOADABLE, _ENDED, _OOM = "unloadable.json", "ended.json", "oom.json"
+_FINAL, _FAILED, _REQUEST, _STARTED = "final.json", "failed.json", "request.json", "started.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of a full run: what is asked of the run, and how it ended."""
+
+    path: Path
+
+    @property
+    def request_path(self) -> Path:
+        return self.path / _REQUEST
+
+    def request(self) -> dict[str, object] | None:
+        """What the run was launched with; None before its first launch."""
+        return read_json(self.request_path)
+
+    def start(self, **more: str) -> None:
+        """Note this process as the run's job."""
+        write_json(self.path / _STARTED, note_of(os.getpid()) | more)
+
+    def final(self) -> dict[str, object] | None:
+        """The summary of a run that is done."""
+        return read_json(self.path / _FINAL)
+
+    def finish(self, final: Mapping[str, object]) -> None:
+        """Keep the summary: the run is done."""
+        write_json(self.path / _FINAL, final)
+
+    def failure(self) -> str | None:
+        """Why the run failed; None where it did not."""
+        found = read_json(self.path / _FAILED)
+        return None if found is None else str(found["reason"])
+
+    def fail(self, reason: str) -> None:
+        """Keep why the run failed."""
+        write_json(self.path / _FAILED, {"reason": reason})
+
+    @property
+    def is_done(self) -> bool:
+        return (self.path / _FINAL).exists()
+
+    @property
+    def has_failed(self) -> bool:
+        return (self.path / _FAILED).exists()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is done or has failed, so that nobody is to start it again by itself."""
+        return self.is_done or self.has_failed
+
+    def state(self, alive: Callable[[], bool]) -> State:
+        """The state of the run; `alive` says whether it has a process, and is asked only where that matters."""
+        return "done" if self.is_done else "running" if alive() else "failed" if self.has_failed else "interrupted"
+
+    def forget_end(self, *, restart: bool = False) -> None:
+        """The run starts again; with `restart` from step 0, so what it has reached is forgotten too."""
+        for name in (STOP, _STARTED, "job.json", _FAILED, _OOM, _ENDED, REQUEUES, *((_FINAL,) if restart else ())):
+            (self.path / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +112,7 @@ def place_of(folder: Path, rank: int) -> tuple[int, str]:
         return 0, LOAD
 
 
-def log_of(folder: Path, rank: int) -> Path:
+def log_of(folder: Path, rank: int = 0) -> Path:
     """The log of a rank: rank 0 writes into that of the run."""
     return folder / (f"rank-{rank}.log" if rank else "run.log")
 
@@ -97,9 +159,6 @@ def _failure_path(folder: Path, rank: int) -> Path:
 
 def _place_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.at"
-
-
-_OOM = "oom.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +220,9 @@ def in_words(error: BaseException) -> str:
 _LONGEST = 160
 
 
-_ENDED = "ended.json"
-
-
 def write_ending(folder: Path, ending: Ending) -> None:
     """Keep the reason why the run in `folder` ended; nothing for one that is done or has failed with a reason."""
-    if not any((folder / name).exists() for name in ("final.json", "failed.json")):
+    if not RunFolder(folder).is_over:
         who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}{on_node(ending)}: "
         tell_ending(folder, f"{who}{_reason(folder, ending)}")
 
