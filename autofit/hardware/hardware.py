@@ -1,8 +1,6 @@
-"""What a recipe asks of a card besides memory: the compute capability without which a setting is refused or emulated.
+"""The devices of this machine, found without torch, and what a recipe asks of a card besides memory.
 
-Sources: bfloat16 and tf32 begin with capability 8.0 (torch.cuda.is_bf16_supported without emulation; transformers
-refuses `tf32: true` below it), flash-attention 2 with 8.0 and 3 with 9.0 (Dao-AILab/flash-attention's README), fp8
-matrix products with 8.9 (torch._scaled_mm), bitsandbytes' int8 products with 7.5 (its installation guide).
+GPUs are found through NVML, host memory through the operating system.
 """
 
 import os
@@ -17,6 +15,10 @@ from autofit.hardware.card_names import board_of, card_of
 from autofit.hardware.nvml import Gpu, driver_gpus, visible_gpus, why_none
 from autofit.units import format_bytes
 
+# The compute capability without which a setting is refused or emulated: bfloat16 and tf32 begin with 8.0
+# (torch.cuda.is_bf16_supported without emulation; transformers refuses `tf32: true` below it), flash-attention 2 with
+# 8.0 and 3 with 9.0 (Dao-AILab/flash-attention's README), fp8 matrix products with 8.9 (torch._scaled_mm),
+# bitsandbytes' int8 products with 7.5 (its installation guide).
 BFLOAT16_CAPABILITY = (8, 0)  # of cards that compute in bfloat16
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
 _FLAGS = {

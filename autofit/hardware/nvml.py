@@ -196,7 +196,10 @@ for i in range(count.value):
 def visible_gpus() -> tuple[Gpu, ...]:
     """The cards and MIG slices that CUDA programs see and that work, in the order of CUDA_VISIBLE_DEVICES.
 
-    Raises ConfigError where only CUDA knows which cards its value means, and CUDA does not start.
+    Starts no CUDA. NVML counts cards along the PCI bus, and CUDA from the fastest unless
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. Where cards differ an index therefore does not say which one is meant, and a child
+    process asks CUDA itself. Raises ConfigError where only CUDA knows which cards its value means, and CUDA does not
+    start.
     """
     cards, named = driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not cards.gpus:

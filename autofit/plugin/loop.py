@@ -1,4 +1,9 @@
-"""The states of the random number generators. Imports torch."""
+"""The adapter for a plain torch loop: what a training of one's own says in a few methods becomes a trainer.
+
+`Loop` is one training: its model, its optimizer, the micro-batches of a step and the loss of one of them. `LoopTrainer`
+is the trainer: the keys of its recipe (a dataclass), its longest sample, and how a loop is made. trainers/README.md
+walks through an example. Imports torch.
+"""
 
 import os
 import random

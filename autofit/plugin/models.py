@@ -1,4 +1,4 @@
-"""The model hub, where it can be reached."""
+"""Models of transformers for loops of one's own: real weights, or random ones of the same shape. Imports torch."""
 
 import os
 import socket

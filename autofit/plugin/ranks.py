@@ -1,11 +1,6 @@
-"""FSDP2 on gloo ranks of the CPU, which accelerate has for cards only. Imports torch and accelerate.
+"""A process as one rank of a launch: its environment, as `accelerate launch` sets it, and its process group.
 
-accelerate 1.15 reads FSDP's variables only where each rank has a card: on the CPU it trains with DDP without a word.
-`fully_shard` itself runs on a gloo mesh, so two things are told otherwise: the ranks count as cards when accelerate
-decides about FSDP, and the mesh is the CPU's.
-
-Gloo stages an all-gather and a reduce-scatter in buffers of its own, which NCCL does not, and a thread of its own frees
-them at any time. Here broadcasts and reduces in place do the same, so that a rank holds the bytes of one on a card.
+The launcher's own code makes the environment. Imports torch.
 """
 
 import os
@@ -28,7 +23,16 @@ from autofit.recipe.launch import Launch, check_on_cpu
 
 @contextmanager
 def fsdp2_on_cpu() -> Iterator[None]:
-    """Context in which accelerate shards over gloo ranks when a rank's environment asks for FSDP2."""
+    """Context in which accelerate shards over gloo ranks when a rank's environment asks for FSDP2.
+
+    accelerate 1.15 reads FSDP's variables only where each rank has a card: on the CPU it trains with DDP without a
+    word. `fully_shard` itself runs on a gloo mesh, so two things are told otherwise: the ranks count as cards when
+    accelerate decides about FSDP, and the mesh is the CPU's.
+
+    Gloo stages an all-gather and a reduce-scatter in buffers of its own, which NCCL does not, and a thread of its own
+    frees them at any time. Here broadcasts and reduces in place do the same, so that a rank holds the bytes of one on a
+    card.
+    """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
     from torch.distributed import fsdp

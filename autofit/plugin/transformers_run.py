@@ -1,4 +1,4 @@
-"""A checkpoint on the spot: after a step that failed, the run as it was before that step. Loads torch."""
+"""The adapter for `transformers.Trainer` and what derives from it: a run that reports its steps and phases."""
 
 import copy
 import json

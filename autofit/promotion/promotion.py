@@ -1,4 +1,4 @@
-"""A recipe that was edited after its search: the study's copy is what a promotion trains."""
+"""Promote a trial: write its YAML, launch the full run as a job, follow it, and resume it from its checkpoint."""
 
 import os
 import shutil

@@ -1,4 +1,7 @@
-"""How a process of a gradient proof becomes a rank on the CPU: accelerate's environment and a gloo group."""
+"""Real ranks for a gradient proof: processes that are forked after the imports, meet over gloo and train one recipe.
+
+The process that forks must not have computed with more than one thread: OpenMP's threads do not live in a fork.
+"""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What the picture of a front shows, and how far its axes reach."""
+"""The picture of a study's front: device-used against step time, with every candidate that was predicted. No MLflow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""How MLflow shows a promoted run beside its promise: figures, tags and a note. No MLflow here."""
+"""MLflow's run of a promoted trial: each logged step once, its promise beside what it did, its events, its state.
+
+Everything is read from the run's folder, so that it can be mended at any time: after a kill of this mirror, a resume
+that repeated steps, or the loss of MLflow's database.
+"""
 
 import re
 import time

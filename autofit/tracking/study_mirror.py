@@ -1,4 +1,8 @@
-"""What MLflow shows of a whole study: its own run with the summary and the front, the front's runs, saved views."""
+"""MLflow's mirror of a study: one top-level run per trial, rebuilt from Optuna at any time, any number of times.
+
+Optuna holds the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own, so
+that a slow or unreachable MLflow affects nothing else.
+"""
 
 import json
 import os

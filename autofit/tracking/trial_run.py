@@ -1,4 +1,4 @@
-"""Many finished runs put into MLflow's own SQLite file at once: through its client each takes four commits, 70 ms."""
+"""MLflow's run of a trial: its params, metrics and tags."""
 
 import time
 import uuid
@@ -37,7 +37,10 @@ class FinishedRun:
 
 
 def put_runs(api: Any, experiment: str, runs: Sequence[FinishedRun]) -> None:
-    """Put `runs`, which are new, into the experiment of a database that this machine has as a file."""
+    """Put `runs`, which are new, into the experiment of a database that this machine has as a file: at once.
+
+    Through MLflow's client each takes four commits, 70 ms.
+    """
     place = api.get_experiment(experiment).artifact_location
     engine = api._tracking_client.store.engine
     for start in range(0, len(runs), _AT_ONCE):

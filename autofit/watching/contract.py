@@ -1,4 +1,10 @@
-"""The promise of a promoted trial: what its full run is held against."""
+"""The contract of a full run: what the search promised beside what the run does, and whether it keeps it.
+
+A probe trains on the longest sample, so its seconds and bytes are those of the slowest and largest step: a run whose
+samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed what was promised
+by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/equals.py) where
+they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

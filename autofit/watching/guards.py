@@ -1,4 +1,4 @@
-"""The checks of guards: whether the logged values of one metric are as they should be, and since which step not."""
+"""The guards of a run: an event when a metric leaves its band, with the step it began, and one when it is back."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
