@@ -36,6 +36,7 @@ class CudaGauge:
 
     def __init__(self) -> None:
         _kept.update({_ALLOCATED: 0, _RESERVED: 0})  # an earlier training of this process has ended
+        self._used_bytes = _driver_bytes() or _cuda_bytes
 
     @property
     def capacity_bytes(self) -> int:
@@ -55,8 +56,7 @@ class CudaGauge:
 
     def outside_bytes(self) -> int:
         """Bytes in use on the card that torch's allocator does not hold: CUDA's context, other processes."""
-        free, total = torch.cuda.mem_get_info()
-        return max(0, total - free - _of(_stats(), _RESERVED, "current"))
+        return max(0, self._used_bytes() - _of(_stats(), _RESERVED, "current"))
 
 
 def _stats() -> dict[str, Any]:
@@ -87,6 +87,12 @@ class CardUse:
 
 def card_use() -> CardUse | None:
     """The use of this process' card; None where the driver does not tell it."""
+    used = _driver_bytes()
+    return None if used is None else CardUse(lambda: max(0, used() - torch.cuda.memory_reserved()))
+
+
+def _driver_bytes() -> Callable[[], int] | None:
+    """What asks the driver for the bytes in use on this process' card; None where it does not tell them."""
     import pynvml
 
     try:
@@ -95,4 +101,9 @@ def card_use() -> CardUse | None:
         used_bytes(pynvml, handle)
     except pynvml.NVMLError:
         return None
-    return CardUse(lambda: max(0, used_bytes(pynvml, handle) - torch.cuda.memory_reserved()))
+    return lambda: used_bytes(pynvml, handle)
+
+
+def _cuda_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
