@@ -1,15 +1,23 @@
-"""Atomic writes of files."""
+"""Files in place at once, whole or not at all; folders that nobody else may change; and temporary folders.
+
+A temporary folder holds a locked file as long as its process, or a fork of it, lives; one whose lock is free has no
+owner, and the next process that makes such a folder deletes it: a killed process leaves nothing behind for ever.
+"""
 
 import contextlib
 import errno
+import fcntl
+import grp
 import json
 import os
+import pwd
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
 
@@ -122,3 +130,169 @@ def read_json(path: Path) -> dict[str, object] | None:
     if not isinstance(content, dict):
         raise TornFile(path)
     return cast(dict[str, object], content)
+
+
+_ACL = "system.posix_acl_access"  # extended attribute of a file whose mode is not all
+
+
+def other_writers(path: Path) -> str:
+    """Who else may write to `path`, in words that follow its name; "" where only this user, and root, may.
+
+    A group that has no other member counts as the user.
+    """
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {user_name(found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH:
+        return f"can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_mode & stat.S_IWGRP and not (_is_own_group(found.st_gid) and not _has_acl(path)):
+        return f"can be written by the group {group_name(found.st_gid)} (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def make_own(folder: Path) -> None:
+    """Make `folder`, and those above it, such that only this user can enter it; one that is there is left as it is."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_folder(folder: Path) -> Path:
+    """`folder`, made if missing; nobody but this user can enter it from now on. Another user's is left as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid() and mode & 0o077:
+        folder.chmod(mode & ~0o077)
+    return folder
+
+
+def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Make `folder` for this user alone, or see that nobody else may write to it: jobs run code that lies there.
+
+    Raises ConfigError where others may. Root is told by `say` whose it is: in a container that is often the user.
+    """
+    make_own(folder)
+    who = other_writers(folder)
+    if not who:
+        return
+    what = f"{folder} {who}, and the jobs of its studies load code from there"
+    if os.geteuid() == 0 and folder.stat().st_uid != 0:
+        say(f"{what}: that user can run code as root")
+        return
+    fix = "" if folder.stat().st_uid != os.geteuid() else f"run `chmod go-w {folder}`, or "
+    raise ConfigError(
+        f"{what}, so they could run code as you; {fix}choose another folder with --dir (a new one is yours alone)"
+    )
+
+
+def user_name(number: int) -> str:
+    """The name of a user, or the number of one without."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def group_name(number: int) -> str:
+    """The name of a group, or the number of one without."""
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether the group is this user's alone: of the same name, as most systems make one for each user."""
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and number == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+
+
+def _has_acl(path: Path) -> bool:
+    try:
+        return bool(os.getxattr(path, _ACL))
+    except OSError:
+        return False
+
+
+OWNER = ".owner"
+_PREFIX = "autofit-"
+_YOUNG_S = 60.0  # a folder without a lock may be one that is being made
+_claimed: dict[Path, IO[str]] = {}  # folders that are this process' own, with their locks
+_swept: set[str] = set()  # folders for temporary files in which this process has looked
+
+
+class Scratch:
+    """A temporary folder `path`, deleted by `close` or at the end of the context."""
+
+    def __init__(self, name: str = "") -> None:
+        _sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}"))
+        self._lock = _locked(self.path)
+
+    def close(self) -> None:
+        """Delete the folder and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def claim(folder: Path) -> None:
+    """Make `folder`, which is this process' own until `release`; those beside it whose owners are gone are deleted."""
+    folder = folder.resolve()
+    if folder in _claimed:  # by an earlier call of this thread that ended with an error
+        release(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _claimed[folder] = _locked(folder)
+    for other in folder.parent.iterdir():
+        if other.is_dir() and not other.is_symlink():
+            _delete_ownerless(other)
+
+
+def release(folder: Path) -> None:
+    """Delete `folder`, claimed or not, and what is in it."""
+    folder = folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    lock = _claimed.pop(folder, None)
+    if lock is not None:
+        lock.close()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """The lock of `folder`, held by this process."""
+    lock = (folder / OWNER).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def _sweep(home: Path) -> None:
+    """Delete the scratch folders in `home` whose owners are gone; once in a process."""
+    if str(home) in _swept:
+        return
+    _swept.add(str(home))
+    with contextlib.suppress(OSError):
+        for folder in [entry for entry in os.scandir(home) if entry.name.startswith(_PREFIX)]:
+            if folder.is_dir(follow_symlinks=False) and folder.stat(follow_symlinks=False).st_uid == os.getuid():
+                _delete_ownerless(Path(folder.path))
+
+
+def _delete_ownerless(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if abs(time.time() - folder.stat().st_mtime) < _YOUNG_S:  # the clock may have been set back
+            return
+        with _opened(folder / OWNER) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file for its lock; OSError where there is none: the folder is no scratch folder."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")

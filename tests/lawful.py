@@ -12,6 +12,7 @@ import psutil
 from autofit.files import write_json
 from autofit.probing.job import cancelled
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.supervise import note_of
 
 MB = 10**6
 
@@ -51,7 +52,7 @@ def unsteady(request_path: str) -> None:
     does = json.loads(os.environ.get("UNSTEADY", "{}")).get(trial) if confirms else None
     result = result_of(request)
     if does == "kill":  # a job that is gone without an answer
-        write_json(request.folder / "started.json", {"pid": 2**22, "create_time": 0.0})
+        write_json(request.folder / "started.json", note_of(2**22))
         return
     if does == "wait":
         run(request_path)
@@ -73,7 +74,7 @@ def run(request_path: str) -> None:
     """The job: says that it started, takes a moment, answers."""
     request = ProbeRequest.read(Path(request_path))
     process = psutil.Process()
-    write_json(request.folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    write_json(request.folder / "started.json", note_of(process.pid))
     time.sleep(seconds_of(request.folder.name, os.environ.get("LAWFUL_S", "0.15")))
     if not cancelled(request):
         write_json(request.answer_path, result_of(request).to_json())

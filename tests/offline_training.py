@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 
-from autofit.promotion import rank_training, training
+from autofit.promotion import training
 from autofit.promotion.interruption import ask_to_end, listen
-from autofit.promotion.rank_reports import Following
+from autofit.promotion.reports import Following
 
 
 def run(request_path: str) -> int:
@@ -21,8 +21,8 @@ def run_rank(request_path: str) -> int:
     folder = Path(request_path).parent
     listen(lambda: ask_to_end(folder))
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    with mock.patch("autofit.promotion.rank_training.start_mirror", return_value=None):
-        return rank_training.main(request_path)
+    with mock.patch("autofit.promotion.training.start_mirror", return_value=None):
+        return training.main(request_path)
 
 
 def run_listening(request_path: str) -> int:

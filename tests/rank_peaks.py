@@ -11,7 +11,7 @@ from autofit.files import read_json, write_json
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.rank_processes import free_port
+from autofit.probing.supervise import free_port
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
 

@@ -9,10 +9,10 @@ import pytest
 
 from autofit.files import write_json
 from autofit.probing import job, log_size
-from autofit.probing.births import lives, note_of
 from autofit.probing.launch import Launcher
 from autofit.probing.log_size import keep_small
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.supervise import lives, note_of
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "great"}', "\x00" * 100])
@@ -72,13 +72,10 @@ def test_the_answer_of_a_killed_job_is_not_that_of_the_next_one(
 def test_a_step_of_the_clock_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     note = note_of(os.getpid())
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert lives(note | {"create_time": 5.0})  # as the clock said before it was set
+    assert lives(note)
     assert not lives(note | {"birth": "another boot 1"})
     assert not lives(note | {"pid": 2**22})
 
 
-def test_notes_of_an_earlier_version_are_understood() -> None:
-    note = {key: value for key, value in note_of(os.getpid()).items() if key != "birth"}
-    assert lives(note)
-    assert not lives(note | {"create_time": 0.0})
-    assert not any(lives(wrong) for wrong in ({}, {"pid": "x"}, {"pid": -1}, {"pid": 1, "create_time": "x"}))
+def test_a_note_that_names_no_process_is_of_none_that_lives() -> None:
+    assert not any(lives(wrong) for wrong in ({}, {"pid": "x"}, {"pid": -1}, {"pid": 2**22}, {"pid": os.getpid()}))

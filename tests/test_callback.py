@@ -9,10 +9,8 @@ import pytest
 
 import autofit
 from autofit.errors import ConfigError
-from autofit.promotion.progress import read_progress
-from autofit.watching.contract import contract_of, verdict_of
-from autofit.watching.events import Kind, events_of
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise, contract_of, verdict_of
+from autofit.watching.events import Kind, events_of, read_progress
 
 if TYPE_CHECKING:
     from transformers import Trainer

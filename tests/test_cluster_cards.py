@@ -15,15 +15,21 @@ import tiny
 from drivers import Card, Driver, compiled
 
 from autofit.api.planning import Planned, Request, make_plan
-from autofit.cluster.cards import _key, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.cluster.executor import Executor, executor_of
-from autofit.cluster.executor_findings import executor_findings
-from autofit.cluster.node import is_card_broken, node_fault
+from autofit.cluster.nodes import (
+    _key,
+    asks_for_cards,
+    cards_of_nodes,
+    check_count,
+    executor_findings,
+    is_card_broken,
+    named_cards,
+    node_fault,
+)
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.hardware.card_kind import is_of_kind, kind_of
-from autofit.hardware.compiler import compiling_faults
-from autofit.hardware.health import Look, look_at_cards
+from autofit.hardware.card_names import is_of_kind, kind_of
+from autofit.hardware.health import Look, compiling_faults, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.tuning.search import Search, open_study

@@ -17,15 +17,14 @@ from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.nvml import Gpu
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.supervise import note_of
 from autofit.promotion import place
 from autofit.promotion.place import training_device
-from autofit.promotion.progress import keep_progress
 from autofit.tuning.comparison import NOISE_FRAC
-from autofit.watching.card_use import CardUse
-from autofit.watching.contract import Actual, Row, contract, contract_of, verdict, verdict_of
+from autofit.watching.card_memory import CardUse
+from autofit.watching.contract import Actual, Promise, Row, contract, contract_of, verdict, verdict_of
 from autofit.watching.contract_watcher import ContractWatcher
-from autofit.watching.events import Kind, RunEvent, keep_event
-from autofit.watching.promise import Promise
+from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
 from autofit.watching.watcher import StepFacts, Watched
 
 CPU = "a fast CPU x 2"
@@ -128,7 +127,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, done: int = 0) -> list[RunEvent]:
-        from autofit.promotion.progress import read_progress
+        from autofit.watching.events import read_progress
 
         return self._keep(self.watcher.begins(Watched(
             folder=self.folder, trainer="sft", values={}, device="cpu", generates=False, samples_per_step=8,
@@ -212,7 +211,7 @@ def test_on_a_card_the_bytes_outside_the_allocator_are_added_and_asked_for_once_
     monkeypatch.setattr("autofit.watching.contract_watcher._card_use", lambda: CardUse(lambda: next(outside)))
     monkeypatch.setattr("autofit.watching.contract_watcher._device_name", lambda device: CPU)
     clock = iter((0.0, 0.4, 1.2, 1.3))
-    monkeypatch.setattr("autofit.watching.card_use.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("autofit.watching.card_memory.time.monotonic", lambda: next(clock))
     watcher = ContractWatcher()
     run = Watched(folder=tmp_path, trainer="sft", values={}, device="cuda", generates=False, samples_per_step=8,
                   first_step=0, last_step=9, promise=PROMISE)  # fmt: skip
@@ -252,7 +251,7 @@ def test_the_runs_of_a_study_are_found_and_shown(tmp_path: Path) -> None:
         folder = tmp_path / "promoted" / f"{study}-trial-{trial}"
         run = Run(folder)
         write_json(folder / "request.json", {"study": study, "trial": trial, "device": "cpu"})
-        write_json(folder / "started.json", {"pid": 2**22 + 1, "create_time": 0.0})  # a process that is no more
+        write_json(folder / "started.json", note_of(2**22 + 1))  # a process that is no more
         run.start()
         run.steps(range(1, 9), 2.0)
     found = promoted_runs(tmp_path, "mine")

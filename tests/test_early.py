@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from autofit.errors import ConfigError
-from autofit.plugin import early
+from autofit.plugin import registry
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.source import read_source
 from autofit.trainers import key_table
@@ -143,18 +143,20 @@ def test_a_torn_table_is_made_again(kept: Path, torn: str) -> None:
 def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Path) -> None:
     recipe = {"model_name_or_path": "a/b", "dataset_name": "data.jsonl", "reward_funcs": ["accuracy_reward"]}
     with pytest.raises(ConfigError, match=r"the recipe: dataset_name 'data.jsonl' .* no such file .*--prompt-tokens N"):
-        early.look(read_source(recipe), trainer=None, device="sim:t4", changes={})
-    early.look(read_source(recipe), trainer=None, device="sim:t4", changes={}, prompt_tokens=64)
+        registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={})
+    registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={}, prompt_tokens=64)
     keep_keys("grpo")
     with pytest.raises(ConfigError, match=r"model_name_or_path must be a folder .* got './weights'"):
-        early.look(read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4",
-                   changes={}, prompt_tokens=64)  # fmt: skip
+        registry.check_source_early(
+            read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4", changes={},
+            prompt_tokens=64,
+        )  # fmt: skip
 
 
 def test_a_trainer_of_ones_own_has_no_early_check(kept: Path) -> None:
     keep_keys("grpo")
     recipe = {"whatever": 1, "dataset_name": "none.jsonl"}
-    early.look(read_source(recipe), trainer="my_loop:TRAINER", device="sim:t4", changes={})
+    registry.check_source_early(read_source(recipe), trainer="my_loop:TRAINER", device="sim:t4", changes={})
 
 
 def test_a_typo_is_told_without_an_import_of_torch(kept: Path, tmp_path: Path, tiny_model: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.promotion.edited import edit_note
+from autofit.promotion.promotion import edit_note
 from autofit.tuning.record import StudyRecord
 
 RECORD = StudyRecord(

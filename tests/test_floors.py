@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A folder stands for everything in it; fakegpu has floors of its own (tests/fakegpu/test_floors.py).
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.errors",),
-    ("autofit.units", "autofit.files", "autofit.owners", "autofit.scratch", "autofit.lines"),
+    ("autofit.units", "autofit.files", "autofit.lines"),
     ("autofit.folding",),
     ("autofit.fakegpu",),
     ("autofit.recipe", "autofit.hardware"),

@@ -16,8 +16,7 @@ from autofit.forecast.cloud import Cloud
 from autofit.forecast.predictions import Predictions
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeStatus
-from autofit.tracking.front_frame import Picture
-from autofit.tracking.front_plot import front_figure, study_figure, title_of
+from autofit.tracking.front_plot import Picture, front_figure, study_figure, title_of
 from autofit.tuning.record import record_of
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of

@@ -5,8 +5,14 @@ import pytest
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware import hardware
-from autofit.hardware.hardware import about_choice, card_of_size, choose_device_and_target, host_memory_bytes
-from autofit.hardware.needs import CardNeeds, card_needs
+from autofit.hardware.hardware import (
+    CardNeeds,
+    about_choice,
+    card_needs,
+    card_of_size,
+    choose_device_and_target,
+    host_memory_bytes,
+)
 from autofit.hardware.nvml import Gpu
 from autofit.units import parse_bytes
 

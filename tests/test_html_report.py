@@ -18,6 +18,7 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
+from autofit.probing.supervise import note_of
 from autofit.space.describe import reason_for
 from autofit.space.knob import load_space
 from autofit.space.space import Space
@@ -95,7 +96,7 @@ def promoted(folder: Path, study: str, trial: int, *, says: str = "all is well")
         "step_s": 1.0, "samples_per_s": 16.0, "effective_batch_size": 16, "proof": "gradient proven neutral",
     }  # fmt: skip
     write_json(home / "request.json", {"study": study, "trial": trial, "device": "cpu", "folder": str(home)})
-    write_json(home / "started.json", {"pid": 2**22, "create_time": 0.0})  # gone
+    write_json(home / "started.json", note_of(2**22))  # gone
     lines = [{"step": n, "max_steps": 9, "step_s": 3.0, "reward": 0.1 * n, "time": 100.0 + 3 * n} for n in (1, 2)]
     (home / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start = {"promise": promise, "device": "cpu", "device_name": "Fake", "generates": True, "samples_per_step": 16,

@@ -27,15 +27,12 @@ from autofit.plugin.protocol import own_checkpoints
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import Ending
-from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint
-from autofit.promotion.ending import ending_of, write_ending
+from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint, prove
 from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.manifest import prove
-from autofit.promotion.progress import read_progress
-from autofit.promotion.recorder import Recorder
+from autofit.promotion.reports import Recorder
+from autofit.promotion.run_folder import ending_of, write_ending
 from autofit.tuning.search import Search, open_study
-from autofit.watching.events import Kind, RunEvent, events_of
-from autofit.watching.journal import append_line
+from autofit.watching.events import Kind, RunEvent, append_line, events_of, read_progress
 from autofit.watching.watcher import Watched
 
 FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "trainer_state.json")
@@ -443,7 +440,7 @@ def test_of_autofits_own_checkpoints_the_newest_two_are_kept_and_the_recipes_are
 
 def test_saves_that_take_long_are_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("autofit.promotion.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("autofit.promotion.reports.time.monotonic", lambda: now[0])
     recorder, saves = recorder_in(tmp_path), []
 
     def save(home: Path, step: int) -> None:

@@ -21,6 +21,7 @@ from autofit.cluster.slurm import Queue, submit
 from autofit.files import write_json
 from autofit.probing.cluster_launch import job_name
 from autofit.probing.pool import Pool
+from autofit.probing.supervise import note_of
 
 
 def _sleep(_: str) -> None:
@@ -56,8 +57,8 @@ def process() -> Iterator[psutil.Process]:
 def test_a_full_run_of_this_machine_is_listed_and_asked_to_save_before_it_is_killed(
     tmp_path: Path, process: psutil.Process, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _full_run(tmp_path, job_id=str(process.pid), create_time=process.create_time())
-    write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    folder = _full_run(tmp_path, job_id=str(process.pid), **note_of(process.pid))
+    write_json(folder / "started.json", note_of(process.pid))
     (folder / "run.log").write_text("step 1\nstep 2\n")
     assert main(["jobs", "--dir", str(tmp_path)]) == 0
     row = capsys.readouterr().out
@@ -134,7 +135,7 @@ def test_a_machine_without_slurm_lists_its_own_jobs_and_says_what_is_missing(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("autofit.cluster.slurm._queue", Queue())
-    _full_run(tmp_path, job_id=str(process.pid), create_time=process.create_time())
+    _full_run(tmp_path, job_id=str(process.pid), **note_of(process.pid))
     (tmp_path / "probes/study/jobs").mkdir(parents=True)
     found = jobs(tmp_path)
     assert [job.id for job in found] == [str(process.pid)]

@@ -1,8 +1,8 @@
 """One answer of all ranks of a probe: who decides, and how the failure of one is told."""
 
-import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,9 @@ from autofit.files import write_json
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.probing.job import classified
 from autofit.probing.rank_probes import PORT_IS_TAKEN, joined_answer, keep_rank_probes
-from autofit.probing.rank_processes import RanksEnded
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import Ending, RanksEnded
 from autofit.recipe.launch import LAUNCH, Launch, check_on_cpu
 from autofit.trainers.examples.two_rewards import TRAINER
 
@@ -99,17 +98,13 @@ def test_a_port_that_was_taken_is_replaced_by_another(tmp_path: Path, monkeypatc
         ports = iter((taken, 40001))
         monkeypatch.setattr(rank_probes, "free_port", lambda: next(ports))
 
-        def start(one: ProbeRequest, env: dict[str, str]) -> int:
-            pid = os.fork()
-            if pid == 0:
-                if one.port != taken:
-                    write_json(one.answer_path, FIT.to_json())
-                os._exit(0 if one.port != taken else PORT_IS_TAKEN)
-            return pid
+        def keep(ranks: Sequence[ProbeRequest]) -> RanksEnded:
+            fits = ranks[0].port != taken
+            for one in ranks if fits else ():
+                write_json(one.answer_path, FIT.to_json())
+            return RanksEnded(endings=tuple(Ending(exit_code=0 if fits else PORT_IS_TAKEN) for _ in ranks), first=0)
 
-        keep_rank_probes(
-            request, start_cold=start, env={}, abandoned=lambda: False, cancel_path="", classify=classified
-        )
+        keep_rank_probes(request, keep, abandoned=lambda: False, classify=classified)
     found = ProbeResult.read(request.answer_path)
     assert found is not None
     assert found.status is ProbeStatus.FIT

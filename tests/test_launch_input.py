@@ -9,7 +9,7 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.api import planning, reading
-from autofit.cluster.cards import check_count
+from autofit.cluster.nodes import check_count
 from autofit.errors import ConfigError
 from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer

@@ -10,12 +10,12 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 
+from autofit.watching.contract import Promise
 from autofit.watching.events import Kind, RunEvent
-from autofit.watching.law import Law, Projection, Size
 from autofit.watching.memory import MemoryWatcher
-from autofit.watching.promise import Promise
-from autofit.watching.trend import Trend
-from autofit.watching.visits import joined, visits_of
+from autofit.watching.micro_batches import joined, visits_of
+from autofit.watching.projection import Law, Projection, Size
+from autofit.watching.trends import Growth
 from autofit.watching.watcher import StepFacts, Watched
 
 MB = 10**6
@@ -178,7 +178,7 @@ def test_a_leak_is_told_with_the_step_at_which_it_crosses() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_and_memory_that_fills_up_once_are_no_leak(seed: int) -> None:
     random = np.random.default_rng(seed)
-    noise, filling, walking = Trend(), Trend(), Trend()
+    noise, filling, walking = Growth(), Growth(), Growth()
     walk = np.clip(np.cumsum(random.normal(0, 1, 400)), -5, 5)
     for step in range(400):
         noise.add(step, int(WEIGHTS + random.normal(0, MB)))
@@ -209,7 +209,7 @@ def test_completions_of_a_steady_length_are_not() -> None:
 # ---------------------------------------------------------------------- real trainings
 def test_the_peak_of_the_run_outlives_its_windows() -> None:
     from autofit.fakegpu import fake_gpu
-    from autofit.watching.peaks import CudaGauge, since_beginning
+    from autofit.watching.card_memory import CudaGauge, since_beginning
 
     with fake_gpu("t4", mode="cpu"):
         gauge = CudaGauge()

@@ -31,6 +31,7 @@ from autofit.hardware.usage import HostUse, ProcessUse, host_use, tree_use
 from autofit.probing.at_work import probes_at_work
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest
+from autofit.probing.supervise import note_of
 from autofit.recipe.recipe import merge
 from autofit.tuning.search import Search, open_study
 from autofit.watching.events import Kind, RunEvent, keep_event
@@ -57,7 +58,7 @@ def folder(studied: Path, tmp_path: Path) -> Path:
 def started(folder: Path, pid: int | None = None) -> None:
     """Say that the job in `folder` is the process `pid`: this one, unless it is given."""
     process = psutil.Process(pid)
-    write_json(folder / "started.json", {"pid": process.pid, "create_time": process.create_time()})
+    write_json(folder / "started.json", note_of(process.pid))
 
 
 def probing(folder: Path, name: str = "trial-0009-1", *, device: str = "cpu", phase: str | None = "rollout") -> Path:
@@ -133,7 +134,7 @@ def test_waiting_simulated_and_confirming_probes_are_shown_and_ended_or_dead_one
     ended = probing(folder, "trial-0011-1")
     (ended / "answer.json").write_text("{}")
     dead = probing(folder, "trial-0012-1")
-    write_json(dead / "started.json", {"pid": 2**22, "create_time": 0.0})
+    write_json(dead / "started.json", note_of(2**22))
     (folder / "probes" / "law" / "stand_in_model").mkdir()
     (folder / "probes" / "law" / "trial-0013-1").mkdir()
     (folder / "probes" / "law" / "trial-0014-1").mkdir()
@@ -193,7 +194,7 @@ def test_runs_at_work_come_first_and_of_the_ended_the_last_three(folder: Path) -
     for trial in range(1, 7):
         home = running(folder, trial)
         if trial != 6:
-            write_json(home / "started.json", {"pid": 2**22, "create_time": 0.0})
+            write_json(home / "started.json", note_of(2**22))
         for name in ("progress.jsonl", "request.json"):
             os.utime(home / name, (1000 + trial, 1000 + trial))
     write_json(folder / "promoted" / "law-trial-5" / "final.json", {"steps": 100})

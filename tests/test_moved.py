@@ -14,9 +14,9 @@ from autofit.api.arguments import studies_folder
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.probing.births import note_of
 from autofit.probing.launch import is_alive
-from autofit.promotion.moved import check_found, missing, working_folder
+from autofit.probing.supervise import note_of
+from autofit.promotion.place import check_found, missing, working_folder
 from autofit.promotion.promotion import Promotion
 from autofit.tracking.runs import client, experiment_id
 

@@ -18,7 +18,7 @@ from trl import DPOTrainer, GRPOTrainer
 
 from autofit.plugin.registry import load
 from autofit.proof.proof import ROUNDING
-from autofit.proof.proof_keys import Reach, reach
+from autofit.proof.reach import Reach, reach
 from autofit.recipe.recipe import Recipe, TrainerName
 from autofit.space.knob import load_space
 from autofit.space.space import Space, Value

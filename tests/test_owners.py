@@ -10,8 +10,7 @@ import pytest
 
 from autofit import api
 from autofit.errors import ConfigError
-from autofit.files import write_json
-from autofit.owners import check_is_own, make_own, other_writers
+from autofit.files import check_is_own, make_own, other_writers, write_json
 from autofit.probing.launch import start_job
 from autofit.tuning.storage import check_is_of, database_of, keep_storage, storage_option, use_storage
 

@@ -15,9 +15,9 @@ import yaml
 
 from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer
-from autofit.promotion.progress import read_progress
 from autofit.tracking.runs import client, experiment_id
 from autofit.tuning.study import load_study
+from autofit.watching.events import read_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

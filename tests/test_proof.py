@@ -18,7 +18,7 @@ from autofit.api.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
-from autofit.proof.proof_keys import Reach, reach
+from autofit.proof.reach import Reach, reach
 from autofit.proof.worker import run as run_worker
 from autofit.recipe.keys import Tier
 from autofit.trainers.grpo import TRAINER

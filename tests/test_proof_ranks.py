@@ -9,9 +9,8 @@ import pytest
 import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.fork_server import ForkServer
-from autofit.proof.few_ranks import on_few_ranks, reach_of_launch
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove_changes
-from autofit.proof.proof_keys import Reach
+from autofit.proof.reach import Reach, on_few_ranks, reach_of_launch
 from autofit.recipe.keys import SYNC_EACH_BATCH, BatchKeys
 from autofit.trainers.keys import ROLLOUTS, SAMPLES
 

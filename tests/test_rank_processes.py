@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from autofit.probing import rank_processes, supervise
-from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
+from autofit.probing import supervise
+from autofit.probing.supervise import RanksEnded, free_port, keep_ranks
 
 _WAITS = "import time; time.sleep(100)"
 
@@ -100,8 +100,7 @@ def test_a_free_port_can_be_listened_on() -> None:
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """No signal ends a process, as one that hangs in a driver; a keeper waits for 0.3 s."""
     monkeypatch.setattr("os.kill", lambda pid, signal: None)
-    for module in (supervise, rank_processes):
-        monkeypatch.setattr(module, "KILLED_WITHIN_S", 0.3)
+    monkeypatch.setattr(supervise, "KILLED_WITHIN_S", 0.3)
 
 
 def kill(pid: int) -> None:

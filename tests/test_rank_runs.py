@@ -18,17 +18,14 @@ import yaml
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer, call_ranks
-from autofit.probing.rank_processes import RanksEnded
-from autofit.probing.supervise import Ending
-from autofit.promotion.ending import ending_of, forget_ending
+from autofit.probing.supervise import RanksEnded
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import train_to_the_end
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.progress import read_progress
-from autofit.promotion.rank_files import log_of
+from autofit.promotion.run_folder import ending_of, forget_ending, log_of
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.watching.events import Kind, RunEvent, events_of
+from autofit.watching.events import Kind, RunEvent, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
 
@@ -75,12 +72,8 @@ class Runs:
                  "ranks": each, "deadline_s": 300},
             )  # fmt: skip
 
-        train_to_the_end(folder / "request.json", folder, alone=_never, ranks=ranks)
+        train_to_the_end(folder / "request.json", folder, ranks)
         return read_json(folder / "final.json")
-
-
-def _never() -> Ending:
-    raise AssertionError("this run has ranks")
 
 
 @pytest.fixture

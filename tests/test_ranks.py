@@ -11,7 +11,7 @@ import yaml
 
 from autofit.errors import ConfigError
 from autofit.plugin.ranks import rank_environment, threads_per_rank
-from autofit.probing.rank_processes import free_port
+from autofit.probing.supervise import free_port
 from autofit.recipe.launch import Launch
 
 _SCRIPT = """

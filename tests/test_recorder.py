@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 from autofit.plugin.protocol import Run
-from autofit.promotion.progress import read_progress
-from autofit.promotion.recorder import Recorder
-from autofit.watching.events import Kind, RunEvent, events_of
-from autofit.watching.robust import trend
+from autofit.promotion.reports import Recorder
+from autofit.watching.events import Kind, RunEvent, events_of, read_progress
+from autofit.watching.trends import trend
 from autofit.watching.watcher import StepFacts, Watched, Watcher
 
 

@@ -23,12 +23,19 @@ from autofit.probing.supervise import Ending
 from autofit.promotion import promotion, rescue
 from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.ladder import Ladder, Speed
-from autofit.promotion.oom import Oom, keep_oom, read_oom
-from autofit.promotion.progress import forget_progress_after, keep_progress, read_progress
+from autofit.promotion.run_folder import Oom, keep_oom, read_oom
 from autofit.proof.proof import Verdict
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.watching.events import Kind, RunEvent, events_of, keep_event
+from autofit.watching.events import (
+    Kind,
+    RunEvent,
+    events_of,
+    forget_progress_after,
+    keep_event,
+    keep_progress,
+    read_progress,
+)
 
 SAMPLES = BatchKeys(length="max_length")
 ROLLOUTS = BatchKeys(

@@ -17,11 +17,10 @@ from watched_series import Line, events, watched
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer
-from autofit.promotion.progress import read_progress
-from autofit.watching.events import Kind, events_of, stop_asked
+from autofit.watching.events import Kind, events_of, read_progress, stop_asked
 from autofit.watching.rewards import RewardFault, RewardWatcher
-from autofit.watching.summary import facts_of
 from autofit.watching.thresholds import StatedGuards, read_guards
+from autofit.watching.watchers import facts_of
 
 
 def trainer_of(function: Any, name: str = "exact") -> Any:

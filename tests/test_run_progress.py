@@ -7,7 +7,7 @@ import pytest
 
 from autofit.commands.promote import step_line
 from autofit.watching.progress import ProgressWatcher, progress_of, progress_words
-from autofit.watching.robust import shift, trend
+from autofit.watching.trends import shift, trend
 from autofit.watching.watcher import Watched
 
 Line = dict[str, object]

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from autofit import scratch
-from autofit.scratch import Scratch, claim, release
+from autofit import files
+from autofit.files import Scratch, claim, release
 
-_HOLDS = (
-    "import sys; from autofit.scratch import Scratch; s = Scratch('x-'); print(s.path, flush=True); sys.stdin.read()"
-)
+_HOLDS = "import sys; from autofit.files import Scratch; s = Scratch('x-'); print(s.path, flush=True); sys.stdin.read()"
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "_swept", set())
-    monkeypatch.setattr(scratch, "_YOUNG_S", -1.0)
+    monkeypatch.setattr(files, "_swept", set())
+    monkeypatch.setattr(files, "_YOUNG_S", -1.0)
     return tmp_path
 
 
@@ -45,14 +43,14 @@ def test_the_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(
             assert folder.exists()
         process.kill()
         process.wait()
-    monkeypatch.setattr(scratch, "_swept", set())
+    monkeypatch.setattr(files, "_swept", set())
     with Scratch():
         assert not folder.exists()
     assert (home / "autofit-of-somebody").exists()
 
 
 def test_what_a_killed_search_read_is_deleted_by_the_next_one_and_a_living_ones_is_not(home: Path) -> None:
-    code = "import os, sys, pathlib; from autofit.scratch import claim; claim(pathlib.Path(sys.argv[1])); os._exit(9)"
+    code = "import os, sys, pathlib; from autofit.files import claim; claim(pathlib.Path(sys.argv[1])); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, home / "killed"], check=False)
     assert (home / "killed").exists()
     claim(home / "living")
@@ -64,9 +62,9 @@ def test_what_a_killed_search_read_is_deleted_by_the_next_one_and_a_living_ones_
 
 
 def test_a_clock_that_was_set_back_makes_no_folder_young_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_YOUNG_S", 60.0)
+    monkeypatch.setattr(files, "_YOUNG_S", 60.0)
     (home / "left").mkdir()
-    (home / "left" / scratch.OWNER).touch()
+    (home / "left" / files.OWNER).touch()
     os.utime(home / "left", (2**32, 2**32))
     claim(home / "new")
     release(home / "new")

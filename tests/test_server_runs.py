@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,10 +17,10 @@ from test_slurm_promote import logs, resumed, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
 from autofit.files import read_json
-from autofit.probing.supervise import Ending, computing_env
-from autofit.promotion.beside import Beside
+from autofit.probing.supervise import Ending, RanksEnded, computing_env
 from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.serving import start_keeper
+from autofit.promotion.server import Beside
+from autofit.promotion.server_keeper import start_keeper
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
     wait(folder, gone(folder), within_s=60)
     with started(folder) as job:
         wait(folder, lambda: resumed(folder))
-        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.serving" in p.cmdline()]
+        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.server_keeper" in p.cmdline()]
         keeper.kill()
         job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"
@@ -79,7 +79,7 @@ def test_a_server_that_ends_or_never_answers_ends_the_run_before_it_trains(tiny_
     (slow / "trl").write_text("#!/bin/sh\necho loads\nsleep 1000\n")
     (slow / "trl").chmod(0o755)
     beside, took = at(slow, PATH=f"{slow}:{os.environ['PATH']}"), time.monotonic()
-    assert beside.alone(_never)() == Ending(exit_code=0, abandoned=True)
+    assert beside.beside(_never)([{}]).alone == Ending(exit_code=0, abandoned=True)
     assert time.monotonic() - took < 10
     assert failure(slow) == (
         f"the vLLM server did not answer within 2 s (vllm_server_timeout) (loads); see {slow / 'server.log'}"
@@ -93,7 +93,7 @@ def at(folder: Path, **env: str) -> Beside:
     )
 
 
-def _never(_: object) -> Ending:
+def _never(_: object) -> RanksEnded:
     raise AssertionError("nothing is trained before the server answers")
 
 
@@ -104,17 +104,16 @@ def test_each_start_of_a_training_has_a_server_of_its_own(tiny_model: Path, tmp_
     folder = folder_of_run(tmp_path / "run", tiny_model)
     found: list[str] = []
 
-    def train(env: object) -> Ending:
-        assert isinstance(env, dict)
-        found.append(env["AUTOFIT_VLLM_SERVER"])
+    def train(environments: Sequence[dict[str, str]]) -> RanksEnded:
+        found.append(environments[0]["AUTOFIT_VLLM_SERVER"])
         assert len(servers_of(folder)) == 2
-        return Ending(exit_code=0)
+        return RanksEnded(endings=(Ending(exit_code=0),))
 
-    trained = at(folder).alone(train)
-    trained()
+    trained = at(folder).beside(train)
+    trained([{}])
     assert not servers_of(folder)
-    trained()
+    trained([{}])
     assert len(set(found)) == 2
     ask_to_end(folder)
-    assert trained() == Ending(exit_code=0, abandoned=True)  # it waits for no server any more
+    assert trained([{}]).alone == Ending(exit_code=0, abandoned=True)  # it waits for no server any more
     assert not servers_of(folder)

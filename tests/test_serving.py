@@ -14,12 +14,10 @@ import pytest
 from test_server import recipe
 
 from autofit.files import write_json
-from autofit.probing.supervise import Ending
-from autofit.promotion import beside, job
-from autofit.promotion.beside import Beside
-from autofit.promotion.server_address import address_variables, with_address
-from autofit.promotion.server_files import Post
-from autofit.promotion.serving import last_words, serve
+from autofit.probing.supervise import Ending, RanksEnded
+from autofit.promotion import job
+from autofit.promotion.server import Beside, Post, address_variables, with_address
+from autofit.promotion.server_keeper import last_words, serve
 from autofit.recipe.launch import LAUNCH, Launch
 
 
@@ -43,8 +41,8 @@ def test_on_one_machine_training_and_server_share_the_cards(tmp_path: Path, monk
         seen["server"] = env["CUDA_VISIBLE_DEVICES"]
         return subprocess.Popen(["true"]).pid
 
-    def trains(path: Path, folder: Path, *, alone: object, ranks: Callable[[list[dict[str, str]]], object]) -> Ending:
-        ranks([{}])
+    def trains(path: Path, folder: Path, keep: Callable[[list[dict[str, str]]], object]) -> Ending:
+        keep([{}])
         return Ending(exit_code=0)
 
     monkeypatch.setattr(job, "listen", lambda _: None)
@@ -63,20 +61,20 @@ def test_a_server_whose_machine_is_gone_is_lost_and_no_failure_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its keeper would have told anything else; a job of Slurm then starts again, on other nodes."""
-    monkeypatch.setattr(beside, "_KNOCK_S", 0.01)
+    monkeypatch.setattr("autofit.promotion.server._KNOCK_S", 0.01)
     run = Beside(tmp_path, "7-0")
     post = Post(folder=tmp_path, name="7-0", number=1)
 
-    def train(_: object) -> Ending:
+    def train(_: object) -> RanksEnded:
         assert not run.is_over()
         server.close()
         while not run.is_over():
             time.sleep(0.02)
-        return Ending(exit_code=-9, abandoned=True)
+        return RanksEnded(endings=(Ending(exit_code=-9, abandoned=True),))
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as keeper:
         keeper.submit(_answers_soon, post, server.getsockname()[1])
-        run.alone(train)()
+        run.beside(train)([{}])
     assert run.is_lost
     assert not (tmp_path / "failed.json").exists()
 

@@ -20,22 +20,20 @@ from slurm_cluster import Cluster
 from test_server import RESOLVED, recipe
 
 from autofit.cluster.executor import LOCAL, executor_of
-from autofit.cluster.inside import OwnJob
-from autofit.cluster.node import only_cards
+from autofit.cluster.nodes import only_cards
+from autofit.cluster.slurm import OwnJob
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
-from autofit.promotion.allocated import REQUEUES, _env, run_allocated
-from autofit.promotion.ending import ending_of
 from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.machines import Machines, begin, superseded
 from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of
-from autofit.promotion.progress import read_progress
+from autofit.promotion.run_folder import REQUEUES, ending_of
+from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
 from autofit.promotion.tuned import Tuned
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.server import Server
-from autofit.watching.events import Kind, events_of
+from autofit.watching.events import Kind, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
 

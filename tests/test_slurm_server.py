@@ -16,7 +16,7 @@ from vllm_stand_in import servers_of, write_stand_in
 from autofit.cluster.executor import executor_of
 from autofit.files import read_json
 from autofit.probing.launch import start_job
-from autofit.promotion.allocated import run_allocated
+from autofit.promotion.slurm_job import run_allocated
 from autofit.recipe.launch import Launch
 from autofit.watching.events import Kind, events_of
 

@@ -18,9 +18,9 @@ import autofit
 from autofit.api.pipeline_stages import Knowledge
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
-from autofit.promotion.progress import read_progress
 from autofit.promotion.stages import Known, State, content_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
+from autofit.watching.events import read_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autofit.files import write_json
-from autofit.promotion.progress import keep_progress
-from autofit.watching.events import Kind, RunEvent, keep_event
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
+from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
 
 PROMISE = Promise(device_name="cpu", fidelity="measured", device_used_bytes=120_000_000, limit_bytes=150_000_000,
                   step_s=0.5, samples_per_s=16.0, effective_batch_size=16)  # fmt: skip

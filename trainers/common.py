@@ -24,8 +24,8 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from autofit.errors import ConfigError
+from autofit.files import Scratch
 from autofit.plugin.protocol import WorstCase
-from autofit.scratch import Scratch
 
 from .images import sees
 from .trl_config import TrlConfig

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig
 
-from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.padding import KEPT, Lengths
 from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun

@@ -27,9 +27,8 @@ from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
 from autofit.frontends.verl_settings import Settings
-from autofit.plugin.hub import go_offline_without_a_hub
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
-from autofit.plugin.models import model_config
+from autofit.plugin.models import go_offline_without_a_hub, model_config
 from autofit.plugin.protocol import (
     CRITIC,
     LOADING,

@@ -14,8 +14,7 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
 from autofit.cluster.slurm import check_commands
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest
-from autofit.files import cannot_write
-from autofit.owners import check_is_own
+from autofit.files import cannot_write, check_is_own
 from autofit.units import parse_bytes, parse_frac, parse_seconds
 
 T = TypeVar("T")

@@ -14,15 +14,13 @@ from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Control, Report, Run
 from autofit.plugin.transformers_run import TransformersRun
-from autofit.promotion.progress import forget_progress_after, read_progress
 from autofit.promotion.promotion import choose, promise_of
-from autofit.promotion.recorder import Recorder
+from autofit.promotion.reports import Recorder
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.study import load_study, trials_of
-from autofit.watching.contract import Row
+from autofit.watching.contract import Promise, Row
 from autofit.watching.contract_watcher import ContractWatcher
-from autofit.watching.events import RunEvent, forget_events_after
-from autofit.watching.promise import Promise
+from autofit.watching.events import RunEvent, forget_events_after, forget_progress_after, read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
 from autofit.watching.watcher import Watched, Watcher
 from autofit.watching.watchers import watchers

@@ -19,7 +19,7 @@ from autofit.folding import Folding
 from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
 from autofit.forecast.shop import Shop
 from autofit.frontends.writing import own_words
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
 from autofit.probing.result import ProbeResult

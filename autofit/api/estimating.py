@@ -20,14 +20,14 @@ from autofit.api.reading import (
 )
 from autofit.api.tables import Shown
 from autofit.errors import ConfigError
+from autofit.files import Scratch
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.margin import is_tight
 from autofit.forecast.zone import care_lines
-from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
@@ -35,7 +35,6 @@ from autofit.recipe.as_of import Then, read_libraries, then_of
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
-from autofit.scratch import Scratch
 from autofit.space.describe import describe_left_out
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space

@@ -17,9 +17,8 @@ from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
 from autofit.folding import Folding
-from autofit.promotion.merged import is_adapter, whole_model
 from autofit.promotion.promotion import model_path
-from autofit.promotion.stages import Known, State
+from autofit.promotion.stages import Known, State, is_adapter, whole_model
 from autofit.recipe.pipeline import Stage, read_pipeline
 from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage

@@ -11,11 +11,11 @@ from autofit.api.planning import Request, make_plan
 from autofit.api.reading import drop, fork_server
 from autofit.errors import ConfigError
 from autofit.hardware.hardware import gpus
-from autofit.hardware.visible import why_none
+from autofit.hardware.nvml import why_none
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
-from autofit.promotion.merged import base_of
-from autofit.promotion.stages import Inputs, Known, State, inputs_of
+from autofit.promotion.run_folder import RunFolder
+from autofit.promotion.stages import Inputs, Known, State, base_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage
 
 # The arguments of a search that a pipeline may set, with what they are where it does not.
@@ -74,7 +74,7 @@ class Knowledge:
     def is_gone(self, stage: Stage) -> bool:
         """Whether the stage was trained, and its model is no longer there."""
         known = self.known(stage)
-        finished = known is not None and (self.state.home(stage.name) / "final.json").exists()
+        finished = known is not None and RunFolder(self.state.home(stage.name)).is_done
         return finished and self.state.run(stage.name) is None
 
     def is_searched(self, stage: Stage) -> bool:

@@ -12,17 +12,24 @@ from typing import Literal
 from autofit.api.arguments import at_least_one, one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
-from autofit.cluster.cards import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.errors import ConfigError
-from autofit.hardware.compiler import compiling_faults
-from autofit.hardware.hardware import NO_NEEDS, about_choice, choose_device_and_target, choose_target, gpus
-from autofit.hardware.needs import CardNeeds, card_needs
+from autofit.files import claim
+from autofit.hardware.hardware import (
+    NO_NEEDS,
+    CardNeeds,
+    about_choice,
+    card_needs,
+    choose_device_and_target,
+    choose_target,
+    gpus,
+)
+from autofit.hardware.health import compiling_faults
 from autofit.probing.cuda_start import check_cuda
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
-from autofit.scratch import claim
 from autofit.space.describe import describe_left_out
 from autofit.space.knob import StatedSpace, read_space, space_knobs
 from autofit.space.space import QUANTIZATION, Knob, Space

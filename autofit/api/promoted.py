@@ -6,20 +6,17 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
 
-from autofit.files import read_json
 from autofit.folding import Folding
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
+from autofit.promotion.run_folder import RunFolder, State
 from autofit.watching.contract import Row, contract_of, verdict_of
-from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of
+from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_progress
 from autofit.watching.progress import Progress, progress_of
 
-State = Literal["running", "done", "failed", "interrupted"]
 _SHOWN = 12  # the last events in a report as text; JSON has all
 
 
@@ -81,7 +78,7 @@ def promoted_run(folder: Path) -> PromotedRun | None:
     last = lines[-1] if lines else {}
     return PromotedRun(
         folder=folder, study=str(request["study"]), trial=int(str(request["trial"])), device=str(request["device"]),
-        state=_state(folder), step=int(str(last.get("step", 0))),
+        state=RunFolder(folder).state(lambda: is_alive(folder)), step=int(str(last.get("step", 0))),
         last_step=int(str(last["max_steps"])) if "max_steps" in last else None,
         rows=contract_of(folder) or (), verdict=verdict_of(folder), events=tuple(events_of(folder)),
     )  # fmt: skip
@@ -90,7 +87,7 @@ def promoted_run(folder: Path) -> PromotedRun | None:
 def _request(folder: Path) -> dict[str, object] | None:
     """What the run was launched with; None for a file that is not a run's."""
     try:
-        found = read_json(folder / "request.json")
+        found = RunFolder(folder).request()
     except ValueError:  # torn, or another program's
         return None
     return found if isinstance(found, dict) and {"study", "trial", "device"} <= set(found) else None
@@ -106,14 +103,6 @@ def contract_table(rows: Sequence[Row], *, title: str) -> Table:
         kept = {True: "yes", False: "NO", None: "-"}[row.kept]
         table.add_row(row.what, escape(row.promised_text), escape(row.actual_text), kept)
     return table
-
-
-def _state(folder: Path) -> State:
-    if read_json(folder / "final.json") is not None:
-        return "done"
-    if is_alive(folder):
-        return "running"
-    return "failed" if read_json(folder / "failed.json") is not None else "interrupted"
 
 
 def _sentence(text: str) -> str:
@@ -207,8 +196,7 @@ def _object(line: str) -> dict[str, object] | None:
 
 
 def _state_stamp(folder: Path) -> Hashable:
-    ends = tuple((folder / name).exists() for name in ("final.json", "failed.json"))
-    return ends, _alive(folder)
+    return RunFolder(folder).state(lambda: _alive(folder))
 
 
 def _alive(folder: Path) -> bool:

@@ -15,7 +15,6 @@ from autofit.cluster.executor import Executor
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
 from autofit.promotion.promotion import (
     Promotion,
     choose,
@@ -35,6 +34,7 @@ from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
 from autofit.tuning.study import database_errors, load_study, trials_of
+from autofit.watching.events import read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:

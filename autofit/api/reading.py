@@ -9,6 +9,7 @@ from typing import cast
 from autofit.api.events import still_at
 from autofit.errors import AutofitError, ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.files import release
 from autofit.frontends import writing
 from autofit.hardware.hardware import gpus, slices_fault
 from autofit.plugin.registry import trainer_for
@@ -17,7 +18,6 @@ from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source, Stated
-from autofit.scratch import release
 from autofit.space.knob import QUANTIZATION, space_knobs
 from autofit.units import format_bytes
 

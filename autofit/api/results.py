@@ -15,8 +15,7 @@ from autofit.forecast.cloud import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.tracking.front_frame import Picture
-from autofit.tracking.front_plot import front_figure, title_of
+from autofit.tracking.front_plot import Picture, front_figure, title_of
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of

@@ -21,7 +21,7 @@ from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.cluster.executor import Executor
 from autofit.errors import AutofitError, EnvironmentFault
-from autofit.files import cache_folder, write_atomically
+from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
@@ -29,7 +29,6 @@ from autofit.forecast.host_steps import WHY, has_room, without_offload
 from autofit.forecast.structures import without
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
-from autofit.owners import private_folder
 from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path

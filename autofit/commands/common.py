@@ -148,7 +148,7 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
     The API finds the same, after its imports. `device` is "sim:" for a simulated card.
     """
     from autofit.frontends.writing import source_of
-    from autofit.plugin.early import look
+    from autofit.plugin.registry import check_source_early
     from autofit.recipe.launching import launch_options
 
     _, launch = launch_options(
@@ -156,7 +156,7 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
         num_processes=options.num_processes, gpus=getattr(options, "gpus", None),
     )  # fmt: skip
     source = source_of(options.recipe, ranks=launch.num_processes)
-    look(
+    check_source_early(
         source, trainer=options.trainer, device=device, changes=settings(getattr(options, "set", ())),
         prompt_tokens=options.prompt_tokens or source.prompt_tokens, launch=launch,
     )  # fmt: skip

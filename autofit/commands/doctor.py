@@ -66,10 +66,10 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _of_machine(told: Printed) -> int:
     """Say which cards this machine has, and whether CUDA starts on them."""
+    from autofit.files import Scratch
     from autofit.hardware.health import look_at_cards
-    from autofit.hardware.visible import why_none
+    from autofit.hardware.nvml import why_none
     from autofit.probing.fork_server import ForkServer
-    from autofit.scratch import Scratch
 
     look = look_at_cards()
     if not look.cards and not look.faults:
@@ -85,7 +85,7 @@ def _of_machine(told: Printed) -> int:
 
 def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Printed) -> bool:
     """Whether probes can run on the cards; says so, and what is wrong with them."""
-    from autofit.hardware.compiler import compiling_faults
+    from autofit.hardware.health import compiling_faults
     from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
 
     start = cuda_start(server, folder, look.cards)
@@ -110,11 +110,11 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     device = choose_device(options.device, gpu)
     look_early(options, device=device)
     from autofit.api.reading import check_prompt_tokens, read_recipe, source_of
-    from autofit.cluster.executor_findings import executor_findings
+    from autofit.cluster.nodes import executor_findings
+    from autofit.files import Scratch
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.as_of import read_libraries, then_of
-    from autofit.scratch import Scratch
 
     if options.as_of is not None:
         read_libraries(options.as_of)

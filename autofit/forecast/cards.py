@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.forecast.margin import is_tight, roomy_bytes
-from autofit.hardware.hardware import Device
-from autofit.hardware.needs import BFLOAT16_CAPABILITY
+from autofit.hardware.hardware import BFLOAT16_CAPABILITY, Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 
 

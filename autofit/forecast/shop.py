@@ -14,8 +14,7 @@ from autofit.fakegpu.specs import GpuSpec
 from autofit.forecast.ladders import Ladder, Rung, ladders
 from autofit.forecast.margin import is_tight
 from autofit.forecast.offers import Offer, Verdict
-from autofit.hardware.hardware import Device
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes

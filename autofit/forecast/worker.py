@@ -35,7 +35,7 @@ from autofit.fakegpu.formula.kernel_log import KernelLog
 from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
-from autofit.files import read_json, write_json
+from autofit.files import Scratch, read_json, write_json
 from autofit.forecast.structures import LATER
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
@@ -45,7 +45,6 @@ from autofit.probing.simulated import layers_alike, needs_all_layers
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import Launch, split
 from autofit.recipe.secrets import opened
-from autofit.scratch import Scratch
 
 MOST_LAYERS = 12  # a model whose layers do not repeat is traced whole up to this number of layers
 DEPTHS = (2, 3)  # middle units of the traces that tell what a unit adds: the first, the last, and one between

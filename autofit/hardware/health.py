@@ -5,19 +5,20 @@ NVML does not tell past Xid errors; the counters and states that they leave behi
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
 
-from autofit.hardware.nvml import Gpu, driver_cards, handle_of, started, used_bytes
+from autofit.hardware.nvml import Gpu, driver_cards, handle_of, started, used_bytes, visible_gpus
 from autofit.hardware.usage import card_processes
-from autofit.hardware.visible import visible_gpus
 from autofit.units import format_bytes
 
 _ANSWER_S = 60.0  # NVML alone takes some seconds a card where no persistence daemon runs
@@ -161,6 +162,35 @@ def _owner(pid: int) -> str:
         return f" of {process.username()} ({process.name()})"
     except psutil.Error:  # gone, or in another container
         return ""
+
+
+def compiling_faults() -> str:
+    """What this machine cannot compile, in words; "" where it has a C and a C++ compiler and no build was cut off.
+
+    Triton builds its driver with CC, gcc or clang at the first of its kernels (triton/runtime/build.py), and DeepSpeed
+    its optimizer of the host with CXX or c++ (torch.utils.cpp_extension).
+    """
+    faults = []
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        faults.append(
+            "no C compiler (gcc, clang) is on the PATH, so kernels of Triton (liger, torch.compile, vLLM) fail"
+        )
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        faults.append("no C++ compiler (c++) is on the PATH, so DeepSpeed's offload of the optimizer fails")
+    faults += [
+        f"torch waits without end for the build that holds {lock}; where none is running, it was killed: delete it"
+        for lock in _locks_of_builds()
+    ]
+    return "; ".join(faults)
+
+
+def _locks_of_builds() -> list[Path]:
+    """Locks of builds of torch's C++ extensions: a build that was killed leaves its own (torch.utils.file_baton)."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return sorted(Path(named).glob("*/lock"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return sorted((cache / "torch_extensions").glob("*/*/lock"))
 
 
 if __name__ == "__main__":

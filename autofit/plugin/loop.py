@@ -6,6 +6,7 @@ walks through an example. Imports torch.
 """
 
 import os
+import random
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +15,37 @@ from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
+import numpy as np
 import torch
 
 from autofit.errors import ConfigError, nearest
 from autofit.files import write_json
 from autofit.plugin.fields import accepts, readable
 from autofit.plugin.protocol import Facts, Inspection, Report, SampleFacts, Task, WorstCase, own_checkpoints
-from autofit.plugin.randoms import RandomStates
 from autofit.recipe.keys import BatchKeys, Tier, divisors
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """The states of the random number generators that a trainer's checkpoint holds."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @classmethod
+    def now(cls) -> "RandomStates":
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
 
 _STATE = "loop.pt"
 

@@ -1,12 +1,33 @@
 """Models of transformers for loops of one's own: real weights, or random ones of the same shape. Imports torch."""
 
+import os
+import socket
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from transformers import AutoConfig
 
 from autofit.plugin.loop import Setup
 from autofit.recipe import catalogue
+
+
+def go_offline_without_a_hub() -> None:
+    """Tell the hub's client to stay offline when the hub cannot be reached; it would retry for 23 s a file."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    url = urlparse(constants.ENDPOINT)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 443), timeout=3):
+            return
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        import datasets.config
+
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 def model_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:

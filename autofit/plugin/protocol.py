@@ -334,3 +334,11 @@ class Trainer(Protocol):
         `ranks` has the ranks of every recipe where one has several: `run` is then called in a process of each rank.
         """
         ...
+
+
+_ATTENTION = ("sdpa", "eager")
+
+
+def compared_attention(value: object) -> bool:
+    """Whether the attention named `value` is one that the proof runs."""
+    return value is None or value in _ATTENTION

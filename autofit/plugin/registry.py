@@ -1,9 +1,15 @@
-"""Finds a trainer by its name: an entry point of the group `autofit.trainers`, or `module:object`."""
+"""Trainers by name, found as `module:object` or by entry point, and what is wrong with a recipe before torch loads.
+
+An installed trainer may have an early check: an entry point of the group `autofit.early_checks` with its name. It is a
+function of (name, values, Inspection) that imports nothing heavy and raises ConfigError, in the same words, for what
+`inspect` would refuse. A trainer without one is inspected at once.
+"""
 
 import hashlib
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,8 +17,12 @@ from typing import cast
 
 from autofit.errors import ConfigError, nearest
 from autofit.frontends.reading import refusal
-from autofit.plugin.protocol import Trainer
-from autofit.recipe.starting import trainer_of
+from autofit.plugin.protocol import Inspection, Trainer, WorstCase
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.recipe import merge
+from autofit.recipe.secrets import opened
+from autofit.recipe.source import Source
+from autofit.recipe.starting import OF_TRL, trainer_of
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")
@@ -94,3 +104,34 @@ def load(name: str) -> Trainer:
             f"the trainer {spec} must have the methods {', '.join(_METHODS)}; it lacks {', '.join(missing)}"
         )
     return cast(Trainer, found)
+
+
+EARLY_GROUP = "autofit.early_checks"
+
+
+def check_source_early(
+    source: Source, *, trainer: str | None, device: str, changes: Mapping[str, object],
+    prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
+) -> None:  # fmt: skip
+    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
+    values = merge(source.values, changes)
+    named = trainer_for({**source.values, **changes}, trainer or source.trainer)
+    read = launched(values, launch, of_trl=named in OF_TRL, own=source.launch)
+    changed = [key.partition(".")[0] for key in changes]
+    check_early(source, read.values, trainer=named, device=device, changed=changed, prompt_tokens=prompt_tokens)
+
+
+def check_early(
+    source: Source, values: Mapping[str, object], *, trainer: str, device: str, changed: Sequence[str],
+    prompt_tokens: int | None,
+) -> None:  # fmt: skip
+    """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch."""
+    inspection = Inspection(
+        device=device, worst_case=WorstCase(path=Path(os.devnull)), prompt_tokens=prompt_tokens,
+        changed=tuple(key for key in changed if key in values),
+    )  # fmt: skip
+    for point in entry_points(group=EARLY_GROUP, name=trainer):
+        try:
+            point.load()(trainer, opened(values), inspection)
+        except ConfigError as error:
+            raise ConfigError(f"{source.what}: {error}") from error

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from autofit.cluster.inside import node_name, own_id
-from autofit.cluster.node import is_card_broken, node_fault
+from autofit.cluster.nodes import is_card_broken, node_fault
+from autofit.cluster.slurm import node_name, own_id
 from autofit.errors import AutofitError, one_line
 from autofit.files import write_json
 from autofit.hardware.hardware import slot_names

@@ -10,9 +10,9 @@ import psutil
 from autofit.errors import AutofitError
 from autofit.files import read_json
 from autofit.hardware.usage import ProcessUse, tree_use
-from autofit.probing.births import lives
 from autofit.probing.launch import is_alive
 from autofit.probing.result import ProbeRequest
+from autofit.probing.supervise import lives
 
 _NAMES = {"trial": "trial", "confirm": "confirmation of trial", "repeat": "second probe of trial"}
 

@@ -5,8 +5,8 @@ all the same, the server begins again without imports, and each child imports by
 started it ends; running children then continue to their end.
 
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
-"cancel"}; the child is killed once the file named by `cancel` exists. The reply is one JSON line with the Ending.
-With "ranks", a list of such keys for each, there is a child a rank, kept together; the reply has the Ending of each.
+"cancel"}; the child is killed once the file named by `cancel` exists. With "ranks", a list of such keys for each, there
+is a child a rank, kept together. The reply is one JSON line with RanksEnded.
 If the caller closes the connection before the reply, the child is killed.
 
 A server that was asked to stay (autofit.probing.kept_place) does not end with its starter: the next command is its
@@ -34,12 +34,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.hardware.visible import visible_gpus
+from autofit.files import Scratch
+from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
 from autofit.probing.log_size import keep_small
-from autofit.probing.rank_processes import RanksEnded, keep_ranks
-from autofit.probing.supervise import Ending, computing_env, die_with_parent, keep
-from autofit.scratch import Scratch
+from autofit.probing.supervise import Ending, RanksEnded, computing_env, die_with_parent, keep_ranks
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
@@ -155,12 +154,12 @@ def server_for(folder: Path) -> ForkServer:
 
 def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
     """The Ending of one call. Raises ServerGone, or EnvironmentFault if the child's keeper was killed."""
-    return Ending(**_answer(socket_path, message, alive))
+    return call_ranks(socket_path, message, alive=alive).alone
 
 
-def call_ranks(socket_path: str, message: Mapping[str, object]) -> RanksEnded:
+def call_ranks(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> RanksEnded:
     """The ends of the children of one call with "ranks". Raises as `call` does."""
-    return RanksEnded.from_json(_answer(socket_path, message, None))
+    return RanksEnded.from_json(_answer(socket_path, message, alive))
 
 
 def _answer(socket_path: str, message: Mapping[str, object], alive: object) -> dict[str, Any]:
@@ -277,30 +276,21 @@ def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        ranks = message.get("ranks")
+        keeper, calls = os.getpid(), [{**message, **own} for own in message.get("ranks", [{}])]
 
-        keeper = os.getpid()
-
-        def start(rank: int | None = None) -> int:
+        def start(rank: int) -> int:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _run_call(message if rank is None or ranks is None else {**message, **ranks[rank]}, keeper)
+                _run_call(calls[rank], keeper)
             return pid
 
-        logs = [str(one["log"]) for one in (ranks if ranks is not None else [message])]
-
         def left() -> bool:
-            keep_small(logs)
+            keep_small([str(one["log"]) for one in calls])
             return _left(connection, message)
 
-        deadline_s = message["deadline_s"]
-        ending: Ending | RanksEnded
-        if ranks is None:
-            ending = keep(start, deadline_s=deadline_s, abandoned=left)
-        else:
-            ending = keep_ranks(start, len(ranks), deadline_s=deadline_s, abandoned=left)
-        connection.sendall(json.dumps(ending.to_json()).encode() + b"\n")
+        ended = keep_ranks(start, len(calls), deadline_s=message["deadline_s"], abandoned=left)
+        connection.sendall(json.dumps(ended.to_json()).encode() + b"\n")
     except BaseException:
         traceback.print_exc()
     finally:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +14,14 @@ from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
 from autofit.hardware.health import look_at_cards
-from autofit.probing.births import note_of
-from autofit.probing.fork_server import ServerGone, call
+from autofit.probing.fork_server import ServerGone, call_ranks
 from autofit.probing.kept import keep_answer, kept_answer
 from autofit.probing.log_size import keep_small
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import Ending, computing_env, keep
+from autofit.probing.supervise import Ending, RanksEnded, computing_env, keep_ranks, note_of
 from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
@@ -161,24 +160,35 @@ def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
 
     if slot_name.startswith("cuda-"):  # the card of each rank, in their order
         env["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix("cuda-") for name in slot_name.split(","))
+
+    def workers(requests: Sequence[ProbeRequest]) -> RanksEnded:
+        return _keep_workers(requests, env, left, cancel_path=str(asked.folder / "cancel"))
+
     if has_ranks(request):
-        return keep_rank_probes(
-            request, start_cold=_start_cold, env=env, abandoned=left,
-            cancel_path=str(asked.folder / "cancel"), classify=classified,
-        )  # fmt: skip
-    if request.server_socket is not None:
+        return keep_rank_probes(request, workers, abandoned=left, classify=classified)
+    return workers([request]).alone
+
+
+def _keep_workers(
+    requests: Sequence[ProbeRequest], env: dict[str, str], left: Callable[[], bool], *, cancel_path: str
+) -> RanksEnded:
+    """The ends of a worker for each request, forked by the server of the first one where it has one."""
+    first = requests[0]
+    if first.server_socket is not None:
         message = {
-            "entry": "autofit.probing.worker:run", "argument": str(request.request_path), "cwd": str(request.cwd),
-            "log": str(request.log_path), "env": env, "deadline_s": request.deadline_s,
-            "cancel": str(asked.folder / "cancel"),
+            "entry": "autofit.probing.worker:run", "cwd": str(first.cwd), "env": env, "deadline_s": first.deadline_s,
+            "cancel": cancel_path,
+            "ranks": [{"argument": str(one.request_path), "log": str(one.log_path)} for one in requests],
         }  # fmt: skip
         try:
-            return call(request.server_socket, message)
+            return call_ranks(first.server_socket, message)
         except ServerGone:
-            pass  # nothing has run yet: start the probe below
-        except EnvironmentFault:  # the child may have run: do not run it again
-            return Ending(exit_code=-signal.SIGKILL)
-    return keep(lambda: _start_cold(request, env), deadline_s=request.deadline_s, abandoned=left)
+            pass  # nothing has run yet: start the workers below
+        except EnvironmentFault:  # they may have run: do not run them again
+            return RanksEnded(endings=(Ending(exit_code=-signal.SIGKILL),) * len(requests), first=0)
+    return keep_ranks(
+        lambda rank: _start_cold(requests[rank], env), len(requests), deadline_s=first.deadline_s, abandoned=left
+    )
 
 
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:

@@ -40,7 +40,7 @@ _MOST_BYTES = 2**22  # of a request: an environment has at most 2 MB
 _OF_COMMANDS = (
     "autofit.cli", "autofit.api.checking", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
     "rich.console", "rich.table", "rich.status", "scipy.io", "autofit.recipe.launch_findings",
-    "autofit.cluster.executor_findings", "datasets.streaming", "datasets.packaged_modules.json.json",
+    "autofit.cluster.nodes", "datasets.streaming", "datasets.packaged_modules.json.json",
     "datasets.packaged_modules.cache.cache", "datasets.packaged_modules.arrow.arrow",
 )  # fmt: skip
 _OF_PACKAGES = ("site-packages", "dist-packages")

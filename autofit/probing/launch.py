@@ -18,12 +18,11 @@ import submitit
 from autofit.cluster import slurm
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import EnvironmentFault
-from autofit.files import is_full, read_json, write_json
-from autofit.owners import private_folder
-from autofit.probing.births import lives, note_of
+from autofit.files import is_full, private_folder, read_json, write_json
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.log_size import end_of
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.supervise import lives, note_of
 
 _ENDED = {  # by the state that Slurm gives it
     "CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit before it had saved a checkpoint",

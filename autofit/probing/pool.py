@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.cluster.inside import node_name
+from autofit.cluster.slurm import node_name
 from autofit.errors import EnvironmentFault
 from autofit.files import cannot_write, read_json, write_json
 

@@ -12,11 +12,10 @@ import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
-from autofit.files import is_full, last_line, read_json, write_json
+from autofit.files import OWNER, is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
-from autofit.plugin.early import check_early
 from autofit.plugin.protocol import Facts
-from autofit.plugin.registry import code_hash
+from autofit.plugin.registry import check_early, code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import Ending
@@ -28,7 +27,6 @@ from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.starting import OF_TRL
-from autofit.scratch import OWNER
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 

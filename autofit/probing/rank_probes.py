@@ -8,17 +8,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autofit.errors import EnvironmentFault
 from autofit.files import write_json
-from autofit.probing.fork_server import ServerGone, call_ranks
-from autofit.probing.rank_processes import RanksEnded, free_port, keep_ranks
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus, RankPeak
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import Ending, RanksEnded, free_port
 from autofit.recipe.launch import Launch
 
 PORT_IS_TAKEN = errno.EADDRINUSE  # exit code of a rank that found another process listening on the port
 PORTS = 5  # that are tried: another program may take one between its choice and its use
 Classify = Callable[[Ending, ProbeRequest], ProbeResult]
+Keep = Callable[[Sequence[ProbeRequest]], RanksEnded]  # starts a worker for each request, and waits for all
 
 
 def has_ranks(request: ProbeRequest) -> bool:
@@ -26,14 +24,11 @@ def has_ranks(request: ProbeRequest) -> bool:
     return request.rank is None and not request.device.startswith("sim:") and not Launch.of(request.values).is_plain
 
 
-def keep_rank_probes(
-    request: ProbeRequest, *, start_cold: Callable[[ProbeRequest, dict[str, str]], int], env: dict[str, str],
-    abandoned: Callable[[], bool], cancel_path: str, classify: Classify,
-) -> Ending:  # fmt: skip
+def keep_rank_probes(request: ProbeRequest, keep: Keep, *, abandoned: Callable[[], bool], classify: Classify) -> Ending:
     """Run the ranks of `request` to their ends and write its answer, unless it was abandoned."""
     for _ in range(PORTS):
         requests = _rank_requests(request)
-        ended = _kept(request, requests, start_cold, env, abandoned, cancel_path)
+        ended = keep(requests)
         shutil.rmtree(request.folder / "checkpoints", ignore_errors=True)  # a killed rank 0 leaves them
         if abandoned():
             return Ending(exit_code=ended.worst.exit_code, abandoned=True)
@@ -52,28 +47,6 @@ def _rank_requests(request: ProbeRequest) -> list[ProbeRequest]:
             path.unlink(missing_ok=True)
         write_json(one.request_path, one.to_json())
     return requests
-
-
-def _kept(
-    request: ProbeRequest, requests: Sequence[ProbeRequest],
-    start_cold: Callable[[ProbeRequest, dict[str, str]], int], env: dict[str, str],
-    abandoned: Callable[[], bool], cancel_path: str,
-) -> RanksEnded:  # fmt: skip
-    if request.server_socket is not None:
-        ranks = [{"argument": str(one.request_path), "log": str(one.log_path)} for one in requests]
-        message = {
-            "entry": "autofit.probing.worker:run", "cwd": str(request.cwd), "env": env, "ranks": ranks,
-            "deadline_s": request.deadline_s, "cancel": cancel_path,
-        }  # fmt: skip
-        try:
-            return call_ranks(request.server_socket, message)
-        except ServerGone:
-            pass  # nothing has run yet: start the ranks below
-        except EnvironmentFault:  # they may have run: do not run them again
-            return RanksEnded(endings=(Ending(exit_code=-9),) * len(requests), first=0)
-    return keep_ranks(
-        lambda rank: start_cold(requests[rank], env), len(requests), deadline_s=request.deadline_s, abandoned=abandoned
-    )
 
 
 def joined_answer(requests: Sequence[ProbeRequest], ended: RanksEnded, classify: Classify) -> ProbeResult:

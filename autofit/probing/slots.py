@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autofit.errors import EnvironmentFault, printable
 from autofit.files import cache_folder, read_json, write_json
-from autofit.probing.births import lives, note_of
+from autofit.probing.supervise import lives, note_of
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _QUIET_S = 5.0  # of waiting, before it is said

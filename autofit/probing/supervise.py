@@ -1,6 +1,7 @@
-"""The keeper of one child process: waits for its end, a deadline or an abandoned call, and kills all descendants.
+"""The keeper of one or several child processes: waits for their end, a deadline or an abandoned call, and kills all.
 
-Linux only: the keeper is a subreaper, so orphans of the child become children of the keeper, which kills them.
+Linux only: the keeper is a subreaper, so orphans of a child become children of the keeper, which kills them. Of the
+ranks of one training, the end of one that failed ends all. No torch here.
 """
 
 import contextlib
@@ -9,15 +10,22 @@ import math
 import os
 import select
 import signal
+import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_STATE, _START = 0, 19  # of the fields after the name in /proc/PID/stat: proc(5) counts them from 3
 _PARENT = "AUTOFIT_PARENT"  # environment variable: the process that started this one
+# A rank waits in a collective for one that is gone: gloo says so at once, NCCL after ten minutes.
+GRACE_S = 10.0
+_POLL_S = 0.2
 KILLED_WITHIN_S = 30.0  # of SIGKILL: a process that lives on hangs in a driver, or in a file system that is away
 
 
@@ -33,8 +41,37 @@ class Ending:
     node: str = ""  # of several machines, the one that it ran on
     left_pid: int | None = None  # of the child, where SIGKILL did not end it in time and it was left alone
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksEnded:
+    """The ends of all ranks, by their number. `first` is the rank that ended first of those that failed, if one did.
+
+    Ranks that the keeper killed, as another one had failed, are `abandoned`.
+    """
+
+    endings: tuple[Ending, ...]
+    first: int | None = None
+
+    @property
+    def worst(self) -> Ending:
+        """The end of the rank that failed first, of rank 0 where none did, with any process that SIGKILL left alive."""
+        left = next((ending.left_pid for ending in self.endings if ending.left_pid is not None), None)
+        return replace(self.endings[self.first or 0], left_pid=left)
+
+    @property
+    def alone(self) -> Ending:
+        """The end of the only process."""
+        return replace(self.endings[0], rank=None)
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "RanksEnded":
+        return cls(endings=tuple(Ending(**ending) for ending in content["endings"]), first=content["first"])
+
+
+Keep = Callable[[Sequence[dict[str, str]]], RanksEnded]  # starts a rank in each environment, and waits for all
 
 
 def computing_env(**more: str) -> dict[str, str]:
@@ -47,36 +84,67 @@ def computing_env(**more: str) -> dict[str, str]:
     return {**ours, **os.environ, _PARENT: str(os.getpid()), **more}
 
 
+def keep_ranks(
+    start: Callable[[int], int], ranks: int, *, deadline_s: float = math.inf,
+    abandoned: Callable[[], bool] = lambda: False, grace_s: float = GRACE_S,
+) -> RanksEnded:  # fmt: skip
+    """The ends of `ranks` processes: `start(rank)` starts one and returns its pid; kills all that they leave behind.
+
+    Once a rank has failed, the others have `grace_s` to end by themselves. All are killed after `deadline_s`, and once
+    `abandoned`, called every 0.2 s, returns True. One that SIGKILL does not end within KILLED_WITHIN_S is left alone.
+    """
+    others = become_subreaper()
+    kills_before, began = kernel_oom_kills(), time.monotonic()
+    pids: dict[int, int] = {}
+    handles: dict[int, int] = {}  # of the processes that run still: {pidfd: rank}
+    codes: dict[int, int] = {}
+    killed: set[int] = set()
+    first: int | None = None
+    failed_at, killed_at, late, left = math.inf, math.inf, False, False
+    try:
+        for rank in range(ranks):
+            pids[rank] = start(rank)
+            handles[os.pidfd_open(pids[rank])] = rank
+        while handles and time.monotonic() - killed_at < KILLED_WITHIN_S:
+            for handle in select.select(list(handles), [], [], _POLL_S)[0]:
+                rank = handles.pop(handle)
+                os.close(handle)
+                codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+                if codes[rank] and first is None:
+                    first, failed_at = rank, time.monotonic()
+            late = late or time.monotonic() - began > deadline_s
+            left = left or (not late and abandoned())
+            if (late or left or time.monotonic() - failed_at > grace_s) and not killed:
+                killed, killed_at = set(handles.values()), time.monotonic()
+                _kill(pids, killed)
+    finally:
+        for handle in handles:
+            os.close(handle)
+        kill_descendants(but=others | {pids[rank] for rank in handles.values()})
+    oom = kernel_oom_kills() > kills_before
+
+    def ending(rank: int) -> Ending:
+        code = codes.get(rank, -signal.SIGKILL)
+        by_others = code == -signal.SIGKILL and rank not in killed
+        return Ending(
+            exit_code=code, deadline_passed=late and rank in killed,
+            abandoned=rank in killed and not late, kernel_oom=oom and by_others, rank=rank,
+            left_pid=None if rank in codes else pids[rank],
+        )  # fmt: skip
+
+    return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)
+
+
+def _kill(pids: Mapping[int, int], ranks: set[int]) -> None:
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
+
+
 def keep(
     start: Callable[[], int], *, deadline_s: float = math.inf, abandoned: Callable[[], bool] = lambda: False
 ) -> Ending:
-    """The end of the child that `start` starts (it returns the child's pid); kills the child's remaining descendants.
-
-    `abandoned` is called every 0.2 s; if it returns True the child is killed. A child that SIGKILL does not end within
-    KILLED_WITHIN_S is left alone (`Ending.left_pid`).
-    """
-    others = become_subreaper()
-    kills_before = kernel_oom_kills()
-    began = time.monotonic()
-    pid = start()
-    handle = os.pidfd_open(pid)
-    late = left = False
-    try:
-        while not select.select([handle], [], [], 0.2)[0]:
-            late = time.monotonic() - began > deadline_s
-            left = not late and abandoned()
-            if late or left:
-                os.kill(pid, signal.SIGKILL)
-                break
-        ended = bool(select.select([handle], [], [], KILLED_WITHIN_S)[0])
-    finally:
-        os.close(handle)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else -signal.SIGKILL
-    kill_descendants(but=others if ended else others | {pid})
-    oom = code == -signal.SIGKILL and not late and not left and kernel_oom_kills() > kills_before
-    return Ending(
-        exit_code=code, deadline_passed=late, abandoned=left, kernel_oom=oom, left_pid=None if ended else pid
-    )  # fmt: skip
+    """The end of the child that `start` starts, kept as `keep_ranks` does."""
+    return keep_ranks(lambda _: start(), 1, deadline_s=deadline_s, abandoned=abandoned).alone
 
 
 def become_subreaper() -> frozenset[int]:
@@ -140,3 +208,33 @@ def kernel_oom_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of this machine's `address` ("": of all) that nobody listens on now; somebody may, before its users."""
+    with socket.socket() as found:
+        found.bind((address, 0))
+        return int(found.getsockname()[1])
+
+
+# -- which process a pid was, whatever the clock does: the boot of the machine and the process' ticks since then -------
+
+
+def birth(pid: int) -> str | None:
+    """The birth of the living process `pid`, equal for no other one; None if there is none, or only a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[_STATE] in "ZX" else f"{_BOOT.read_text().strip()} {fields[_START]}"
+    except OSError:
+        return None
+
+
+def note_of(pid: int) -> dict[str, object]:
+    """What `lives` needs of the process `pid`, which may have ended."""
+    return {"pid": pid, "birth": birth(pid)}
+
+
+def lives(note: Mapping[str, object]) -> bool:
+    """Whether the process of `note` is alive."""
+    pid = str(note.get("pid"))
+    return pid.isdecimal() and note.get("birth") is not None and birth(int(pid)) == note["birth"]

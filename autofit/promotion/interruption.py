@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from autofit.cluster.inside import in_job
+from autofit.cluster.slurm import in_job
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP = "stop"  # file in the folder of a run
 _LATER = "stop-for-now"  # file in the folder of a run on Slurm
 
 _received: list[signal.Signals] = []  # by this process
@@ -40,7 +41,7 @@ def received() -> signal.Signals | None:
 def ask_to_end(folder: Path) -> None:
     """Ask the run in `folder` to save a checkpoint and to end. A disk that takes no file is no error here."""
     with contextlib.suppress(OSError):
-        (folder / "stop").touch()
+        (folder / STOP).touch()
 
 
 def ask_after_signal(folder: Path) -> None:
@@ -54,12 +55,12 @@ def ask_after_signal(folder: Path) -> None:
 
 def asked_to_end(folder: Path) -> bool:
     """Whether the run in `folder` is to save a checkpoint and to end."""
-    return bool(_received) or (folder / "stop").exists() or (folder / _LATER).exists()
+    return bool(_received) or (folder / STOP).exists() or (folder / _LATER).exists()
 
 
 def goes_on_later(folder: Path) -> bool:
     """Whether the run in `folder` was asked to end by a signal only, and nobody wants it to stay so."""
-    return (bool(_received) or (folder / _LATER).exists()) and not (folder / "stop").exists()
+    return (bool(_received) or (folder / _LATER).exists()) and not (folder / STOP).exists()
 
 
 def forget_signals(folder: Path) -> None:

@@ -5,43 +5,79 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError, EnvironmentFault, nearest
-from autofit.files import read_json, write_json
+from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
+from autofit.files import private_folder, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
-from autofit.owners import private_folder
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
-from autofit.promotion.allocated import REQUEUES, run_allocated
 from autofit.promotion.checkpoints import checkpoints
-from autofit.promotion.edited import edit_note
-from autofit.promotion.ending import ending_of, forget_ending
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.moved import check_found, working_folder
-from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of, signal_s, training_device
-from autofit.promotion.progress import read_progress
+from autofit.promotion.place import (
+    check_found,
+    check_ranks,
+    for_slurm,
+    machines_of,
+    server_of,
+    signal_s,
+    training_device,
+    working_folder,
+)
 from autofit.promotion.rescue import FILES as RESCUE_FILES
 from autofit.promotion.rescue import carried
+from autofit.promotion.run_folder import RunFolder, ending_of, log_of
+from autofit.promotion.slurm_job import run_allocated
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.recipe.server import Server
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Rule, Trial, leanest, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
 from autofit.tuning.study import database_errors, load_study, trials_of
-from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, stop_asked
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
+from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, read_progress, stop_asked
 from autofit.watching.thresholds import Guard
+
+_MOST = 3  # settings that are named
+
+
+def edit_note(record: StudyRecord, cwd: Path) -> str:
+    """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
+    path = cwd / f"{record.recipe_name}.yaml"
+    if record.foreign or not record.used or not path.is_file():
+        return ""
+    if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
+        return ""
+    try:
+        now = read_yaml_mapping(path, what="recipe")
+    except ConfigError:
+        return ""  # the study's copy is whole
+    other = [key for key in now if key != "env" and now[key] != record.values.get(key)]  # env is kept sealed
+    if not other:
+        return ""
+    words = [f"{key} {quoted(now[key], 40)} (the study: {_said(record, key)})" for key in other[:_MOST]]
+    more = f" and {len(other) - _MOST} more" if len(other) > _MOST else ""
+    return (
+        f"{path.name} was edited after the search and says {', '.join(words)}{more}; the study's copy is what is "
+        "trained. To take the edit, run the search again"
+    )
+
+
+def _said(record: StudyRecord, key: str) -> str:
+    return quoted(record.values[key], 40) if key in record.values else "not given"
+
 
 NAMES = ("best", "leanest")  # of trials, beside their numbers
 _YEAR_S = 365 * 24 * 3600.0
@@ -100,7 +136,7 @@ def plan_promotion(
         check_found(record.values, cwd, searched_from=record.cwd)
     where = record.device
     if launch and record.trains_on_data:
-        where = training_device(record.device, device, begun=read_json(home / "request.json"), executor=executor)
+        where = training_device(record.device, device, begun=RunFolder(home).request(), executor=executor)
     with database_errors(folder):  # the proof is kept there
         proof = checked(study, chosen, say=say)
     say(f"trial {chosen.number}: {proof.sentence}")
@@ -203,18 +239,17 @@ def launch(
     executor: Executor = LOCAL,
 ) -> str:  # fmt: skip
     """Start the run unless it is running or done. Returns "started", "resumed", "running" or "done"."""
-    folder = promotion.folder
+    folder, run = promotion.folder, RunFolder(promotion.folder)
     if restart and not is_alive(folder):
         shutil.rmtree(promotion.output_dir, ignore_errors=True)
-        for name in ("final.json", PROGRESS, EVENTS, *RESCUE_FILES):
+        for name in (PROGRESS, EVENTS, *RESCUE_FILES):
             (folder / name).unlink(missing_ok=True)
+        run.forget_end(restart=True)
     if is_alive(folder):
         return "running"
-    if read_json(folder / "final.json") is not None:
+    if run.final() is not None:
         return "done"
-    forget_ending(folder)
-    for name in ("stop", "started.json", "job.json", "failed.json", "oom.json", REQUEUES):
-        (folder / name).unlink(missing_ok=True)
+    run.forget_end()
     request = {
         "folder": str(folder.resolve()), "study_folder": str(study_folder.resolve()), "study": promotion.study,
         "trial": promotion.trial.number, "device": promotion.device, "trainer": promotion.trainer,
@@ -228,12 +263,12 @@ def launch(
     }  # fmt: skip
     if promotion.ladder is not None:
         request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
-    write_json(folder / "request.json", request)
+    write_json(run.request_path, request)
     resumed = bool(checkpoints(promotion.output_dir))
     if executor.is_slurm:
         executor = for_slurm(executor, promotion.tuned.launch, promotion.device, promotion.server)
     start_job(
-        folder, run_allocated if executor.is_slurm else run_promoted, str(folder / "request.json"), timeout_s=_YEAR_S,
+        folder, run_allocated if executor.is_slurm else run_promoted, str(run.request_path), timeout_s=_YEAR_S,
         executor=executor, signal_s=signal_s(executor),
     )  # fmt: skip
     return "resumed" if resumed else "started"
@@ -261,13 +296,13 @@ def follow(
         if state != read:  # a long run has many lines, and seldom a new one
             read = state
             _say_new(promotion.folder, said, show, tell)
-        final = read_json(promotion.folder / "final.json")
+        final = RunFolder(promotion.folder).final()
         if final is not None:
             return final
         if not alive:
-            failed = read_json(promotion.folder / "failed.json")
-            if failed is not None:
-                raise EnvironmentFault(f"the run failed: {failed['reason']}; see {promotion.folder / 'run.log'}")
+            failure = RunFolder(promotion.folder).failure()
+            if failure is not None:
+                raise EnvironmentFault(f"the run failed: {failure}; see {log_of(promotion.folder)}")
             asked = stop_asked(promotion.folder)
             if asked is not None:
                 raise EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
@@ -275,7 +310,7 @@ def follow(
             reason = "; ".join(filter(None, found)) or "perhaps killed"
             raise EnvironmentFault(
                 f"the run ended before its last step ({reason}); run the same command to resume it; "
-                f"see {promotion.folder / 'run.log'}"
+                f"see {log_of(promotion.folder)}"
             )
         time.sleep(0.1)
 

@@ -16,17 +16,16 @@ from autofit.probing.supervise import Ending
 from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.interruption import asked_to_end
 from autofit.promotion.ladder import Ladder, Rung
-from autofit.promotion.oom import Oom, forget_oom, read_oom
-from autofit.promotion.progress import read_progress
+from autofit.promotion.run_folder import Oom, RunFolder, forget_oom, log_of, read_oom
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
 from autofit.recipe.recipe import Recipe
 from autofit.space.describe import describe_changes
-from autofit.watching.events import Kind, RunEvent, keep_event
+from autofit.watching.events import Kind, RunEvent, keep_event, read_progress
 
 _FILE = "rescues.json"
 _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further than the one before
-FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml", "oom.json")
+FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml")
 
 
 def goes_on(request_path: Path, ending: Ending) -> bool:
@@ -54,7 +53,7 @@ def goes_on(request_path: Path, ending: Ending) -> bool:
     if not again and len(_unchanged(folder)) < _MOST_UNCHANGED:
         _take(folder, ladder, Rung(changes={}), oom, "no neutral change that needs less memory is left")
         return True
-    write_json(folder / "failed.json", {"reason": _nothing_left(ladder, oom, folder, refused)})
+    RunFolder(folder).fail(_nothing_left(ladder, oom, folder, refused))
     return False
 
 
@@ -81,11 +80,11 @@ def carried(folder: Path, ladder: Ladder) -> dict[str, object]:
 def _killed(request: Mapping[str, object], folder: Path, ending: Ending) -> Oom | None:
     """The OOM of a training that could not tell it: killed by the kernel, or ended by a library that was out of
     memory."""
-    if any((folder / name).exists() for name in ("final.json", "failed.json")):
+    if RunFolder(folder).is_over:
         return None
     if ending.kernel_oom:
         message = "the system ended the process, as the memory of the machine was full"
-    elif ending.exit_code == 1 and exited_for_oom(folder / "run.log"):
+    elif ending.exit_code == 1 and exited_for_oom(log_of(folder)):
         message = "bitsandbytes ended the process"
     else:
         return None

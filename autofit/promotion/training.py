@@ -1,6 +1,7 @@
-"""The promoted run itself: the full training of a tuned recipe, resumable from every saved checkpoint.
+"""One process of a promoted run: the full training of a tuned recipe, resumable from every whole checkpoint.
 
-Runs in a process of its own (`python -m autofit.promotion.training REQUEST`). Loads torch.
+Runs in a process of its own (`python -m autofit.promotion.training REQUEST`), one for each rank. A rank of several has
+RANK, MASTER_ADDR and MASTER_PORT in its environment; rank 0 records the run, and the others follow it. Loads torch.
 """
 
 import contextlib
@@ -10,101 +11,194 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
+
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import read_json
 from autofit.plugin.protocol import Run, Task
+from autofit.plugin.ranks import as_rank
 from autofit.plugin.registry import load
 from autofit.probing.oom import is_oom
+from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.supervise import die_with_parent
-from autofit.promotion.checkpoints import delete_own
-from autofit.promotion.full_disk import print_leniently, reason_of
-from autofit.promotion.interruption import deaf_children, listen, received
-from autofit.promotion.progress import read_progress
-from autofit.promotion.recorder import Recorder
-from autofit.promotion.server_address import with_address
-from autofit.promotion.start import Start
-from autofit.promotion.whereabouts import Locating, oom_told, tell_oom
-from autofit.recipe.launch import split
+from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
+from autofit.promotion.interruption import ask_after_signal, deaf_children, listen, received
+from autofit.promotion.reports import Following, Leading, Locating, Together
+from autofit.promotion.run_folder import (
+    ADDRESS,
+    Place,
+    RunFolder,
+    forget_unloadable,
+    tell_failure,
+    tell_unloadable,
+    unloadable,
+)
+from autofit.promotion.server import with_address
+from autofit.promotion.start import Start, not_loaded, tell_oom, tell_oom_and_save, tell_oom_of_rank
+from autofit.recipe.launch import Launch, split
 from autofit.recipe.secrets import opened
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
+from autofit.watching.events import read_progress
 from autofit.watching.thresholds import guards_of
-from autofit.watching.watcher import Watched, Watcher
+from autofit.watching.watcher import Watched
 from autofit.watching.watchers import watchers
+
+RANK = "RANK"  # environment variable: the number of this rank, of several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beginning:
+    """What the process that records the run decides before the training."""
+
+    checkpoint: Path | None
+    step: int
+    asked_to_end: bool
 
 
 def main(request_path: str) -> int:
-    """Train until the end, a stop request, or an error, which goes to failed.json. The exit code: 1 after an error."""
+    """Train until the end, a stop request, or an error, which is told in the folder; the exit code."""
     request = read_json(Path(request_path))
     assert request is not None
-    folder = Path(str(request["folder"]))
-    request["values"] = with_address(opened(cast("dict[str, object]", request["values"])))
+    folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
+    launch, values = split(with_address(opened(cast("dict[str, object]", request["values"]))))
+    rank = None if launch.is_alone else int(os.environ[RANK])
     try:
-        return _train(request, folder)
+        with _mirrored(request, folder, rank), _as_rank(launch, rank, str(request["device"])):
+            _train({**request, "values": values}, folder, output, rank)
     except SystemExit as error:
         traceback.print_exc()
         if error.code in (0, None):
             raise
-        _fail(folder, f"its code called sys.exit({error.code!r})")
+        _tell_failure(folder, rank, f"its code called sys.exit({error.code!r})")
         return 1
     except Exception as error:
+        if rank is not None and isinstance(error, dist.DistNetworkError):
+            traceback.print_exc()
+            return PORT_IS_TAKEN
         if is_oom(error):  # the job goes on with a setting that needs less
-            tell_oom(folder, Path(str(request["output_dir"])), error)
+            tell_oom(folder, output, error, rank=rank)
             return 1
         traceback.print_exc()
-        _fail(folder, reason_of(error, Path(str(request["output_dir"]))))
+        _tell_failure(folder, rank, reason_of(error, output))
         return 1
-
-
-def _fail(folder: Path, reason: str) -> None:
-    with contextlib.suppress(EnvironmentFault):  # a full disk
-        write_json(folder / "failed.json", {"reason": reason})
-
-
-def _train(request: dict[str, Any], folder: Path) -> int:
-    output = Path(str(request["output_dir"]))
-    mirror = start_mirror(request, folder)
-    began = time.monotonic()
-    try:
-        trained = _trained(request, folder, Start(folder, output))
-        if trained is None:
-            return 0
-        run, recorder = trained
-        run.save_model(output)
-        recorder.ends()
-        lines: list[dict[str, Any]] = read_progress(folder)
-        write_json(folder / "final.json", final_of(lines, recorder.steps, output, time.monotonic() - began))
-        delete_own(output)
-    finally:
-        stop_mirror(mirror)
     return 0
 
 
-def _trained(request: dict[str, Any], folder: Path, start: Start) -> tuple[Run, Recorder] | None:
-    """The finished training, from the newest checkpoint that can be loaded; None: it was asked to end before."""
+def _as_rank(launch: Launch, rank: int | None, device: str) -> contextlib.AbstractContextManager[None]:
+    if rank is None:
+        return nullcontext()
+    return as_rank(launch, rank=rank, port=int(os.environ["MASTER_PORT"]), device=device, address=os.environ[ADDRESS])
+
+
+def _tell_failure(folder: Path, rank: int | None, reason: str) -> None:
+    with contextlib.suppress(EnvironmentFault):  # a full disk
+        if rank is None:
+            RunFolder(folder).fail(reason)
+        else:
+            tell_failure(folder, rank, reason)
+
+
+def _train(request: Mapping[str, Any], folder: Path, output: Path, rank: int | None) -> None:
+    began = time.monotonic()
+    start = None if rank else Start(folder, output, unloadable={} if rank is None else unloadable(folder))
     while True:
-        _, values = split(request["values"])
-        run = load(request["trainer"]).build(values, Task(device=request["device"], output=start.output))
-        start.choose(run)
-        if received():
-            return None
-        recorder = Locating(run, watched_of(request, folder, run, start.step), [start, *watchers_of(request)])
+        run = load(request["trainer"]).build(request["values"], Task(device=request["device"], output=output))
+        together = None if rank is None else Together()
+        beginning = _begun(start, run, together)
+        if beginning.asked_to_end:
+            return
+        report = _report(request, folder, run, start, beginning.step, together)
         try:
-            with oom_told(folder, start.output, run, recorder):
-                run.train(recorder, resume_from=start.checkpoint)
+            with _errors_told(folder, output, run, report, beginning.checkpoint):
+                run.train(report, resume_from=beginning.checkpoint)
         except Exception as error:
-            if recorder.began or not start.passes_over(error):
+            if rank is not None or report.began or start is None or not start.passes_over(error):
                 raise
         else:
-            return None if recorder.stopped else (run, recorder)
-        del run, recorder
+            break
+        del run, report
         gc.collect()
+    if report.stopped:
+        return
+    run.save_model(output)
+    final = None
+    if isinstance(report, Locating):
+        report.ends()
+        final = _final(read_progress(folder), report.steps, output, time.monotonic() - began)
+    if together is not None:
+        together.wait()  # until every rank has saved its part
+    if final is not None:
+        RunFolder(folder).finish(final)
+        delete_own(output)
 
 
-def watched_of(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
+def _begun(start: Start | None, run: Run, together: Together | None) -> _Beginning:
+    """The beginning as `start` decides it, on rank 0 of several or alone."""
+
+    def decide() -> _Beginning:
+        assert start is not None
+        start.choose(run)
+        return _Beginning(checkpoint=start.checkpoint, step=start.step, asked_to_end=received() is not None)
+
+    return decide() if together is None else cast(_Beginning, together.decided(decide))
+
+
+def _report(
+    request: Mapping[str, Any], folder: Path, run: Run, start: Start | None, first_step: int, together: Together | None
+) -> Locating | Following:
+    """The receiver of what `run` reports: alone, of rank 0 of several, or of another rank."""
+    report: Leading | Following
+    if start is None:
+        report = Following(first_step)
+    else:
+        watched = _watched(request, folder, run, first_step)
+        everyone = [start, *watchers(guards=guards_of(request.get("guards")))]
+        if together is None:
+            return Locating(run, watched, everyone)
+        report = Leading(run, watched, everyone)
+    assert together is not None
+    report.joins(together, Place(folder, together.rank))
+    return report
+
+
+@contextmanager
+def _errors_told(
+    folder: Path, output: Path, run: Run, report: Locating | Following, checkpoint: Path | None
+) -> Iterator[None]:
+    """Context of a training: an OOM is told, and by one rank of several a checkpoint that cannot be loaded."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(report, Leading | Following):
+            if is_oom(error):
+                tell_oom_and_save(folder, output, error, run, report)
+        elif is_oom(error):
+            traceback.print_exc()
+            tell_oom_of_rank(folder, output, error, run, report)
+        elif not report.began and (passed := not_loaded(checkpoint, error)) is not None:
+            tell_unloadable(folder, passed.checkpoint, passed.reason)
+        raise
+    else:
+        forget_unloadable(folder)
+
+
+@contextmanager
+def _mirrored(request: dict[str, Any], folder: Path, rank: int | None) -> Iterator[None]:
+    """Context with a mirror to MLflow, of the process that records the run."""
+    mirror = None if rank else start_mirror(request, folder)
+    try:
+        yield
+    finally:
+        stop_mirror(mirror)
+
+
+def _watched(request: Mapping[str, Any], folder: Path, run: Run, done: int) -> Watched:
     promise = request.get("promise")
     return Watched(
         folder=folder, trainer=request["trainer"], values=request["values"], device=request["device"],
@@ -114,12 +208,7 @@ def watched_of(request: Mapping[str, Any], folder: Path, run: Run, done: int) ->
     )  # fmt: skip
 
 
-def watchers_of(request: Mapping[str, Any]) -> list[Watcher]:
-    """Everyone who looks at a promoted run."""
-    return watchers(guards=guards_of(request.get("guards")))
-
-
-def final_of(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
+def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float) -> dict[str, object]:
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     tenth = max(1, len(rewards) // 10)
     return {
@@ -138,7 +227,7 @@ def start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[byt
 
     None where it cannot be started: the training needs no MLflow.
     """
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
     try:
         with (folder / "mlflow.log").open("ab") as log, deaf_children():
             return subprocess.Popen(
@@ -161,6 +250,12 @@ def stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30.
 
 if __name__ == "__main__":
     die_with_parent()
-    listen()
+    is_rank = RANK in os.environ
+    listen(lambda: ask_after_signal(Path(sys.argv[1]).parent) if is_rank else None)
     print_leniently()
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    if is_rank:  # at once: after a failure, leaving the process group would wait for ranks that are gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

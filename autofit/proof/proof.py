@@ -18,16 +18,14 @@ from typing import Any, cast
 import optuna
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import Scratch, read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.probing.supervise import computing_env
-from autofit.proof.few_ranks import launch_unlike, on_few_ranks, reach_of_launch
-from autofit.proof.proof_keys import IN_BOTH, Reach, reach, unlike
+from autofit.proof.reach import IN_BOTH, Reach, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.recipe import inner_value, merge
 from autofit.recipe.spread import Batch
-from autofit.scratch import Scratch
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of

@@ -5,10 +5,10 @@ The process that forks must not have computed with more than one thread: OpenMP'
 
 import gc
 import os
-import select
-import signal
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,9 +17,35 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.probing.supervise import die_with_parent
-from autofit.proof.cpu_mesh import joined
+from autofit.plugin.ranks import fsdp2_on_cpu, rank_environment
+from autofit.probing.supervise import die_with_parent, keep_ranks
 from autofit.recipe.launch import Launch
+
+_PATIENCE = timedelta(seconds=300)  # of one rank for the others, which train the same small model
+_NO_PORT = 1  # the ranks meet in a file
+
+
+@contextmanager
+def joined(launch: Launch, *, rank: int, meeting: Path) -> Iterator[None]:
+    """Context in which this process is `rank` of `launch`; the ranks find each other by the file `meeting`."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the forking process was one rank of its own
+    GradientState._reset_state()
+    torch.set_num_threads(1)
+    if launch.is_plain:
+        yield
+        return
+    os.environ.update(rank_environment(launch, rank=rank, port=_NO_PORT, device="cpu"))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    store = torch.distributed.FileStore(str(meeting), launch.ranks)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=launch.ranks, timeout=_PATIENCE)
+    if launch.sharding == "fsdp2":
+        with fsdp2_on_cpu():
+            yield
+    else:
+        yield
+
 
 Saved = list[dict[str, torch.Tensor]]
 
@@ -37,31 +63,11 @@ def train_ranks(train: Callable[[], Saved], launch: Launch, folder: Path) -> Sav
     """
     folder.mkdir(parents=True)
     gc.freeze()  # TRL collects garbage in every training; what is imported is left out
-    ranks: dict[int, int] = {}
-    try:
-        for rank in range(launch.ranks):
-            ranks[_forked(train, launch, rank, folder)] = rank
-        while ranks:
-            pid = _first_to_end(ranks)
-            rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if code != 0:
-                _fail(rank, code, folder)
-    finally:
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-        for pid in ranks:
-            os.waitpid(pid, 0)
+    ended = keep_ranks(lambda rank: _forked(train, launch, rank, folder), launch.ranks, grace_s=0.0)
+    if ended.first is not None:
+        _fail(ended.first, ended.worst.exit_code, folder)
     saved: Saved = torch.load(folder / "gradients.pt", weights_only=True)
     return saved
-
-
-def _first_to_end(pids: Collection[int]) -> int:
-    handles = {os.pidfd_open(pid): pid for pid in pids}
-    try:
-        return handles[select.select(list(handles), [], [])[0][0]]
-    finally:
-        for handle in handles:
-            os.close(handle)
 
 
 def _forked(train: Callable[[], Saved], launch: Launch, rank: int, folder: Path) -> int:

@@ -21,15 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import read_json, write_json
-from autofit.plugin.hub import go_offline_without_a_hub
+from autofit.files import Scratch, read_json, write_json
+from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.protocol import Report
 from autofit.plugin.registry import load
 from autofit.probing.supervise import die_with_parent
 from autofit.proof.rank_runs import prepare_to_fork, train_ranks
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
-from autofit.scratch import Scratch
 
 Gradient = dict[str, torch.Tensor]
 

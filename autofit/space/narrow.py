@@ -10,8 +10,7 @@ from typing import cast
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.hardware import simulated_twin
-from autofit.hardware.needs import BFLOAT16_CAPABILITY
+from autofit.hardware.hardware import BFLOAT16_CAPABILITY, simulated_twin
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.clashes import OFFLOAD, Clash, clashes_of
 from autofit.recipe.keys import TIERS, Tier

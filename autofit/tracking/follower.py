@@ -9,9 +9,9 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.probing.launch import is_alive
-from autofit.promotion.progress import read_progress
+from autofit.promotion.run_folder import RunFolder
 from autofit.tuning.storage import child_environment
-from autofit.watching.events import events_of
+from autofit.watching.events import events_of, read_progress
 
 MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
 _AT_THE_END_S = 20
@@ -47,7 +47,7 @@ def mended(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if (folder / "request.json").exists() and _has_ended(folder) and not _is_up_to_date(folder):
+        if RunFolder(folder).request_path.exists() and _has_ended(folder) and not _is_up_to_date(folder):
             _mirror_once(folder)
 
 
@@ -55,7 +55,7 @@ def _has_ended(folder: Path) -> bool:
     """Whether no process of the run is left; waits while one that is done still tells MLflow."""
     deadline = time.monotonic() + _AT_THE_END_S
     while is_alive(folder):
-        done = (folder / "final.json").exists()
+        done = RunFolder(folder).is_done
         if not done or _is_up_to_date(folder) or time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -67,9 +67,9 @@ def _is_up_to_date(folder: Path) -> bool:
 
 
 def _mirror_once(folder: Path) -> None:
-    request = read_json(folder / "request.json") or {}
+    request = RunFolder(folder).request() or {}
     env = child_environment(Path(str(request.get("study_folder"))))
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(folder / "request.json")]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
     with (folder / "mlflow.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_AT_THE_END_S, check=False,
                        env=env)  # fmt: skip
@@ -79,14 +79,5 @@ def mirrored_state(folder: Path, *, ended: bool) -> dict[str, object]:
     """What a mirror that is up to date has copied of the full run in `folder`."""
     lines = read_progress(folder)
     began = lines[0].get("time") if lines else None
-    state = state_of(folder, ended=ended)
+    state = RunFolder(folder).state(lambda: not ended)
     return {"state": state, "began": began, "steps": len(lines), "events": len(events_of(folder))}
-
-
-def state_of(folder: Path, *, ended: bool) -> str:
-    """The state of the full run in `folder`: done, failed, interrupted or running."""
-    if (folder / "final.json").exists():
-        return "done"
-    if not ended:
-        return "running"
-    return "failed" if (folder / "failed.json").exists() else "interrupted"

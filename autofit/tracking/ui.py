@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.probing.rank_processes import free_port
+from autofit.probing.supervise import free_port
 from autofit.tracking.database import tracking_uri
 from autofit.tracking.runs import client, experiment_id, runs_of
 from autofit.tracking.views import COMPARED, TABLE, run_path, runs_path

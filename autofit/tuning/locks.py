@@ -18,8 +18,7 @@ from typing import TextIO
 import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import cannot_write
-from autofit.owners import private_folder
+from autofit.files import cannot_write, private_folder
 
 _MOUNTS = Path("/proc/self/mounts")
 _OF_A_NETWORK = (

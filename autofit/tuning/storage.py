@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from autofit.errors import ConfigError, EnvironmentFault, quoted
-from autofit.files import read_json, regular_bytes, write_json
-from autofit.owners import other_writers
+from autofit.files import other_writers, read_json, regular_bytes, write_json
 
 if TYPE_CHECKING:
     from sqlalchemy import URL

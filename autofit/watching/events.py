@@ -1,6 +1,11 @@
-"""The events of a full run: one line of JSON each in events.jsonl, read by the terminal, MLflow and reports."""
+"""The events and the logged steps of a full run: files of JSON lines, read by the terminal, MLflow and reports.
+
+A full disk does not end the run: the lines wait in memory, in order.
+"""
 
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,10 +14,48 @@ from pathlib import Path
 from typing import cast
 
 from autofit.files import write_atomically
-from autofit.watching.journal import append_line
+
+_WAITING: dict[Path, list[str]] = {}  # lines of this process that no disk has taken yet
+
+
+def append_line(path: Path, row: Mapping[str, object]) -> None:
+    """Append `row` to `path`, after the rows that could not be written before; keeps it in memory if it cannot be."""
+    waiting = _WAITING.setdefault(path, [])
+    waiting.append(json.dumps(row))
+    try:
+        _append_text(path, "".join(line + "\n" for line in waiting))
+    except OSError as error:
+        if len(waiting) == 1:
+            print(f"{path.name} cannot be written ({error.strerror}); its lines wait in memory", file=sys.stderr)
+    else:
+        waiting.clear()
+
+
+def sync_lines(path: Path) -> None:
+    """Bring the lines of `path` to the disk, so that a machine that goes down keeps them. Raises OSError."""
+    if path.exists():
+        with path.open("ab") as file:
+            os.fsync(file.fileno())
+
+
+def _append_text(path: Path, text: str) -> None:
+    """All of `text` or nothing: what a full disk took of it is cut off again."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        before = os.fstat(handle).st_size
+        try:
+            content = memoryview(text.encode())
+            while content:
+                content = content[os.write(handle, content) :]
+        except OSError:
+            os.ftruncate(handle, before)
+            raise
+    finally:
+        os.close(handle)
+
 
 EVENTS = "events.jsonl"
-PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each (autofit.promotion.progress)
+PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each (autofit.watching.events)
 
 
 class Kind(StrEnum):
@@ -96,3 +139,28 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
     """Put a file of JSON lines in place, whole."""
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_progress(folder: Path) -> list[dict[str, object]]:
+    """The logged steps so far, one dict each. A line without a step is skipped: torn, or still being written."""
+    return [line for line in read_lines(folder / PROGRESS) if type(line.get("step")) is int]
+
+
+def keep_progress(folder: Path, line: Mapping[str, object]) -> None:
+    """Append the line of one step. On a full disk it waits in memory."""
+    append_line(folder / PROGRESS, line)
+
+
+def sync_progress(folder: Path) -> None:
+    """Bring the logged steps to the disk, as a checkpoint that is proven stands for them. Raises OSError."""
+    sync_lines(folder / PROGRESS)
+
+
+def forget_progress_after(folder: Path, step: int) -> None:
+    """Drop the lines after the checkpoint's step: those steps are repeated, with the same result."""
+    keep_only(folder, [line for line in read_progress(folder) if int(str(line["step"])) <= step])
+
+
+def keep_only(folder: Path, lines: list[dict[str, object]]) -> None:
+    """Put `lines` in place of the logged steps."""
+    write_lines(folder / PROGRESS, lines)

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from autofit.units import format_bytes
-from autofit.watching.coming import Coming, Crossing, Rhythm
 from autofit.watching.events import Kind, RunEvent
-from autofit.watching.trend import Trend
+from autofit.watching.projection import Coming, Crossing, Rhythm
+from autofit.watching.trends import Growth
 from autofit.watching.watcher import StepFacts, Watched, Watcher
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class MemoryWatcher(Watcher):
         self._gauge = gauge
         self._coming: Coming | None = None
         self._micro_batches: MicroBatches | None = None
-        self._trend, self._completions = Trend(), Trend()
+        self._trend, self._completions = Growth(), Growth()
         self._run: Watched | None = None
         self._steps = self._limit_bytes = self._outside_bytes = self._working_bytes = 0
         self._told_visit = self._told_step = -1  # a longer one after it is told when it has passed
@@ -39,7 +39,7 @@ class MemoryWatcher(Watcher):
         if run.device != "cuda":
             return ()
         if self._gauge is None:
-            from autofit.watching.peaks import CudaGauge
+            from autofit.watching.card_memory import CudaGauge
 
             self._gauge = CudaGauge()
         self._run, self._steps = run, 0
@@ -52,8 +52,7 @@ class MemoryWatcher(Watcher):
         return ()
 
     def _look_ahead(self, run: Watched, gauge: "Gauge") -> None:
-        from autofit.watching.micro_batches import MicroBatches
-        from autofit.watching.visits import visits_of
+        from autofit.watching.micro_batches import MicroBatches, visits_of
 
         epoch, rhythm = rhythm_of(run)
         most = (run.last_step - run.first_step) * rhythm.accumulation + rhythm.first_micro_batch
@@ -137,7 +136,7 @@ class MemoryWatcher(Watcher):
         if self._micro_batches is not None:
             self._micro_batches.stop()
         self._coming = self._micro_batches = self._run = None
-        self._trend, self._completions = Trend(), Trend()
+        self._trend, self._completions = Growth(), Growth()
 
 
 def rhythm_of(run: Watched) -> tuple[int, Rhythm]:

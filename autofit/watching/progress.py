@@ -9,7 +9,7 @@ from statistics import median
 
 from autofit.units import format_bytes, format_seconds
 from autofit.watching.events import RunEvent
-from autofit.watching.robust import Trend, trend
+from autofit.watching.trends import Trend, trend
 from autofit.watching.watcher import Watched, Watcher
 
 _WINDOW = 50  # logged lines that are looked at: the trend of 50 points takes 0.3 ms

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autofit.watching.contract import Promise
 from autofit.watching.events import RunEvent
-from autofit.watching.promise import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

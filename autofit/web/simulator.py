@@ -13,10 +13,19 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
+from autofit.files import Scratch
 from autofit.probing.fork_server import ForkServer, ServerGone, call
 from autofit.probing.supervise import Ending, computing_env
-from autofit.scratch import Scratch
 from autofit.web.question import Limits, Question
+
+TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
+_LOOK_S = 0.05
+_BEAT_S = 1.0
+_MOST_KEPT = 4000  # of some 10 KB each
+_AGAIN_S = (0.5, 2.0, 10.0)
+_END_S = 5.0  # for which a process that was ended is waited for
+_START_S = 10.0  # that an answer takes besides its simulations
+Line = Mapping[str, object]
 
 # Variables that a simulation gets of this process' environment; tokens and passwords are not among them.
 _PASSED = (
@@ -92,16 +101,6 @@ def _environment(home: Path) -> dict[str, str]:
         "HF_HOME": str(home / "hub"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-
-
-TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
-_LOOK_S = 0.05
-_BEAT_S = 1.0
-_MOST_KEPT = 4000  # of some 10 KB each
-_AGAIN_S = (0.5, 2.0, 10.0)
-_END_S = 5.0  # for which a process that was ended is waited for
-_START_S = 10.0  # that an answer takes besides its simulations
-Line = Mapping[str, object]
 
 
 class Simulator:

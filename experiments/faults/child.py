@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.promotion import training
-from autofit.promotion.full_disk import print_leniently
+from autofit.promotion.checkpoints import print_leniently
 from autofit.promotion.interruption import listen
 
 
@@ -20,5 +20,5 @@ def run(request_path: str) -> int:
     request = read_json(Path(request_path))
     assert request is not None
     if not request["mirror"]:
-        training._start_mirror = lambda *_: None
+        training.start_mirror = lambda *_: None
     return training.main(request_path)

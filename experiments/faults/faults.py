@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from autofit.promotion.checkpoints import checkpoints, step_of
-from autofit.promotion.manifest import is_proven
+from autofit.promotion.checkpoints import checkpoints, is_proven, step_of
 from autofit.watching.events import Kind, events_of
 from experiments.faults.run import FaultyRun
 

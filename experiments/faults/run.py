@@ -17,9 +17,8 @@ from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import Ending
 from autofit.promotion.ladder import Ladder
-from autofit.promotion.progress import read_progress
 from autofit.promotion.rescue import carried, goes_on
-from autofit.watching.events import Kind, events_of
+from autofit.watching.events import Kind, events_of, read_progress
 
 METRICS = ("step", "loss", "grad_norm", "learning_rate", "reward")
 

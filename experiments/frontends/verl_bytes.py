@@ -101,7 +101,7 @@ def without_gloos_copies() -> Iterator[None]:
 
 
 def free_port() -> int:
-    from autofit.probing.rank_processes import free_port as found
+    from autofit.probing.supervise import free_port as found
 
     return found()
 

@@ -28,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import autofit
-from autofit.watching.promise import Promise
+from autofit.watching.contract import Promise
 
 SIZES = {  # hidden size, layers, tokens of a sample
     "tiny": (32, 2, 16),

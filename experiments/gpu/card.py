@@ -6,9 +6,9 @@ from pathlib import Path
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.hardware.driver_names import card_of
+from autofit.hardware.card_names import card_of
 from autofit.hardware.health import Look, look_at_cards
-from autofit.hardware.visible import why_none
+from autofit.hardware.nvml import why_none
 from autofit.probing.cuda_start import cuda_start, start_problem
 from autofit.probing.fork_server import ForkServer
 from gpu.children import on_one_card

@@ -10,8 +10,8 @@ from pathlib import Path
 from autofit.files import read_json, write_json
 from autofit.hardware.hardware import gpus
 from autofit.probing.fork_server import ForkServer, call_ranks
-from autofit.probing.rank_processes import free_port
 from autofit.probing.result import ProbeRequest
+from autofit.probing.supervise import free_port
 from gpu.folder import Row
 
 

@@ -115,7 +115,7 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
 
 def measure_all(only: str) -> Iterator[Row]:
     """The rows whose name contains `only`, with their cells, one after another."""
-    from autofit.plugin.hub import go_offline_without_a_hub
+    from autofit.plugin.models import go_offline_without_a_hub
 
     go_offline_without_a_hub()
     with tempfile.TemporaryDirectory() as temporary:

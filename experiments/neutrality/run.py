@@ -176,7 +176,7 @@ def write_models(folder: Path) -> Path:
 
 def measure_all(only: str) -> list[Row]:
     """The rows whose name contains `only`, with their cells."""
-    from autofit.plugin.hub import go_offline_without_a_hub
+    from autofit.plugin.models import go_offline_without_a_hub
 
     go_offline_without_a_hub()
     done = []

@@ -15,7 +15,7 @@ import psutil
 import tiny
 
 from autofit.files import read_json
-from autofit.promotion.progress import read_progress
+from autofit.watching.events import read_progress
 from storm.commands import END_S, Kills, autofit_command, run_folder
 from storm.inputs import Found
 from storm.torn import TEARS

@@ -12,7 +12,7 @@ from autofit.cluster.executor import FILE, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import settings
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
-from autofit.hardware.needs import card_needs
+from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import launch_options, launched

@@ -10,8 +10,7 @@ from pathlib import Path
 from search_driver import main as drive
 
 from autofit.cli import main as autofit
-from autofit.promotion.progress import read_progress
-from autofit.watching.events import PROGRESS
+from autofit.watching.events import PROGRESS, read_progress
 from storm.inputs import Found, Reader, attempt
 
 _OURS = (".json", ".db", ".jsonl")

@@ -16,7 +16,7 @@ from torch import nn
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
-from autofit.probing.rank_processes import free_port
+from autofit.probing.supervise import free_port
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

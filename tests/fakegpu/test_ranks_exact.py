@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.probing.rank_processes import free_port
+from autofit.probing.supervise import free_port
 
 from .rank_training import Ranks, real_peaks_bytes, simulated_peak_bytes
 

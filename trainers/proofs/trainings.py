@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from transformers import AutoConfig
 
 from autofit.errors import ConfigError
-from autofit.plugin.attention import compared_attention
 from autofit.plugin.models import model_config
-from autofit.plugin.protocol import Run
+from autofit.plugin.protocol import Run, compared_attention
 
 from ..trl_config import TrlConfig, counting
 from .samples import SAME

@@ -1,9 +1,12 @@
 """The vLLM server beside a training, as the job that trains sees it: a new one for each start of the training.
 
-A rescue may change what is served, and a server whose client was killed may wait for it for ever. No torch here.
+A rescue may change what is served, and a server whose client was killed may wait for it for ever. The job and the
+keeper of its server speak by files in the run's folder, which all machines share. A training finds its server in its
+environment and nowhere on the disk, as a run that goes on later has another one. No torch here.
 """
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -14,22 +17,94 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from autofit.errors import EnvironmentFault
-from autofit.files import write_json
-from autofit.probing.births import birth
-from autofit.probing.rank_processes import RanksEnded, free_port
-from autofit.probing.supervise import Ending, become_subreaper, kill_descendants
+from autofit.files import read_json, write_json
+from autofit.probing.supervise import Ending, Keep, RanksEnded, become_subreaper, birth, free_port, kill_descendants
 from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.rank_files import LOOPBACK
-from autofit.promotion.rank_job import Keep
-from autofit.promotion.server_address import address_variables
-from autofit.promotion.server_files import Post, forget_servers, log_of_server
+from autofit.promotion.run_folder import LOOPBACK, RunFolder
+
+_FOLDER = "server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """The files of one start of a server: `name` is that of the run's start, and `number` counts servers in it."""
+
+    folder: Path
+    name: str
+    number: int
+
+    def order(self) -> None:
+        """The run wants the server."""
+        write_json(self._path("order"), {"serve": True})
+
+    def dismiss(self) -> None:
+        """The run wants no server any more."""
+        write_json(self._path("order"), {"serve": False})
+
+    def ordered(self) -> bool | None:
+        """Whether the run wants the server; None: it has not said yet."""
+        order = read_json(self._path("order"))
+        return None if order is None else bool(order["serve"])
+
+    def answers(self, url: str) -> None:
+        """The server answers at `url`."""
+        write_json(self._path("answers"), {"url": url})
+
+    def url(self) -> str | None:
+        """Where the server answers; None: it does not yet."""
+        found = read_json(self._path("answers"))
+        return None if found is None else str(found["url"])
+
+    def ended(self, reason: str) -> None:
+        """The server has ended by itself, or never answered."""
+        write_json(self._path("ended"), {"reason": reason})
+
+    def why_ended(self) -> str | None:
+        """Why the server has ended by itself, as a predicate with its subject; None: it has not."""
+        found = read_json(self._path("ended"))
+        return None if found is None else str(found["reason"])
+
+    def _path(self, what: str) -> Path:
+        return self.folder / _FOLDER / f"{self.name}-{self.number}-{what}.json"
+
+
+def log_of_server(folder: Path) -> Path:
+    """The log of the servers of the run in `folder`, one after the other."""
+    return folder / "server.log"
+
+
+def forget_servers(folder: Path) -> None:
+    """The run in `folder` starts: nobody waits for an earlier server."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder / _FOLDER)
+
+
+_URL, _PORT = "AUTOFIT_VLLM_SERVER", "AUTOFIT_VLLM_GROUP_PORT"
+
+
+def address_variables(url: str, *, address: str, port: int) -> dict[str, str]:
+    """What a training needs in its environment to use the server at `url`.
+
+    The server's cards meet rank 0, which sends them the weights, at `port` of `address`. No proxy stands between them.
+    """
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(url).hostname]))
+    # vLLM's code in rank 0 tells the server that address; without the variable it guesses by a route to the internet.
+    host = os.environ.get("VLLM_HOST_IP") or address
+    return {_URL: url, _PORT: str(port), "no_proxy": direct, "NO_PROXY": direct, "VLLM_HOST_IP": host}
+
+
+def with_address(values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a recipe, with the server that this process finds in its environment."""
+    found = os.environ.get(_URL)
+    if found is None:
+        return dict(values)
+    return {**values, "vllm_server_base_url": found, "vllm_group_port": int(os.environ[_PORT])}
+
 
 _POLL_S = 0.2
 _KNOCK_S = 5.0  # between two looks whether the server's port is open
 _SILENT = 4  # closed in a row: its machine is gone, as its keeper would have told anything else
 _LEAVE_S = 10.0  # in which a keeper ends what it has started
-
-Alone = Callable[[Mapping[str, str]], Ending]  # trains one process with more variables of the environment
 
 
 @dataclass(slots=True)
@@ -52,16 +127,7 @@ class Beside:
     _silent: int = 0
     _knocked: float = 0.0
 
-    def alone(self, train: Alone) -> Callable[[], Ending]:
-        """`train`, beside a server."""
-
-        def trained() -> Ending:
-            with self._serving() as env:
-                return train(env) if env is not None else Ending(exit_code=0, abandoned=True)
-
-        return trained
-
-    def ranks(self, keep: Keep) -> Keep:
+    def beside(self, keep: Keep) -> Keep:
         """`keep`, beside a server."""
 
         def kept(own: Sequence[dict[str, str]]) -> RanksEnded:
@@ -134,9 +200,9 @@ class Beside:
         reason = self._post.why_ended()
         if reason is None and self._keeper is not None and birth(self._keeper) is None:
             reason = f"the keeper of the vLLM server was killed; see {log_of_server(self.folder)}"
-        if reason is not None and not (self.folder / "final.json").exists() and not asked_to_end(self.folder):
+        if reason is not None and not RunFolder(self.folder).is_done and not asked_to_end(self.folder):
             with suppress(EnvironmentFault):  # a full disk
-                write_json(self.folder / "failed.json", {"reason": reason})
+                RunFolder(self.folder).fail(reason)
 
 
 def _leave(keeper: int) -> None:

@@ -1,24 +1,28 @@
-"""The receiver of a full run's report: logs its steps, asks its watchers, saves checkpoints, stops on request."""
+"""The receivers of a full run's report: they log its steps, ask its watchers, save checkpoints, and stop on request.
+
+Of several ranks, rank 0 records the run and decides, and the others do as it does. Imports torch.
+"""
 
 import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 
 from autofit.errors import printable
-from autofit.plugin.protocol import Control, Report, Run
-from autofit.promotion.checkpoints import rotate, what_is_torn
-from autofit.promotion.full_disk import unwritten
+from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Control, Report, Run
+from autofit.promotion.checkpoints import prove, rotate, unwritten, what_is_torn
 from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.manifest import prove
-from autofit.promotion.progress import keep_progress, sync_progress
-from autofit.watching.events import Kind, RunEvent, keep_event
-from autofit.watching.peaks import retries, since_beginning
+from autofit.promotion.run_folder import Place
+from autofit.watching.card_memory import retries, since_beginning
+from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress, sync_progress
 from autofit.watching.watcher import StepFacts, Watched, Watcher
 
 # Time between checkpoints: a kill loses at most about a minute, or more where saving would take more than this share.
@@ -145,3 +149,152 @@ class Recorder(Report):
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in logs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+class Where(Report):
+    """A report that knows in which phase of which step the run is."""
+
+    rank = 0
+    at_work = LOAD  # the phase
+    in_step = False
+    steps = 0  # that are finished
+
+    def moved(self) -> None:
+        """The run went on to `at_work`."""
+
+    def enter(self, phase: str) -> str:
+        left = self.at_work
+        self._go_to(phase)
+        return left
+
+    def train_begins(self) -> None:
+        super().train_begins()
+        self._go_to(UPDATE)
+
+    def step_begins(self, step: int) -> None:
+        self.in_step = True
+        self._go_to(UPDATE)
+        super().step_begins(step)
+
+    def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._go_to(OPTIMIZER)
+        super().gradient_is_whole(model, optimizer)
+
+    def optimizer_ends(self) -> None:
+        self._go_to(UPDATE)
+        super().optimizer_ends()
+
+    def step_ends(self, step: int) -> Control:
+        self.in_step = False
+        return super().step_ends(step)
+
+    def _go_to(self, phase: str) -> None:
+        self.at_work = phase
+        self.moved()
+
+
+class Locating(Where, Recorder):
+    """A recorder that knows in which phase of which step the run is."""
+
+
+_PATIENCE = timedelta(days=2)  # the job ends all ranks once one is gone; a long evaluation or save is no fault
+
+
+class Together:
+    """The ranks of this run, over a gloo group of their own: no card waits for it, and NCCL's time-out does not count.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        """After the trainer has begun the ranks' process group."""
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def decided(self, decide: Callable[[], Any]) -> Any:
+        """What `decide` returns on rank 0, on every rank; the others do not call it."""
+        found = [decide() if self.rank == 0 else None]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0]
+
+    def control(self, own: Control | None = None) -> Control:
+        """The `Control` of rank 0, on every rank."""
+        flags = torch.zeros(2, dtype=torch.uint8)
+        if own is not None:
+            flags[0], flags[1] = own.save, own.stop
+        dist.broadcast(flags, src=0, group=self._group)
+        return Control(save=bool(flags[0]), stop=bool(flags[1]))
+
+    def most(self, figures: Mapping[str, int]) -> dict[str, int]:
+        """The largest of each figure over all ranks, each of which has the same names."""
+        if not figures:
+            return {}
+        values = torch.tensor(list(figures.values()), dtype=torch.int64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return dict(zip(figures, values.tolist(), strict=True))
+
+    def wait(self) -> None:
+        """Return once every rank has called it."""
+        dist.barrier(group=self._group)
+
+
+class _Rank(Where):
+    """What every rank does: keeps its place in a file, and saves and stops when all do."""
+
+    together: Together
+    place: Place
+    began = stopped = False
+
+    def joins(self, together: Together, place: Place) -> None:
+        """Called before the training."""
+        self.together, self.place, self.rank = together, place, together.rank
+
+    def moved(self) -> None:
+        self.place.keep(self.steps, self.at_work)
+
+    def save_failed(self, checkpoint: Path, error: Exception) -> bool:
+        """False: the other ranks are in the midst of saving, so none can go on."""
+        return False
+
+
+class Leading(_Rank, Locating):
+    """The recorder of a run of several ranks, on rank 0. The peaks it tells are the largest of all ranks."""
+
+    _largest: dict[str, int]
+
+    def joins(self, together: Together, place: Place) -> None:
+        super().joins(together, place)
+        self.ranks, self._largest = together.ranks, {}
+
+    def step_ends(self, step: int) -> Control:
+        self._largest = self.together.most(since_beginning())
+        return self.together.control(super().step_ends(step))
+
+    def _peaks(self) -> dict[str, int]:
+        return self._largest
+
+    def saved(self, checkpoint: Path) -> None:
+        self.together.wait()  # until every rank has written its files
+        super().saved(checkpoint)
+
+
+class Following(_Rank):
+    """The report of every other rank."""
+
+    def __init__(self, first_step: int) -> None:
+        self.steps = first_step
+
+    def step_begins(self, step: int) -> None:
+        self.began = True
+        super().step_begins(step)
+
+    def step_ends(self, step: int) -> Control:
+        super().step_ends(step)
+        self.steps = step
+        self.together.most(since_beginning())
+        control = self.together.control()
+        self.stopped = control.stop
+        return control
+
+    def saved(self, checkpoint: Path) -> None:
+        self.together.wait()

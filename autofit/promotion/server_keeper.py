@@ -1,7 +1,7 @@
 """The keeper of a run's vLLM server: starts TRL's command, tells where it answers and why it ended, and ends all of it.
 
-A process of its own (`python -m autofit.promotion.serving REQUEST NAME NUMBER ADDRESS NODE`), so that the server ends
-with a killed job, and the engines of a killed server with it. No torch here.
+A process of its own (`python -m autofit.promotion.server_keeper REQUEST NAME NUMBER ADDRESS NODE`), so that the server
+ends with a killed job, and the engines of a killed server with it. No torch here.
 """
 
 import math
@@ -20,11 +20,10 @@ from typing import cast
 
 from autofit.errors import AutofitError, one_line
 from autofit.files import read_json
-from autofit.probing.rank_processes import free_port
-from autofit.probing.supervise import Ending, die_with_parent, keep, started_by
+from autofit.probing.supervise import Ending, die_with_parent, free_port, keep, started_by
 from autofit.promotion.interruption import deaf_children, start_deaf
-from autofit.promotion.rank_files import LOOPBACK
-from autofit.promotion.server_files import Post, log_of_server
+from autofit.promotion.run_folder import LOOPBACK
+from autofit.promotion.server import Post, log_of_server
 from autofit.recipe.secrets import opened
 from autofit.recipe.server import COMMAND, Server
 
@@ -161,7 +160,7 @@ def start_keeper(
     `node` is the name of a node that the server has for itself.
     """
     return start_deaf(
-        "autofit.promotion.serving", request_path, post.name, str(post.number), address, node,
+        "autofit.promotion.server_keeper", request_path, post.name, str(post.number), address, node,
         log=log_of_server(post.folder), cwd=cwd, env=env,
     )  # fmt: skip
 
