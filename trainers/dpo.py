@@ -15,7 +15,7 @@ from trl import DPOTrainer
 
 from autofit.plugin.padding import Lengths
 
-from .common import Counts, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+from .common import Counts, fitted, lengths, prepared, prepared_longest, probed, real, samples_per_step, train_rows
 from .epoch import place_of
 from .keys import COMPARED, dpo_tiers
 from .padding import Collator, padded, shorter_pair
@@ -119,6 +119,12 @@ class DpoTrainer(SamplesTrainer):
         row, limit = _row(config, worst_case), config.training.max_length
         widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
         return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(DPOTrainer, trl_dpo, config, rows)
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        return _widths(rows), _widths(rows) + _widths(rows, np.minimum)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the worst-case pair, its facts, the lengths of all pairs).

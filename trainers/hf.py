@@ -20,6 +20,7 @@ from autofit.plugin.protocol import Facts, Inspection
 from . import hf_training
 from .common import (
     LARGEST,
+    Counts,
     dataset_name,
     documents,
     fitted,
@@ -112,6 +113,12 @@ class HfTrainer(SamplesTrainer):
         fixed = config.training.max_length if config.training.pad_to_max_length else 0
         return samples_per_step(config) * sum(max(len(row[side]), fixed) for side in sides)
 
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return self._rows(config, rows, tokenizer_of(config))
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        return _longer(rows), _total(rows)
+
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the longest row after truncation and packing, its facts, the lengths of all rows).
 
@@ -156,19 +163,19 @@ class HfTrainer(SamplesTrainer):
         return packed(found, training.max_length) if training.packing else found
 
 
-def _longer(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _longer(rows: Dataset) -> Counts:
     """Tokens of each row, or of the longer answer of each pair (rows,)."""
     if "input_ids" in rows.column_names:
         return lengths(rows, "input_ids")
-    found: np.ndarray[Any, np.dtype[np.int64]] = np.maximum(*(lengths(rows, f"{side}_ids") for side in SIDES))
+    found: Counts = np.maximum(*(lengths(rows, f"{side}_ids") for side in SIDES))
     return found
 
 
-def _total(rows: Dataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _total(rows: Dataset) -> Counts:
     """Tokens of each row, or of both answers of each pair (rows,)."""
     if "input_ids" in rows.column_names:
         return lengths(rows, "input_ids")
-    found: np.ndarray[Any, np.dtype[np.int64]] = np.add(*(lengths(rows, f"{side}_ids") for side in SIDES))
+    found: Counts = np.add(*(lengths(rows, f"{side}_ids") for side in SIDES))
     return found
 
 

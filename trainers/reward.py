@@ -12,7 +12,18 @@ from trl import RewardTrainer
 from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
-from .common import fitted, lengths, limit_of, prepared_longest, probed, real, samples_per_step, train_rows
+from .common import (
+    Counts,
+    fitted,
+    lengths,
+    limit_of,
+    prepared,
+    prepared_longest,
+    probed,
+    real,
+    samples_per_step,
+    train_rows,
+)
 from .epoch import place_of
 from .keys import COMPARED
 from .padding import Collator, padded, shorter_pair
@@ -75,6 +86,13 @@ class RewardModelTrainer(SamplesTrainer):
         """Tokens of one optimizer step: both answers of each pair."""
         row = _row(config, worst_case)
         return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(RewardTrainer, trl_reward, config, rows)
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        chosen, rejected = (lengths(rows, side) for side in _SIDES)
+        return np.maximum(chosen, rejected), chosen + rejected
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the pair with the longest answer, its facts, the lengths of all pairs), of those that TRL keeps.

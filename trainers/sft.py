@@ -18,6 +18,7 @@ from .common import (
     fitted,
     lengths,
     limit_of,
+    prepared,
     prepared_longest,
     probed,
     real,
@@ -144,6 +145,9 @@ class SftTrainer(SamplesTrainer):
             longest = int(worst_case["longest_tokens"])
             return samples_per_step(config) * min(longest, limit or longest)
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(SFTTrainer, trl_sft, config, rows)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
