@@ -4,20 +4,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import tiny
+import torch
 from recipes import grpo_recipe, inspect, trl_facts
+from transformers import TrainerCallback
 
 from autofit import api
 from autofit.errors import ConfigError
+from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.files import read_json, write_json
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.lengths import Lengths, longest_drawn, read_lengths
-from autofit.forecast.typical import Typical, run_steps, typical
-from autofit.plugin.protocol import UPDATE
+from autofit.forecast.lengths import Lengths, drawn, read_lengths
+from autofit.forecast.typical import Typical, run_steps, shorter_case, typical
+from autofit.plugin.protocol import UPDATE, Task, WorstCase
+from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.launch import Launch
@@ -29,6 +34,13 @@ from autofit.trainers.sft import TRAINER as SFT
 GB = 10**9
 SKEWED = Lengths(tokens=tuple(int(n) for n in np.random.default_rng(1).lognormal(5.5, 0.7, 3000).clip(8, 2048)),
                  source="a dataset", samples=3000.0)  # fmt: skip
+
+
+@pytest.fixture
+def lent_server(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's fork server for `estimate`, which does not close it."""
+    lent = SimpleNamespace(call=fork_server.call, socket_path=fork_server.socket_path, close=lambda: None)
+    monkeypatch.setattr("autofit.api.estimating.fork_server", lambda _: lent)
 
 
 def sft_recipe(*, ranks: int = 1, sharding: str = "ddp", longest: int = 2048, **changes: object) -> Recipe:
@@ -44,7 +56,10 @@ class Lawful(Estimator):
         facts = read_json(self.worst_case)
         assert facts is not None
         tokens = cast("int", values["max_length"])
-        assert facts["lengths"] == {"longest": [tokens], "most": tokens, "least": 0, "sequences": 1}
+        told = cast("dict[str, object]", facts["lengths"])
+        rest = cast("int", told.pop("rest"))
+        assert told == {"longest": [tokens], "most": tokens, "least": 0, "sequences": 1}
+        assert rest is None if self.recipe.micro_batch_size == 1 else 1 <= rest <= tokens
         return law(tokens, self.recipe.grad_accum_steps, self.capacity_bytes)
 
 
@@ -119,7 +134,7 @@ def test_wrong_lengths_are_told_with_the_forms_that_are_right(
 
 # ---------------------------------------------------------------------- the sampler
 def test_a_micro_batch_is_padded_to_its_longest_sample() -> None:
-    alone, four = (longest_drawn(SKEWED, sft_recipe(per_device_train_batch_size=n)) for n in (1, 4))
+    alone, four = (drawn(SKEWED, sft_recipe(per_device_train_batch_size=n)).longest for n in (1, 4))
     assert alone.shape == four.shape == (1000, 1, 4)
     share = (np.array(SKEWED.tokens) <= 400).mean()
     assert abs((alone <= 400).mean() - share) < 0.03
@@ -128,9 +143,9 @@ def test_a_micro_batch_is_padded_to_its_longest_sample() -> None:
 
 def test_samples_grouped_by_length_are_padded_less_and_those_in_a_row_not_at_all() -> None:
     mean = np.mean(SKEWED.tokens)
-    apart = longest_drawn(SKEWED, sft_recipe()).mean()
-    grouped = longest_drawn(SKEWED, sft_recipe(train_sampling_strategy="group_by_length")).mean()
-    in_a_row = longest_drawn(SKEWED, sft_recipe(padding_free=True)).mean()
+    apart = drawn(SKEWED, sft_recipe()).longest.mean()
+    grouped = drawn(SKEWED, sft_recipe(train_sampling_strategy="group_by_length")).longest.mean()
+    in_a_row = drawn(SKEWED, sft_recipe(padding_free=True)).longest.mean()
     assert apart > 1.5 * mean
     assert mean < grouped < 1.1 * mean
     assert abs(in_a_row / mean - 1) < 0.02
@@ -139,11 +154,11 @@ def test_samples_grouped_by_length_are_padded_less_and_those_in_a_row_not_at_all
 def test_samples_in_their_own_order_and_padded_to_a_multiple() -> None:
     whole = Lengths(tokens=(1, 2, 3, 4, 9, 1, 1, 1), source="", whole=True)
     made = sft_recipe(train_sampling_strategy="sequential", pad_to_multiple_of=8, gradient_accumulation_steps=2)
-    assert longest_drawn(whole, made)[:2].tolist() == [[[8, 16]], [[8, 16]]]
+    assert drawn(whole, made).longest[:2].tolist() == [[[8, 16]], [[8, 16]]]
 
 
 def test_a_rollout_is_padded_as_a_whole() -> None:
-    found = longest_drawn(SKEWED, grpo_recipe(per_device_train_batch_size=2, steps_per_generation=8))
+    found = drawn(SKEWED, grpo_recipe(per_device_train_batch_size=2, steps_per_generation=8)).longest
     assert found.shape == (1000, 1, 1)
     assert abs((found <= 700).mean() - (np.array(SKEWED.tokens) <= 700).mean() ** 16) < 0.05
 
@@ -151,7 +166,7 @@ def test_a_rollout_is_padded_as_a_whole() -> None:
 # ---------------------------------------------------------------------- the step
 def test_a_step_is_that_of_the_law_at_every_length_drawn(tmp_path: Path) -> None:
     recipe = sft_recipe(per_device_train_batch_size=2)
-    found, longest = told(tmp_path, recipe, SKEWED), longest_drawn(SKEWED, recipe)
+    found, longest = told(tmp_path, recipe, SKEWED), drawn(SKEWED, recipe).longest
     used = np.median(np.vectorize(used_at)(longest.max(axis=(1, 2))))
     seconds = np.vectorize(micro_s)(longest).sum(axis=(1, 2)) + 0.1
     assert 0 <= found.device_used_bytes / used - 1 < 0.03  # a line is above bytes that are the largest of several
@@ -166,7 +181,7 @@ def test_a_step_is_that_of_the_law_at_every_length_drawn(tmp_path: Path) -> None
 
 def test_the_share_of_steps_that_fit_is_theirs_at_every_length_drawn(tmp_path: Path) -> None:
     recipe, capacity = sft_recipe(per_device_train_batch_size=2), int(used_at(1500))
-    found, longest = told(tmp_path, recipe, SKEWED, capacity_bytes=capacity), longest_drawn(SKEWED, recipe)
+    found, longest = told(tmp_path, recipe, SKEWED, capacity_bytes=capacity), drawn(SKEWED, recipe).longest
     assert abs(found.fits_frac - (longest.max(axis=(1, 2)) <= 1500).mean()) < 0.01
     assert found.fits_tokens is not None
     assert abs(found.fits_tokens - 1500) < 20
@@ -225,6 +240,7 @@ def test_a_trainer_tells_the_lengths_of_its_samples(trainer: str, tmp_path: Path
     assert some["sampled"] == 10
 
 
+@pytest.mark.usefixtures("lent_server")
 def test_an_estimate_says_the_typical_step_and_the_whole_run(tmp_path: Path, tiny_model: Path) -> None:
     path = tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=None)
     heard: list[api.Estimate] = []
@@ -236,3 +252,99 @@ def test_an_estimate_says_the_typical_step_and_the_whole_run(tmp_path: Path, tin
     assert content["device_used_bytes"] <= content["most_bytes"] == found.device_used_bytes
     assert "Typical step: " in str(found)
     assert api.estimate(path, trainer="sft", gpu="a100-40gb", advice=False, lengths="off").typical is None
+
+
+def row_of(trainer: str, tokens: int, other: int) -> dict[str, object]:
+    """A sample of `tokens` tokens; of a pair the rejected answer has `other`."""
+    if trainer in ("sft", "hf"):
+        return {"input_ids": [1] * tokens, "labels": [1] * tokens}
+    if trainer == "reward":
+        return {"chosen_ids": [1] * tokens, "rejected_ids": [1] * other}
+    return {"prompt": "t1", "chosen": " t2" * (tokens - 2), "rejected": " t2" * (other - 2)}
+
+
+@pytest.mark.parametrize(
+    "trainer", ["sft", *(pytest.param(t, marks=pytest.mark.slow) for t in ("dpo", "reward", "hf"))]
+)
+def test_a_simulated_length_is_the_trainer_itself_on_such_a_micro_batch(
+    trainer: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    """One sample of 40 tokens and three of 15, made from a worst case of 60: bytes and seconds of TRL's own trainer."""
+    plugin: Any = load(trainer)
+    path = tiny.write_offline_recipe(
+        trainer, tmp_path, tiny_model, max_length=60, use_peft=False, per_device_train_batch_size=4,
+        gradient_accumulation_steps=1, max_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    values, data = read_yaml_mapping(path, what="recipe"), tmp_path / "data" / "train.jsonl"
+    data.write_text(json.dumps(row_of(trainer, 60, 60)) + "\n")
+    inspect(trainer, dict(values), "sim:a100-40gb", seen := tmp_path / "seen" / "worst_case.json")
+    case = shorter_case(seen, tmp_path / "length-40", 40, 15)
+    task = Task(device="sim:a100-40gb", output=tmp_path / "out", worst_case=WorstCase(path=case), steps=1)
+    data.write_text("".join(json.dumps(row_of(trainer, n, 15)) + "\n" for n in (40, 15, 15, 15)))
+    peaks, took_s = [], []
+    for make in (
+        lambda: plugin.build({**values, "max_length": 40}, task).trainer,
+        lambda: plugin.real(plugin.parse(values, overrides={"report_to": []})),
+    ):
+        with fake_gpu("a100-40gb") as gpu:
+            trained = make()  # type: ignore[no-untyped-call]
+            began_s = gpu.elapsed_s
+            trained.train()
+        peaks.append(gpu.peak_allocated_bytes)
+        took_s.append(gpu.elapsed_s - began_s)
+    assert peaks[0] == peaks[1]
+    assert took_s[0] == pytest.approx(took_s[1], rel=1e-3)
+
+
+class Marks(TrainerCallback):  # type: ignore[misc]
+    """Peak allocated bytes and seconds of every optimizer step on a simulated card, and before them the bytes held."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.began_s = gpu, 0.0
+        self.steps: list[tuple[int, float]] = []
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.began_s = self.gpu.elapsed_s
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.steps.append((torch.cuda.max_memory_allocated(), self.gpu.elapsed_s - self.began_s))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lent_server")
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "hf"])
+def test_the_steps_are_those_of_the_trainer_itself_on_samples_that_differ(trainer: str, tmp_path: Path) -> None:
+    """TRL's own trainer, sampler and collator train every step on the simulated card, on the same samples."""
+    model = tiny.write_model(tmp_path / "model", hidden=512, layers=2)
+    path = tiny.write_offline_recipe(
+        trainer, tmp_path, model, max_length=2048, max_steps=None, num_train_epochs=1, use_peft=False, bf16=True,
+        dtype="bfloat16", per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="no",
+        train_sampling_strategy="sequential", disable_tqdm=True,
+    )  # fmt: skip
+    lengths = np.random.default_rng(3).lognormal(5.6, 0.7, 48).clip(8, 2040).astype(int)
+    lengths[:8] = lengths[-8:]  # of the first step, which makes the optimizer's state, there is another
+    rows = [tiny.ROWS[trainer](0) for _ in lengths]
+    for row, tokens in zip(rows, lengths, strict=True):
+        name = "completion" if "completion" in row else "chosen"
+        row[name] = " ".join(f"t{i % 9}" for i in range(tokens))
+        if "rejected" in row:
+            row["rejected"] = " ".join(f"t{i % 9}" for i in range(int(0.7 * tokens)))
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = api.estimate(path, trainer=trainer, gpu="a100-40gb", advice=False).typical
+    assert told is not None
+    assert told.run is not None
+
+    plugin: Any = load(trainer)
+    values = read_yaml_mapping(path, what="recipe")
+    with fake_gpu("a100-40gb") as gpu:
+        own = plugin.real(plugin.parse(values, overrides={"report_to": []}))
+        own.add_callback(marks := Marks(gpu))
+        own.train()
+    steps = [marks.steps[-1], *marks.steps[1:]]
+    assert told.run.steps == len(steps) == 6
+    peaks, seconds = zip(*steps, strict=True)
+    assert told.peak_allocated_bytes == pytest.approx(np.median(peaks), rel=0.04)
+    assert told.step_s == pytest.approx(np.median(seconds), rel=0.04)
+    assert told.run.step_s == pytest.approx(np.mean(seconds), rel=0.02)
+    assert max(seconds) <= told.most_s <= 1.1 * max(seconds)

@@ -111,7 +111,7 @@ class DpoTrainer(SamplesTrainer):
         trainer.scoring_share = _scoring_share(config, worst_case)
         if padded(config, worst_case):
             shorter = partial(shorter_pair, limit=config.training.max_length)
-            trainer.data_collator = Collator(trainer.data_collator, shorter)
+            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -103,7 +103,7 @@ class HfTrainer(SamplesTrainer):
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
         if padded(config, worst_case) and not config.training.packing:
-            trainer.data_collator = Collator(trainer.data_collator, shorter)
+            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -79,7 +79,7 @@ class RewardModelTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> RewardTrainer:
         trainer = probed(_Prepared, trl_reward, config, _row(config, worst_case))
         if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_pair)
+            trainer.data_collator = Collator(trainer.data_collator, shorter_pair, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -136,7 +136,7 @@ class SftTrainer(SamplesTrainer):
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
         if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_sample)
+            trainer.data_collator = Collator(trainer.data_collator, shorter_sample, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -127,11 +127,32 @@ def _checked(found: Sequence[object], what: str) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------- as they are drawn
-def longest_drawn(lengths: Lengths, recipe: Recipe, *, seed: int = 0) -> Counts:
-    """Tokens to which each micro-batch is padded: (optimizer steps, ranks, micro-batches).
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """Micro-batches as they are drawn: (optimizer steps, ranks, micro-batches)."""
 
-    Samples are drawn as the recipe's sampler does. A rollout is padded as a whole: it counts as one micro-batch. Where
-    samples lie one after the other without padding, the mean over them counts. At most `STEPS` steps.
+    longest: Counts  # tokens to which each is padded
+    total: Counts  # tokens of its samples
+    samples: int  # in each
+
+    def rest(self, longest: int, *, sequences: int = 1, share: float = 1.0) -> int | None:
+        """Tokens of each other sequence beside one of `longest`: the mean where micro-batches are nearly as long.
+
+        A sample has so many `sequences`, which have a `share` of its length. None for a single one.
+        """
+        others = self.samples * sequences - 1
+        if others == 0:
+            return None
+        near = np.argsort(np.abs(self.longest - longest), axis=None)[: max(20, self.longest.size // 20)]
+        total = self.total.ravel()[near] * longest / self.longest.ravel()[near]
+        return int(np.clip((total.mean() * sequences * share - longest) / others, 1, longest))
+
+
+def drawn(lengths: Lengths, recipe: Recipe, *, seed: int = 0) -> Drawn:
+    """Micro-batches as the recipe's sampler draws them, of at most `STEPS` steps.
+
+    A rollout is padded as a whole: it counts as one micro-batch. Where samples lie one after the other without padding,
+    each counts as the mean of its micro-batch.
     """
     micro, accumulation = recipe.micro_batch_size, recipe.grad_accum_steps
     if recipe.generates:
@@ -144,7 +165,7 @@ def longest_drawn(lengths: Lengths, recipe: Recipe, *, seed: int = 0) -> Counts:
     multiple = recipe.resolved.get("pad_to_multiple_of")
     if isinstance(multiple, int) and multiple > 1:
         longest = -(-longest // multiple) * multiple
-    return np.swapaxes(longest, 1, 2)
+    return Drawn(longest=np.swapaxes(longest, 1, 2), total=np.swapaxes(samples.sum(axis=-1), 1, 2), samples=micro)
 
 
 def lies_in_a_row(recipe: Recipe) -> bool:

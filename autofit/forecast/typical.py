@@ -1,9 +1,9 @@
 """The typical step beside the worst case: a few lengths are simulated, and steps as they are drawn lie between them.
 
-The bytes and seconds of a micro-batch depend on the tokens to which it is padded. They are simulated at up to four of
-the lengths that occur, each sample at that length as in the worst case, and lines between these give every other
-length. Live bytes are the largest of several amounts that grow with the length, each at least in proportion, so a line
-is not below them; tests say how far above.
+The bytes and seconds of a micro-batch depend on the tokens to which it is padded, and its loss on those of all samples.
+They are simulated at up to four of the lengths that occur, with one sample of that length and the others as long as
+they are beside it on average, and lines between these give every other length. Live bytes are the largest of several
+amounts that grow with the length, so a line is hardly below them; tests compare both with every step of TRL's trainer.
 """
 
 import math
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.forecast.estimate import PARALLEL, Estimator
-from autofit.forecast.lengths import Counts, Lengths, lies_in_a_row, longest_drawn, sampling
+from autofit.forecast.lengths import Counts, Drawn, Lengths, drawn, lies_in_a_row, sampling
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -103,7 +103,7 @@ class Typical:
         what = "rollout" if self.generates else "micro-batch"
         between = "" if len(self.simulated) < 2 else f", interpolated between {len(self.simulated)} simulated lengths"
         return (
-            f"Typical step: {format_bytes(self.device_used_bytes)}, {format_seconds(self.step_s)} (median of "
+            f"Typical step: {format_bytes(self.device_used_bytes)} needed, {format_seconds(self.step_s)} (median of "
             f"{self.drawn:,} steps drawn from {self.lengths.source}{between}; a {what} is padded to "
             f"{self.micro_batch_tokens:,} tokens). The worst step of an epoch: {format_bytes(self.most_bytes)}, "
             f"{format_seconds(self.most_s)} ({self.longest_tokens:,} tokens)."
@@ -133,8 +133,9 @@ class Typical:
         tokens = f"{self.fits_tokens:,} tokens"
         which = f"rollouts padded to up to {tokens}" if self.generates else f"micro-batches of up to {tokens}"
         first = 1 / (1 - self.fits_frac)
+        typical = "the typical step does" if self.fits_frac >= 0.5 else "nor does the typical step"
         return (
-            f"the worst case does not fit, the typical step does: {_percent(self.fits_frac)} of the steps fit "
+            f"the worst case does not fit, {typical}: {_percent(self.fits_frac)} of the steps fit "
             f"({which}), and about 1 step in {first:,.0f} does not (drawn from {self.lengths.source})"
         )
 
@@ -148,24 +149,35 @@ def typical(estimator: Estimator, worst: ProbeResult, lengths: Lengths) -> Typic
     limit = longest_tokens(recipe)
     if limit is None or worst.median_step_s is None:
         return None
-    key = recipe.keys.completion if recipe.generates else recipe.keys.length
-    assert key is not None
     notes = []
     if (most := max(lengths.tokens)) > limit:
-        what = f"{key}: {limit:,}" if recipe.generates else f"the longest sample, {limit:,}"
+        what = f"{recipe.keys.completion}: {limit:,}" if recipe.generates else f"the longest sample, {limit:,}"
         notes.append(f"lengths of up to {most:,} tokens were given; those above {what} count as that.")
     lengths = lengths.within(limit)
     if (how := sampling(recipe)) not in _FOLLOWED:
         notes.append(f"train_sampling_strategy {how} is taken as random.")
     if lies_in_a_row(recipe):
         notes.append("padding_free: samples lie one after the other, so their mean length counts.")
-    filled = fills(recipe)
-    longest = np.full((1, 1, recipe.grad_accum_steps), limit) if filled else longest_drawn(lengths, recipe)
-    longest = np.minimum(longest, limit)
-    points = _points(longest, 0 if filled or lies_in_a_row(recipe) else max(lengths.tokens))
-    results = _simulated(estimator, worst, points, key, limit)
+    found = drawn(lengths, recipe)
+    if fills(recipe):
+        found = replace(found, longest=np.full((1, 1, recipe.grad_accum_steps), limit))
+    longest = np.minimum(found.longest, limit)
+    alike = fills(recipe) or lies_in_a_row(recipe)
+    points = _points(longest, 0 if alike else max(lengths.tokens))
+    results = _simulated(estimator, worst, {n: None if alike else _rest(estimator, found, lengths, n) for n in points})
     curve = _Curve.of(points, results, recipe)
     return _told(estimator, curve, longest, lengths, points, tuple(notes), worst.log_error)
+
+
+def _rest(estimator: Estimator, found: Drawn, lengths: Lengths, tokens: int) -> int | None:
+    """Tokens of the other sequences of a micro-batch whose longest has `tokens`; None without, and of rollouts."""
+    if estimator.recipe.generates:
+        return None
+    own = (read_json(estimator.worst_case) or {}).get("lengths")
+    sequences = int(own.get("sequences", 1)) if isinstance(own, Mapping) else 1
+    whole = sequences * float(np.mean(lengths.tokens))
+    share = 1.0 if lengths.mean_tokens is None else min(1.0, lengths.mean_tokens / whole)
+    return found.rest(tokens, sequences=sequences, share=share)
 
 
 def longest_tokens(recipe: Recipe) -> int | None:
@@ -194,18 +206,20 @@ def _points(longest: Counts, most: int) -> tuple[int, ...]:
     return tuple(reversed(kept))
 
 
-def _simulated(
-    estimator: Estimator, worst: ProbeResult, points: Sequence[int], key: str, limit: int
-) -> list[ProbeResult]:
-    """The results at the lengths `points`; at the worst case's own length that is known."""
+def _simulated(estimator: Estimator, worst: ProbeResult, points: Mapping[int, int | None]) -> list[ProbeResult]:
+    """The results at {tokens of a micro-batch's longest sequence: of its others; None: as many}."""
+    recipe = estimator.recipe
+    key = recipe.keys.completion if recipe.generates else recipe.keys.length
     traced = replace(estimator, least_of_fits=False)
+    assert key is not None
 
     def at(tokens: int) -> ProbeResult:
-        if tokens == limit:
+        rest = points[tokens]
+        if rest is None and tokens == longest_tokens(recipe):
             return worst
         folder = estimator.folder.parent / f"length-{tokens}"
-        here = replace(traced, worst_case=_shorter(estimator.worst_case, folder, tokens))
-        result = here.probe({**estimator.recipe.values, key: tokens})
+        here = replace(traced, worst_case=shorter_case(estimator.worst_case, folder, tokens, rest))
+        result = here.probe({**recipe.values, key: tokens})
         if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM) or result.median_step_s is None:
             raise EnvironmentFault(f"the simulation at {tokens:,} tokens failed: {result.reason}")
         return result
@@ -214,17 +228,16 @@ def _simulated(
         return list(pool.map(at, points))
 
 
-def _shorter(worst_case: Path, folder: Path, tokens: int) -> Path:
-    """The worst case in `folder`, as the longest of samples that differ, of which it has `tokens`."""
+def shorter_case(worst_case: Path, folder: Path, tokens: int, rest: int | None) -> Path:
+    """The worst case in `folder`, as the longest of samples that differ, of which it has `tokens` and others `rest`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in worst_case.parent.iterdir():
         if path.is_dir() and not (folder / path.name).exists():
             os.symlink(path.resolve(), folder / path.name)
     facts = read_json(worst_case)
     assert facts is not None
-    differ = {"longest": [tokens], "most": tokens, "least": 0}
     if isinstance(own := facts.get("lengths"), Mapping) and not own.get("generates"):
-        facts = {**facts, "lengths": {**own, **differ}}
+        facts = {**facts, "lengths": {**own, "longest": [tokens], "most": tokens, "least": 0, "rest": rest}}
     path = folder / worst_case.name
     write_json(path, facts)
     return path
