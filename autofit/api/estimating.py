@@ -154,7 +154,7 @@ class Asked:
         if self.lengths == OFF or longest_tokens(made.recipe) is None:
             if self.lengths not in (None, OFF):
                 name = made.recipe.trainer
-                tell(Event(label="note", text=f"--lengths is not used: no key of the trainer {name} sets a length"))
+                tell(Event(label="note", text=f"--lengths is not used: it is not known how {name} pads by length"))
             return None
         lengths = own_lengths(made) if self.lengths is None else read_lengths(self.lengths)
         if lengths is None:

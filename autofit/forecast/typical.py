@@ -24,6 +24,7 @@ from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
+from autofit.recipe.trainer_keys import OF_TRL
 from autofit.units import format_bytes, format_seconds
 
 Floats = NDArray[np.float64]
@@ -58,6 +59,7 @@ class Typical:
     drawn: int  # optimizer steps
     simulated: tuple[int, ...]  # the lengths, in tokens
     micro_batch_tokens: int  # to which the median micro-batch is padded
+    step_tokens: int  # to which the longest of a step's micro-batches is padded, in the median
     longest_tokens: int  # to which the longest is padded
     device_used_bytes: int  # of the median step
     peak_allocated_bytes: int
@@ -77,6 +79,7 @@ class Typical:
             "drawn_steps": self.drawn,
             "simulated_tokens": list(self.simulated),
             "micro_batch_tokens": self.micro_batch_tokens,
+            "step_tokens": self.step_tokens,
             "longest_tokens": self.longest_tokens,
             "device_used_bytes": self.device_used_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
@@ -101,12 +104,14 @@ class Typical:
     @property
     def _step(self) -> str:
         what = "rollout" if self.generates else "micro-batch"
+        several = self.step_tokens > self.micro_batch_tokens
+        widest = f", the longest of a step to {self.step_tokens:,}" if several else ""
         between = "" if len(self.simulated) < 2 else f", interpolated between {len(self.simulated)} simulated lengths"
         return (
             f"Typical step: {format_bytes(self.device_used_bytes)} needed, {format_seconds(self.step_s)} (median of "
             f"{self.drawn:,} steps drawn from {self.lengths.source}{between}; a {what} is padded to "
-            f"{self.micro_batch_tokens:,} tokens). The worst step of an epoch: {format_bytes(self.most_bytes)}, "
-            f"{format_seconds(self.most_s)} ({self.longest_tokens:,} tokens)."
+            f"{self.micro_batch_tokens:,} tokens{widest}). The worst step of an epoch: "
+            f"{format_bytes(self.most_bytes)}, {format_seconds(self.most_s)} ({self.longest_tokens:,} tokens)."
         )
 
     def _whole(self, run: WholeRun) -> str:
@@ -181,9 +186,11 @@ def _rest(estimator: Estimator, found: Drawn, lengths: Lengths, tokens: int) -> 
 
 
 def longest_tokens(recipe: Recipe) -> int | None:
-    """Tokens of the worst case's samples, or completions; None where no key of the recipe changes them."""
+    """Tokens of the worst case's samples, or completions; None where no key of the recipe changes them, and where it is
+    not known how a trainer other than TRL's pads its rollouts: verl's micro-batches have a budget of tokens.
+    """
     if recipe.generates:
-        return recipe.max_completion_tokens
+        return recipe.max_completion_tokens if recipe.trainer in OF_TRL else None
     return None if recipe.keys.length is None else recipe.longest_sample_tokens
 
 
@@ -293,7 +300,7 @@ def _told(
     whole = _whole(estimator, lengths, float(seconds.mean()))
     return Typical(
         lengths=lengths, generates=recipe.generates, drawn=len(seconds), simulated=points,
-        micro_batch_tokens=int(np.median(longest)), longest_tokens=most,
+        micro_batch_tokens=int(np.median(longest)), step_tokens=int(np.median(widest)), longest_tokens=most,
         device_used_bytes=int(np.median(used)), peak_allocated_bytes=int(np.median(curve.at(widest, curve.allocated))),
         step_s=float(np.median(seconds)), most_bytes=int(curve.used[-1]),
         most_s=float(max(seconds.max(), _step_s(curve, with_longest, recipe)[0])),
