@@ -240,6 +240,7 @@ def test_a_trainer_tells_the_lengths_of_its_samples(trainer: str, tmp_path: Path
     assert some["sampled"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lent_server")
 def test_an_estimate_says_the_typical_step_and_the_whole_run(tmp_path: Path, tiny_model: Path) -> None:
     path = tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=None)
