@@ -38,6 +38,7 @@ _IDLE: dict[str, object] = {
 }  # fmt: skip
 _ROWS = 1000  # rows per batch when lengths are read
 LARGEST = 64  # rows that are tokenised before the whole dataset
+_MOST_CHARACTERS = 8_000_000  # some two seconds of a tokenizer
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -152,6 +153,15 @@ def largest_rows(rows: Dataset) -> list[int]:
     """Indices of the rows with the most text, at most 64."""
     sizes = [len(str(row)) for row in rows]
     return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
+
+
+def sampled(rows: Dataset, most: int) -> Dataset:
+    """`most` rows drawn at random, in their order; fewer where they are so long that tokenising them takes seconds."""
+    places = np.sort(np.random.default_rng(0).permutation(len(rows))[:most])
+    some = rows.select(places[:: max(1, len(places) // LARGEST)])
+    characters = sum(len(str(row)) for row in some) / max(1, len(some))
+    step = int(np.ceil(len(places) * characters / _MOST_CHARACTERS))
+    return rows.select(places[:: max(1, step)])
 
 
 def lengths(rows: Dataset, column: str) -> Counts:

@@ -15,7 +15,18 @@ from trl import DPOTrainer
 
 from autofit.plugin.padding import Lengths
 
-from .common import Counts, PreparedRows, fitted, lengths, prepared_longest, probed, real, samples_per_step, train_rows
+from .common import (
+    Counts,
+    PreparedRows,
+    fitted,
+    lengths,
+    prepared,
+    prepared_longest,
+    probed,
+    real,
+    samples_per_step,
+    train_rows,
+)
 from .keys import COMPARED, dpo_tiers
 from .rows import Collator, padded, place_of, shorter_pair
 from .trl import SamplesTrainer
@@ -107,7 +118,7 @@ class DpoTrainer(SamplesTrainer):
         trainer.scoring_share = _scoring_share(config, worst_case)
         if padded(config, worst_case):
             shorter = partial(shorter_pair, limit=config.training.max_length)
-            trainer.data_collator = Collator(trainer.data_collator, shorter)
+            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
@@ -115,6 +126,12 @@ class DpoTrainer(SamplesTrainer):
         row, limit = _row(config, worst_case), config.training.max_length
         widths = [len(row["prompt_ids"]) + len(row[side]) for side in _SIDES]
         return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(DPOTrainer, trl_dpo, config, rows)
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        return _widths(rows), _widths(rows) + _widths(rows, np.minimum)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the worst-case pair, its facts, the lengths of all pairs).

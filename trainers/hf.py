@@ -102,7 +102,7 @@ class HfTrainer(SamplesTrainer):
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
         if padded(config, worst_case) and not config.training.packing:
-            trainer.data_collator = Collator(trainer.data_collator, shorter)
+            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
@@ -111,6 +111,12 @@ class HfTrainer(SamplesTrainer):
         sides = ("input_ids",) if "input_ids" in row else tuple(f"{side}_ids" for side in SIDES)
         fixed = config.training.max_length if config.training.pad_to_max_length else 0
         return samples_per_step(config) * sum(max(len(row[side]), fixed) for side in sides)
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return self._rows(config, rows, tokenizer_of(config))
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        return _tokens(rows, np.maximum), _tokens(rows, np.add)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the longest row after truncation and packing, its facts, the lengths of all rows).

@@ -13,10 +13,12 @@ from autofit.errors import ConfigError
 from autofit.plugin.padding import Lengths
 
 from .common import (
+    Counts,
     PreparedRows,
     fitted,
     lengths,
     limit_of,
+    prepared,
     prepared_longest,
     probed,
     real,
@@ -74,13 +76,20 @@ class RewardModelTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> RewardTrainer:
         trainer = probed(_Prepared, trl_reward, config, _row(config, worst_case))
         if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_pair)
+            trainer.data_collator = Collator(trainer.data_collator, shorter_pair, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         """Tokens of one optimizer step: both answers of each pair."""
         row = _row(config, worst_case)
         return samples_per_step(config) * sum(len(row[side]) for side in _SIDES)
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(RewardTrainer, trl_reward, config, rows)
+
+    def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
+        chosen, rejected = (lengths(rows, side) for side in _SIDES)
+        return np.maximum(chosen, rejected), chosen + rejected
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the pair with the longest answer, its facts, the lengths of all pairs), of those that TRL keeps.

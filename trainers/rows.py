@@ -47,14 +47,32 @@ def padded(config: TrlConfig, worst_case: Mapping[str, Any]) -> bool:
 
 
 class Collator:
-    """The trainer's own collator, on rows of which `shorter(row, place)` cuts all but the first."""
+    """The trainer's own collator, on rows of which `shorter(row, place)` cuts all but the first.
 
-    def __init__(self, collate: Callable[[list[Row]], Any], shorter: Callable[[Row, int], Row]) -> None:
+    Where the `worst_case` says how long the others are (`Lengths.rest`) they are cut to that.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Row]], Any], shorter: Callable[[Row, int], Row], worst_case: Mapping[str, Any]
+    ) -> None:
         self._collate = collate
         self._shorter = shorter
+        self._rest: int | None = worst_case.get("lengths", {}).get("rest")
 
     def __call__(self, rows: list[Row]) -> Any:
-        return self._collate([self._shorter(row, place) for place, row in enumerate(rows)])
+        cut = [self._shorter(row, place) for place, row in enumerate(rows)]
+        if self._rest is not None:
+            cut = [with_tokens(row, self._rest, first=place == 0) for place, row in enumerate(cut)]
+        return self._collate(cut)
+
+
+def with_tokens(row: Row, tokens: int, *, first: bool) -> Row:
+    """A row cut to its last `tokens`; of a pair each answer with its prompt, and of the `first` the rejected one."""
+    if "input_ids" in row:
+        return row if first else {n: v[-tokens:] if isinstance(v, list) else v for n, v in row.items()}
+    room = max(1, tokens - len(row.get("prompt_ids", ())))
+    kept = ("prompt", "chosen") if first else ("prompt",)
+    return {n: v if not isinstance(v, list) or n.startswith(kept) else v[-room:] for n, v in row.items()}
 
 
 def shorter_sample(row: Row, place: int) -> Row:

@@ -19,6 +19,7 @@ from .common import (
     fitted,
     lengths,
     limit_of,
+    prepared,
     prepared_longest,
     probed,
     real,
@@ -132,7 +133,7 @@ class SftTrainer(SamplesTrainer):
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
         if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_sample)
+            trainer.data_collator = Collator(trainer.data_collator, shorter_sample, worst_case)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
@@ -141,6 +142,9 @@ class SftTrainer(SamplesTrainer):
             longest = int(worst_case["longest_tokens"])
             return samples_per_step(config) * min(longest, limit or longest)
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
+
+    def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
+        return prepared(SFTTrainer, trl_sft, config, rows)
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -19,7 +20,8 @@ from autofit.plugin.transformers_run import TransformersRun
 from autofit.recipe.keys import BatchKeys, Tier
 
 from . import offline
-from .common import read_worst_case, samples_per_step
+from .common import Counts, lengths, read_worst_case, sampled, samples_per_step, split
+from .image_prompts import has_images
 from .inspection import architecture_hash, keep, model_facts, with_stand_ins
 from .key_table import keep_table, kept_table, table_of
 from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
@@ -216,22 +218,48 @@ class SamplesTrainer(TrlTrainer):
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         raise NotImplementedError
 
+    def prepared(self, config: TrlConfig, rows: Any) -> Any:
+        """Some `rows` of the dataset, as the trainer trains on them."""
+        raise NotImplementedError
+
+    def widths(self, rows: Any) -> tuple[Counts, Counts]:
+        """Of prepared rows: (tokens to which each would be padded alone, tokens of all its sequences), (rows,) each."""
+        return lengths(rows, "input_ids"), lengths(rows, "input_ids")
+
+    def sample_lengths(self, values: Mapping[str, object], folder: Path, *, most: int) -> dict[str, object] | None:
+        """The lengths of `most` samples of the dataset drawn at random, or of fewer long ones; None for images.
+
+        `sampled` of the `rows` of the dataset were tokenised; `folder` is the inspection's.
+        """
+        given = {**device_overrides("cpu"), **offline.overrides(values, folder)}
+        config = self.parse(with_local_file(dict(values)), overrides=given)
+        raw = split(config)
+        if has_images(raw):
+            return None
+        rows = sampled(raw, most)
+        longest, total = self.widths(self.prepared(config, rows))
+        limit = config.training.max_length
+        return {
+            "lengths": (longest if limit is None else np.minimum(longest, limit)).tolist(),
+            "mean_tokens": float(total.mean()), "sampled": len(rows), "rows": len(raw),
+        }  # fmt: skip
+
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
         with offline.or_stated(inspection):
-            row, facts, lengths = self.worst_case(config)
+            row, facts, of_rows = self.worst_case(config)
         where = in_epoch(config, facts)
         made_up = inspection.prompt_tokens is not None  # a text dataset's samples, which it stands for, would vary
-        lengths = replace(
-            lengths, least=0 if made_up else lengths.least,
-            longest=lengths.longest[:1] * KEPT if made_up and lengths.filled else lengths.longest,
+        of_rows = replace(
+            of_rows, least=0 if made_up else of_rows.least,
+            longest=of_rows.longest[:1] * KEPT if made_up and of_rows.filled else of_rows.longest,
             unmasked_is_larger=unmasked_is_larger(config, inspection.device),
         )  # fmt: skip
-        facts["lengths"] = lengths.to_json()
+        facts["lengths"] = of_rows.to_json()
         if made_up:
             facts.pop("packed", None)  # of the samples that it stands for, rows are full
         keep(row, facts, inspection.worst_case)
         digest = hashlib.sha256(repr((facts, row[0])).encode())
         told = {"longest_sample_tokens": facts["longest_tokens"], "content_hash": digest.hexdigest()[:16]}
-        if lengths.filled and lengths.least < lengths.most:
+        if of_rows.filled and of_rows.least < of_rows.most:
             told["notes"] = (_RESTS,)
         return told if made_up else told | where

@@ -21,8 +21,8 @@ T = TypeVar("T")
 FOLDER = "autofit-studies"
 _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 _SAME = (
-    "advice-time", "allow", "as-of", "deadline", "device", "goal", "gpu", "headroom", "measured-steps", "min-gain",
-    "only", "out", "parallel", "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study",
+    "advice-time", "allow", "as-of", "deadline", "device", "goal", "gpu", "headroom", "lengths", "measured-steps",
+    "min-gain", "only", "out", "parallel", "plateau", "prompt-tokens", "restart", "sampler", "seed", "space", "study",
     "target-vram", "time-budget", "storage", "trainer", "trials", "accelerate_config", "num_processes", "gpus",
     "executor",
 )  # fmt: skip

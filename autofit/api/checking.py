@@ -8,7 +8,7 @@ from typing import Literal
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
-from autofit.api.estimating import ADVICE_TIME, Asked, estimator, tell_left_out
+from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, estimator, tell_left_out
 from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
@@ -18,6 +18,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.typical import Typical
 from autofit.forecast.zone import care_lines, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -40,6 +41,7 @@ class Check(Shown):
     crash: Crash | None = None  # where it runs out of memory; None where it fits
     advice: Advice | None = None  # changes that make it fit with room to spare; None where none was looked for
     then: Then | None = None  # what older libraries did with it; None where none were named
+    typical: Typical | None = None  # the steps as they are drawn; None where it fits, or the lengths are not known
 
     @property
     def mend(self) -> Change | None:
@@ -88,13 +90,20 @@ class Check(Shown):
             "changes": [change.to_json() for change in (() if self.advice is None else self.advice.changes)],
             "advice_ended_by": None if self.advice is None or self.advice.ending is None else str(self.advice.ending),
             **({} if self.then is None else {"as_of": self.then.to_json()}),
+            **({} if self.typical is None else {"typical": self.typical.to_json()}),
         }
 
     def parts(self) -> list[Table | str]:
         """The line, what decides where it is tight, why the weights take so much, and what to change."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
         care = care_lines(self.result, self.recipe, self.capacity_bytes)
-        return [self.line, *care, *self._of_weights, *older, *self.advised]
+        return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advised]
+
+    @property
+    def of_typical(self) -> list[str]:
+        """Which steps fit where the worst case does not, in one line; [] where all do, none, or that is not known."""
+        line = None if self.typical is None else self.typical.fit_line
+        return [] if line is None else [line]
 
     @property
     def _of_weights(self) -> list[str]:
@@ -149,13 +158,16 @@ def check(
     gpus: int | None = None,
     advice_time: str | float = ADVICE_TIME,
     as_of: str | None = None,
+    lengths: GivenLengths | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
+    on_typical: Callable[[Check], None] | None = None,
 ) -> Check:  # fmt: skip
     """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
 
-    The arguments are those of `autofit.estimate`; `on_result` hears the verdict before any change is tried. Only if it
+    The arguments are those of `autofit.estimate`; `on_result` hears the verdict before any change is tried. Where only
+    the worst case does not fit, it says which steps do, by `lengths` or by those of the dataset. Only if it
     does not fit, or is tight, are changes simulated, until the first one that makes it fit with room, and weights of 16
     bits in place of float32, for `advice_time` at most. Where the dataset is read, the longest sample is named, and the
     step that trains on it.
@@ -170,7 +182,7 @@ def check(
         )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline, launch=launch, as_of=as_of,
+        deadline=deadline, launch=launch, as_of=as_of, lengths=lengths,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
@@ -181,6 +193,10 @@ def check(
         )  # fmt: skip
         if on_result is not None:
             on_result(found)
+        if not found.fits:
+            found = replace(found, typical=asked.typical(made, result, tell))
+            if on_typical is not None:
+                on_typical(found)
         if safe or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
@@ -19,17 +19,19 @@ from autofit.api.reading import (
     source_of,
 )
 from autofit.api.tables import Shown
-from autofit.errors import ConfigError
+from autofit.errors import Cancelled, ConfigError, EnvironmentFault
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
+from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import is_tight
+from autofit.forecast.typical import Typical, longest_tokens, typical
 from autofit.forecast.zone import care_lines
 from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import worst_case_path
+from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then, read_libraries, then_of
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ADVICE_TIME = "20s"
+_SAMPLES = 2_000  # of a dataset, whose lengths are counted
+GivenLengths = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -55,6 +59,7 @@ class Estimate(Shown):
     result: ProbeResult  # every figure of the simulated probe
     advice: Advice | None = None  # what would make it fit, or faster; None where it was not asked for
     then: Then | None = None  # what older libraries did with it; None where none were named
+    typical: Typical | None = None  # the steps as they are drawn from the lengths; None where these are not known
 
     @property
     def fits(self) -> bool:
@@ -94,7 +99,8 @@ class Estimate(Shown):
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit estimate --json` prints: plain values only."""
         then = {} if self.then is None else {"as_of": self.then.to_json()}
-        return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then}
+        steps = {} if self.typical is None else {"typical": self.typical.to_json()}
+        return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then, **steps}
 
     def parts(self) -> list[Table | str]:
         """The phases by category, whether it fits, and what would make it fit, or faster."""
@@ -102,7 +108,12 @@ class Estimate(Shown):
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
-        return [table, sentence, *careful, *halves, *older, *self.advised]
+        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advised]
+
+    @property
+    def of_typical(self) -> list[str]:
+        """The lines of the typical step and of the whole run; [] where the lengths are not known."""
+        return [] if self.typical is None else self.typical.lines
 
     @property
     def interrupted(self) -> bool:
@@ -133,6 +144,23 @@ class Asked:
     deadline: str | float
     launch: LaunchOptions = NO_OPTIONS
     as_of: str | None = None
+    lengths: GivenLengths | None = None
+
+    def typical(self, made: Estimator, worst: ProbeResult, tell: OnEvent) -> Typical | None:
+        """The typical step beside the `worst` case, by the lengths given, else by the dataset's own; None without."""
+        if self.lengths == OFF or longest_tokens(made.recipe) is None:
+            if self.lengths not in (None, OFF):
+                name = made.recipe.trainer
+                tell(Event(label="note", text=f"--lengths is not used: it is not known how {name} pads by length"))
+            return None
+        lengths = own_lengths(made) if self.lengths is None else read_lengths(self.lengths)
+        if lengths is None:
+            return None
+        try:
+            return typical(made, worst, lengths)
+        except (EnvironmentFault, Cancelled) as error:
+            tell(Event(label="note", text=f"no typical step: {error}"))
+            return None
 
     def then(self, recipe: Recipe) -> Then | None:
         """What the older libraries that were named did with `recipe`; None where none were."""
@@ -146,6 +174,8 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         at_least_one("--prompt-tokens", asked.prompt_tokens)
         if asked.as_of is not None:
             read_libraries(asked.as_of)
+        if asked.lengths not in (None, OFF):
+            read_lengths(asked.lengths)
         asked_bytes = size("--target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("--deadline", asked.deadline) or 0
@@ -178,6 +208,21 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
             server.close()
 
 
+def own_lengths(made: Estimator) -> Lengths | None:
+    """The lengths of some samples of the recipe's dataset; None where it is not at hand, or samples are generated."""
+    if made.recipe.generates:  # the lengths of completions are not in the data
+        return None
+    told = sample_lengths(made.recipe, made.worst_case.parent, made.server, most=_SAMPLES)
+    if told is None or not told["lengths"]:
+        return None
+    tokens, rows, count = cast("list[int]", told["lengths"]), cast(int, told["rows"]), cast(int, told["sampled"])
+    all_of = f"all {rows:,} samples" if rows == count else f"{count:,} of {rows:,} samples"
+    return Lengths(
+        tokens=tuple(tokens), source=f"{all_of} of the dataset", samples=rows * len(tokens) / count,
+        whole=rows == count, mean_tokens=cast(float, told["mean_tokens"]),
+    )  # fmt: skip
+
+
 def of_quantised(recipe: Recipe) -> list[str]:
     """What several ranks make of 4-bit weights, and what to set. Raises ConfigError where they cannot train on them."""
     found = list(quantised(StatedLaunch(recipe=recipe)))
@@ -208,9 +253,11 @@ def estimate(
     advice: bool = True,
     advice_time: str | float = ADVICE_TIME,
     as_of: str | None = None,
+    lengths: GivenLengths | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
     on_result: Callable[[Estimate], None] | None = None,
+    on_typical: Callable[[Estimate], None] | None = None,
 ) -> Estimate:  # fmt: skip
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 
@@ -219,9 +266,12 @@ def estimate(
     the size of `target_vram` does (bytes, or text such as "40GB"), which also is how much of it may be used. `advice`
     looks for the cheapest changes that fit where it does not, or with too little to spare, else for changes that make
     it faster, and for another card; each is simulated, for `advice_time` at most (seconds, or "20s"; 0: none).
-    `on_result` hears the estimate before that, without advice. Ctrl-C ends the search for advice and keeps what was
-    found, with `interrupted` set. `as_of` names older libraries ("trl 0.14"): what they did with the recipe that the
-    installed ones do not is said too. `deadline` (seconds, or "15m") bounds one simulation.
+    `lengths` says how long samples are (for a trainer that generates, completions): "300,900,2048" (median, 95 % and
+    longest, in tokens), a file, or the numbers; by default some samples of a dataset at hand, and "off" leaves them.
+    By them the typical step and the whole run stand beside the worst case.
+    `on_result` hears the estimate before both, `on_typical` before the advice. Ctrl-C ends the search for advice and
+    keeps what was found, with `interrupted` set. `as_of` names older libraries ("trl 0.14"): what they did with the
+    recipe that the installed ones do not is said too. `deadline` (seconds, or "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
@@ -233,7 +283,7 @@ def estimate(
         )
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline, launch=launch, as_of=as_of,
+        deadline=deadline, launch=launch, as_of=as_of, lengths=lengths,
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
@@ -245,6 +295,9 @@ def estimate(
         )  # fmt: skip
         if on_result is not None:
             on_result(found)
+        found = replace(found, typical=asked.typical(made, result, tell))
+        if on_typical is not None:
+            on_typical(found)
         if not advice or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)

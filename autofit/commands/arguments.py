@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
     _card(estimate)
+    _lengths(estimate, "the typical step and the whole run")
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (PNG) of the bytes by phase and category"
     )
@@ -128,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
     check = _command(commands, "check", "say in one line whether a config runs on a card; exit code 1 if not")
     _card(check)
+    _lengths(check, "which steps fit where the worst case does not")
     _shared(check, "--json")
     _stream(check)
 
@@ -337,6 +339,14 @@ def _shared(parser: _Parser, *names: str) -> None:
     """Add options that several commands have."""
     for name in names:
         parser.add_argument(name, **_SHARED[name])
+
+
+def _lengths(parser: _Parser, what: str) -> None:
+    parser.add_argument("--lengths", metavar="LENGTHS",
+                        help="tokens of samples (grpo, rloo: of completions), for "
+                             f"{what}: median, 95 %% and longest (300,900,2048), a file with a number a line, "
+                             "FILE:COLUMN of CSV or JSON lines, or off (default: up to 2,000 samples of a dataset at "
+                             "hand)")  # fmt: skip
 
 
 def _stream(parser: _Parser) -> None:

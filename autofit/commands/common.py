@@ -84,6 +84,7 @@ def show_lines(lines: Sequence[str]) -> None:
     """Print the sentences of a result whose head was shown before."""
     for line in lines:
         show_line(line)
+    sys.stdout.flush()
 
 
 def ended(found: "Check | Estimate", *, as_json: bool) -> int:

@@ -42,13 +42,17 @@ def check(options: argparse.Namespace) -> int:
         elif not options.json:
             show(found)
 
+    def then_typical(found: "Check") -> None:
+        if not (options.stream or options.json):
+            show_lines(found.of_typical)
+
     terminate_like_interrupt()
     found = api.check(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        advice_time=options.advice_time, as_of=options.as_of, on_event=streams if options.stream else hears,
-        on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths,
+        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical,
     )  # fmt: skip
     return ended(found, as_json=options.json or options.stream)
 
@@ -135,12 +139,16 @@ def estimate(options: argparse.Namespace) -> int:
         elif not options.json:
             show(found)
 
+    def then_typical(found: "Estimate") -> None:
+        if not (options.stream or options.json):
+            show_lines(found.of_typical)
+
     terminate_like_interrupt()
     found = api.estimate(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
         changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
-        advice_time=options.advice_time, as_of=options.as_of, deadline=options.deadline,
-        on_event=streams if options.stream else hears, on_result=shown,
+        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths, deadline=options.deadline,
+        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical,
     )  # fmt: skip
     return ended(found, as_json=options.json or options.stream)

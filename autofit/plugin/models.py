@@ -23,11 +23,16 @@ def go_offline_without_a_hub() -> None:
         with socket.create_connection((url.hostname or "", url.port or 443), timeout=3):
             return
     except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
-        import datasets.config
+        go_offline()
 
-        datasets.config.HF_HUB_OFFLINE = True
+
+def go_offline() -> None:
+    """Tell the hub's client to fetch nothing in this process."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def model_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:

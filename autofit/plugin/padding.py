@@ -24,6 +24,7 @@ class Lengths:
     generates: bool = False  # whether a rollout is padded as a whole, over its micro-batches
     unmasked_is_larger: bool = False  # whether attention without a mask takes more memory
     filled: bool = False  # whether samples are cut from one stream, so that few are not of the longest length
+    rest: int | None = None  # tokens of a batch's other sequences; None: as many, in the worst case
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, most: int, others: bool = False, **more: Any) -> "Lengths":

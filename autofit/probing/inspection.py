@@ -11,8 +11,10 @@ from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
+from autofit.plugin.models import go_offline
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.plugin.registry import load
+from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened, sealed
 
 
@@ -35,6 +37,21 @@ def run(request_path: str) -> int:
     else:
         answer = _told(trainer, cast(dict[str, object], request["values"]), inspection)
     write_json(Path(str(request["answer"])), answer)
+    return 0
+
+
+def sample_lengths(request_path: str) -> int:
+    """The lengths of some samples of the recipe's data, of a trainer that tells them; writes the `answer`. Returns 0.
+
+    `request` is that of an inspection that has ended: its data is at hand, so nothing is fetched.
+    """
+    request = read_json(Path(request_path))
+    assert request is not None
+    tells = getattr(load(str(request["trainer"])), "sample_lengths", None)
+    go_offline()
+    values = split(opened(cast(dict[str, object], request["values"])))[1]
+    found = None if tells is None else tells(values, Path(str(request["folder"])), most=cast(int, request["most"]))
+    write_json(Path(str(request["answer"])), {"found": found})
     return 0
 
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -29,6 +30,7 @@ from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.starting import OF_TRL
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
+_LENGTHS_S = 60.0  # for some of its samples, which take a second or two
 
 
 def worst_case_path(folder: Path) -> Path:
@@ -117,6 +119,26 @@ def prepare(
         version=facts.version, left_out=facts.left_out, foreign=source.foreign,
     )  # fmt: skip
     return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)
+
+
+def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: int) -> dict[str, object] | None:
+    """What the trainer tells of the lengths of `most` samples of the data that an inspection into `folder` has read.
+
+    None where the data is not at hand, its trainer tells nothing of it, or fails.
+    """
+    if recipe.num_samples is None:
+        return None
+    answer = folder / "lengths.json"
+    request = {"trainer": recipe.trainer, "values": dict(recipe.values), "folder": str(folder), "most": most,
+               "answer": str(answer)}  # fmt: skip
+    write_json(folder / "sample_lengths.json", request)
+    server.call({
+        "entry": "autofit.probing.inspection:sample_lengths", "argument": str(folder / "sample_lengths.json"),
+        "cwd": str(Path.cwd()), "log": str(folder / "lengths.log"), "env": _one_card(),
+        "deadline_s": _LENGTHS_S,
+    })  # fmt: skip
+    found = (read_json(answer) or {}).get("found")
+    return cast("dict[str, object] | None", found)
 
 
 def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
