@@ -70,9 +70,9 @@ EFFECTS = {
 }  # fmt: skip
 # By the last part of a plugin's path: what it does, "" for nothing to memory. Others are refused.
 PLUGINS = {
-    "CutCrossEntropyPlugin": "Cut Cross-Entropy, which never makes the logits, is not simulated; all logits are made "
-    "here: an upper bound",
-    "LigerPlugin": "Liger's kernels are not simulated; the layers run without them: an upper bound",
+    "CutCrossEntropyPlugin": "",
+    "LigerPlugin": "Of Liger's kernels only the fused linear loss is simulated; the layers run without the others: an "
+    "upper bound",
     "KernelsPlugin": "",
     "SwanLabPlugin": "",
     "GrokfastPlugin": "Grokfast's average of the gradients, one value more for each trained weight, is not simulated",

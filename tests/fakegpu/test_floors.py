@@ -18,9 +18,8 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth", "engines", "errors", "formula", "patches", "rates"),  # of the five folders only their empty __init__
     (
-        "allocator", "autograd", "communication", "depth.stack", "foreign_flops", "host_copies", "kernels", "op_cache",
-        "ranks",
-        "routing", "specs", "undo",
+        "allocator", "autograd", "communication", "depth.stack", "foreign_flops", "host_copies", "kernels",
+        "linear_loss", "op_cache", "ranks", "routing", "specs", "undo",
     ),
     ("communicators", "known_values", "rates.grid", "replay"),
     ("rates.gemm",),

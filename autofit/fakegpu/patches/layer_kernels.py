@@ -1,11 +1,15 @@
-"""Kernels of other packages for whole layers, Liger's and the Hub's (`use_kernels`): the layers run without them."""
+"""Kernels of other packages for whole layers, Liger's and the Hub's (`use_kernels`): the layers run without them.
+
+Liger's loss is simulated, which decides most of what it saves: no logits of all tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.linear_loss import LIGER, fuse
 
 Target = tuple[object, str, object, str]
 _NOTE = (
@@ -16,8 +20,9 @@ _NOTE = (
 def liger(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """transformers' `apply_liger_kernel`, with or without the package."""
 
-    def apply(model: object, kernel_config: object) -> None:
-        gpu.note(_NOTE.format("Liger's kernels"))
+    def apply(model: object, kernel_config: Mapping[str, object] | None) -> None:
+        fused = (kernel_config or {}).get("fused_linear_cross_entropy", True) and fuse(model, LIGER)
+        gpu.note(_NOTE.format("Liger's kernels" + (" other than its fused linear loss" if fused else "")))
 
     yield module, "apply_liger_kernel", apply, "its kernels cannot run on fakes, and the package may lack"
 

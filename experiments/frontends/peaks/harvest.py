@@ -8,8 +8,11 @@ Rules, written before any prediction:
   that of each of M. 80 is the size of the card, not a measurement. Neither the card nor the tool that read it is said.
 - a dataset's lengths are those of ms-swift's own page (tokens of Qwen2.5's tokenizer). Longer samples than max_length
   are left out by ms-swift's default, so the longest has at most max_length. A part (`#500`) has a longest sample
-  between mean + 2 deviations and the dataset's longest. UNSURE names datasets of which that page counts the questions only.
+  between mean + 2 deviations and the dataset's longest. UNSURE names datasets of which that page counts the questions
+  only.
 - GB of a figure that nvidia-smi shows are GiB.
+- a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
+  holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
@@ -32,6 +36,7 @@ FIGURE = re.compile(
     r"(?P<size>\d+(?:\.\d+)?)\s*(?:GiB|GB|G)\b"
     r"(?:\s*\*\s*(?P<after>\d+))?(?:.*?(?P<step>\d+(?:\.\d+)?)\s*s/it)?",
 )
+FUSED = "2025-08-06"  # torch 2.8
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
 # Shapes that the catalogue lacks; QWEN_1 is Qwen's first generation, of which Qwen1.5 has the same tensors
 QWEN_1 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rms_norm_eps": 1e-6,
@@ -49,7 +54,8 @@ def yi(hidden: int, layers: int, heads: int, inner: int, keys: int) -> dict[str,
     """The config of a Yi model (a Llama)."""
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64000, "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False,
-            "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 5000000.0, "hidden_size": hidden, "num_hidden_layers": layers,
+            "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 5000000.0,
+            "hidden_size": hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": keys, "intermediate_size": inner}  # fmt: skip
 
 
@@ -116,21 +122,41 @@ def scripts(folder: Path) -> Iterator[dict[str, object]]:
             continue
         text = text_of(folder, path, SWIFT)
         lengths, how = longest(text, known)
+        dates = written(folder, path)
         for count, line in enumerate(line for line in text.splitlines() if line.startswith("#")):
-            found = FIGURE.match(line)
+            found, date = FIGURE.match(line), dates.get(line, "")
             if found is None or float(found["size"]) == 80:
                 continue
             label = (found["label"] or "").strip(" :")
-            changes = {"padding_free": False} if label.startswith("without padding_free") else {}
+            changes: dict[str, object] = {}
+            if date < FUSED and "--optim" not in text and "--optimizer" not in text:
+                changes["optim"] = "adamw_torch"
             name = path.removeprefix("examples/train/").removesuffix(".sh") + (f" ({label})" if label else "")
             yield {
                 "name": f"ms-swift/{name}" + ("" if label or not count else f" ({count})"), "tool": "ms-swift",
-                "version": SWIFT, "source": f"{path}, its comment", "date": "2024-12 to 2026-08",
+                "version": SWIFT, "source": f"{path}, its comment", "date": date,
                 "measured_gib": float(found["size"]), "half_digit_gib": half_digit(found["size"]),
                 "kind": "reserved or nvidia-smi", "file": path, "ranks": int(found["cards"] or found["after"] or 1),
                 "longest_tokens": lengths, "lengths": how, "changes": changes,
                 "measured_step_s": float(found["step"]) if found["step"] else None,
             }  # fmt: skip
+
+
+def written(folder: Path, path: str) -> dict[str, str]:
+    """The day on which each line of a file was written."""
+    blame = subprocess.run(["git", "-C", str(folder), "blame", "--date=short", "--porcelain", SWIFT, "--", path],
+                           check=True, capture_output=True, text=True).stdout  # fmt: skip
+    days: dict[str, str] = {}
+    found: dict[str, str] = {}
+    commit = ""
+    for line in blame.splitlines():
+        if re.match(r"[0-9a-f]{40} ", line):
+            commit = line[:40]
+        elif line.startswith("author-time "):
+            days[commit] = datetime.fromtimestamp(int(line.split()[1]), UTC).date().isoformat()
+        elif line.startswith("\t"):
+            found[line[1:]] = days[commit]
+    return found
 
 
 def half_digit(text: str) -> float:
@@ -172,10 +198,8 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
     for heads, row in cells(text_of(folder, "docs/source_en/LLM/Benchmark.md", BENCHMARK)):
         said = dict(zip(heads, row, strict=False))
         model, memory, speed = row[0], said.get("GPU Memory (GiB)", ""), said.get("Training Speed (samples/s)", "")
-        full, settings = (
-            heads[0] == "Model Type [FULL]",
-            row[1 : heads.index("Training Speed (samples/s)")] if speed else [],
-        )
+        full = heads[0] == "Model Type [FULL]"
+        settings = row[1 : heads.index("Training Speed (samples/s)")] if speed else []
         if model not in SHAPES or not re.fullmatch(r"[\d.]+", memory) or "gptq" in str(settings):
             continue
         recipe: dict[str, object] = {**PLAIN, **({} if full else LORA)}
