@@ -45,7 +45,7 @@ def main() -> None:
         print(table.line(row, predict(row, Path(), options.limit_s)))
         return
     for row in () if options.table else rows:
-        if row.kept_out is not (options.half == "odd"):
+        if row.kept_out is not (options.half == "odd") or not row.drawn:
             continue
         named = any(row.name.startswith(name) for name in options.only or ())
         if (options.only and not named) or (not named and not options.again and table.read(RESULTS, row)):

@@ -182,8 +182,8 @@ def cells(page: str) -> Iterator[tuple[list[str], list[str]]]:
         held: list[tuple[int, str]] = []
         heads: list[str] = []
         for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
-            found = [(int(span or 1), re.sub(r"\s+", " ", text).strip())
-                     for span, text in re.findall(r"<td(?:\s+rowspan=\"(\d+)\")?>(.*?)</td>", row, re.DOTALL)]  # fmt: skip
+            cells_of = re.findall(r"<td(?:\s+rowspan=\"(\d+)\")?>(.*?)</td>", row, re.DOTALL)
+            found = [(int(span or 1), re.sub(r"\s+", " ", text).strip()) for span, text in cells_of]
             if not heads:
                 heads = [text for _, text in found]
                 continue

@@ -46,6 +46,11 @@ class Row:
         return is_odd(self.file or self.name)
 
     @property
+    def drawn(self) -> bool:
+        """Whether it is predicted: all rows of today's tools, and one in four of the older tables, by their CRC-32."""
+        return self.file is not None or zlib.crc32(self.name.encode()) // 2 % 4 == 0
+
+    @property
     def method(self) -> str:
         """The table's group."""
         return self.name.split("/")[0]
