@@ -64,7 +64,8 @@ def table(rows: Sequence[Row], answers: Mapping[str, Answer | None]) -> str:
     ran = [(row, answer) for row in rows if (answer := answers[row.name]) is not None]
     lines = [
         "# Peaks that the tools' own authors measured, and autofit's predictions", "",
-        "| source | half | rows | read | compared | median | worst | bias | within 5 % | within 15 % | as reserved: median, worst | rank of s |",
+        "| source | half | predicted | read | compared | median | worst | bias | within 5 % | within 15 % | reserved "
+        "| rank of s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for half, odd in (("even", False), ("odd, kept out", True)):
