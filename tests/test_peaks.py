@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ ROW = Row(
 )  # fmt: skip
 
 
-def answer(fewest: float, most: float) -> table.Answer:
+def answer(fewest: float, most: float) -> dict[str, Any]:
     ends = {"fewest": fewest, "most": most}
     return {end: {"allocated": 0, "reserved": 0, "used": int(used * GIB), "step_s": 1.0} for end, used in ends.items()}
 
@@ -43,3 +44,12 @@ def test_a_row_that_was_refused_counts_as_not_read() -> None:
     text = table.table([ROW], {ROW.name: {"error": "ConfigError: a.sh, read as a file of ms-swift: awq is not read"}})
     assert "not read: ms-swift: awq is not read" in text
     assert f"| {table.METHODS['ms-swift']} | {'odd, kept out' if ROW.kept_out else 'even'} | 1 | 0 | 0 | - |" in text
+
+
+def test_seconds_are_compared_by_rank() -> None:
+    assert table.ranks([30.0, 10.0, 30.0, 20.0]) == [3.0, 0.5, 3.0, 1.5]
+    rows = [replace(ROW, name=f"ms-swift/{n}", longest_tokens=(9, 9), measured_step_s=float(n + 1)) for n in range(5)]
+    answers = {row.name: answer(10.0, 10.0) for row in rows}
+    for row in rows:
+        answers[row.name]["most"]["step_s"] = (row.measured_step_s or 0) ** 2
+    assert "| 1.00 of 5 |" in table.table(rows, answers)

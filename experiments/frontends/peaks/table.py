@@ -101,8 +101,13 @@ def totals(label: str, ran: Sequence[tuple[Row, Answer]]) -> Iterator[str]:
     rank = "-"
     if len(timed) > 4:
         measured, ours = zip(*timed, strict=True)
-        rank = f"{statistics.correlation(measured, ours, method='ranked'):.2f} of {len(timed)}"
+        rank = f"{statistics.correlation(ranks(measured), ranks(ours)):.2f} of {len(timed)}"
     yield f"| {label} | {len(ran)} | {len(told)} | {len(errors)} | {' | '.join(cells)} | {rank} |"
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The place of each value in their order; equal ones share the middle of theirs."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def line(row: Row, answer: Answer) -> str:
