@@ -13,7 +13,7 @@ from tiny import write_model
 import autofit
 from autofit.cli import main
 from autofit.errors import ConfigError
-from autofit.frontends import ms_swift
+from autofit.frontends import ms_swift, sharing
 from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift import TYPE
@@ -301,6 +301,14 @@ def test_axolotl_hands_preferences_and_grpo_on_to_trls_own_trainers(tmp_path: Pa
     assert grpo.keys["num_generations"] == "trl.num_generations"
 
 
+@pytest.mark.parametrize(("more", "cut"), [({}, True), ({"cut_cross_entropy": False}, None), ({"rl": "dpo"}, None)])
+def test_axolotls_cut_cross_entropy_is_the_loss_over_samples(
+    more: dict[str, object], cut: bool | None, tmp_path: Path
+) -> None:
+    plugin = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+    assert of_yaml(tmp_path, {**AXO, "plugins": [plugin], **more}).values.get("cut_cross_entropy") is cut
+
+
 def test_axolotls_fsdp_is_a_launch_and_an_unknown_key_is_named_as_ignored(tmp_path: Path) -> None:
     config = {"offload_params": True, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT",
               "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}  # fmt: skip
@@ -318,6 +326,32 @@ def test_a_script_of_ms_swift_is_read_with_its_sums_its_environment_and_its_defa
     assert found.values["dtype"] == "bfloat16"
     assert [found.values[key] for key in ("lora_r", "lora_alpha", "lora_dropout")] == [8, 32, 0.05]
     assert (found.keys["lora_r"], found.defaults["lora_rank"]) == ("lora_rank", 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "launch", "ranks"),
+    [
+        ("{distributed_type: FSDP, num_processes: 3, fsdp_config: {fsdp_version: 2}}", "FSDP2", 3),
+        ("{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3}}", "DeepSpeed ZeRO-3", 2),
+        ("{distributed_type: MULTI_GPU, num_processes: 4}", "DDP", 4),
+    ],
+)
+def test_the_accelerate_config_that_a_script_of_ms_swift_names_shares_its_model(
+    config: str, launch: str, ranks: int, tmp_path: Path
+) -> None:
+    (tmp_path / "launch.yaml").write_text(config)
+    started = "CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file ./launch.yaml swift/cli/sft.py"
+    found = of_script(tmp_path, f"{started} --model m --tuner_type full")
+    assert (sharing.words(found.launch), found.ranks) == (launch, ranks)
+
+
+def test_an_accelerate_config_of_ms_swift_that_is_missing_or_of_megatron_is_one_line(tmp_path: Path) -> None:
+    started = "accelerate launch --config_file launch.yaml swift/cli/sft.py --model m"
+    with pytest.raises(ConfigError, match="there is no file 'launch"):
+        of_script(tmp_path, started)
+    (tmp_path / "launch.yaml").write_text("distributed_type: MEGATRON_LM")
+    with pytest.raises(ConfigError, match="distributed_type 'MEGATRON_LM' of the accelerate"):
+        of_script(tmp_path, started)
 
 
 @pytest.mark.parametrize(("micro", "ranks", "steps"), [(1, None, 16), (3, 2, 3), (16, 4, 1)])

@@ -48,6 +48,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False,
         metadata={"help": "Whether the logits of answers are cast to float32 before the log-softmax."},
     )
+    cut_cross_entropy: bool = field(
+        default=False,
+        metadata={"help": "Whether the model's own loss makes the logits in blocks and again in the backward pass."},
+    )
     adapter_dtype: str | None = field(
         default=None,
         metadata={
@@ -125,6 +129,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
+        if self.cut_cross_entropy and self.objective != "sft":
+            wrong.append(f"cut_cross_entropy is of objective: sft; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":
             wrong.append(f"value_head is a reward model's; got objective: {self.objective}; omit value_head")
         if wrong:

@@ -20,6 +20,7 @@ from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from autofit.errors import ConfigError, quoted
+from autofit.fakegpu.linear_loss import CUT, fuse
 
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
@@ -42,6 +43,11 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     training.remove_unused_columns = False  # the collator reads them
     tokenizer = tokenizer or tokenizer_of(config)
     model = adapted(model_of(config), config, padding=int(tokenizer.pad_token_id))
+    if training.cut_cross_entropy and not fuse(model, CUT):
+        raise ConfigError(
+            "cut_cross_entropy needs a model whose head is one linear layer without a bias; omit it for "
+            f"{quoted(config.model.model_name_or_path)}"
+        )
     common: dict[str, Any] = {
         "model": model, "args": training, "train_dataset": rows, "eval_dataset": evaluation,
         "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,

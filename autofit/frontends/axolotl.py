@@ -311,8 +311,16 @@ def _plugins(draft: Draft) -> None:
             raise ConfigError(f"plugins: {plugin} is not simulated")
         if effect:
             draft.note(effect)
+        if name == "CutCrossEntropyPlugin" and draft.is_on("cut_cross_entropy", True):
+            _cut_cross_entropy(draft)
     if draft.is_on("liger_fused_linear_cross_entropy"):
         draft.put("use_liger_kernel", True, "liger_fused_linear_cross_entropy")
+
+
+def _cut_cross_entropy(draft: Draft) -> None:
+    """A loss that never holds the logits, of samples; it changes none over two answers."""
+    if draft.values.get("objective") == "sft":
+        draft.put("cut_cross_entropy", True, "plugins")
 
 
 def _preferences(draft: Draft, trainer: str) -> None:
@@ -378,7 +386,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
-                         "keeps_logits")),
+                         "keeps_logits", "cut_cross_entropy")),
         "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value

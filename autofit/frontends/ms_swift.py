@@ -17,6 +17,7 @@ from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
+from autofit.recipe.yaml_file import read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -85,8 +86,10 @@ def training(text: str, *, folder: Path) -> Training:
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
     environment |= {str(key): str(value) for key, value in _env(values).items()}
+    config = _accelerate_config(command, folder)
+    values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
-    return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment), notes=notes)
+    return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment, config), notes=notes)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
@@ -112,14 +115,27 @@ def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
                 return
 
 
-def _ranks(command: Command, environment: Mapping[str, str]) -> int | None:
-    """Ranks that the launcher starts: torchrun's options, or NPROC_PER_NODE x NNODES of the environment.
+def _accelerate_config(command: Command, folder: Path) -> Mapping[str, object]:
+    """The config file of `accelerate launch`; {} without one. Raises ConfigError where it cannot be read."""
+    given = dict(_options(command.words)).get("config_file") if command.words[0] == "accelerate" else None
+    if given is None:
+        return {}
+    if UNSURE in given:
+        raise ConfigError("the script does not say config_file for certain; write the value there")
+    found = read_yaml_mapping(sharing.near(given, folder), what="accelerate config")
+    return {str(key): value for key, value in found.items()}
+
+
+def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str, object]) -> int | None:
+    """Ranks that the launcher starts: its options, its config, or NPROC_PER_NODE x NNODES of the environment.
 
     Raises ConfigError where a rank would have several cards, over which ms-swift splits the model.
     """
     words = command.words
     options = dict(_options(words))
     each = options.get("nproc_per_node") or options.get("num_processes") or environment.get("NPROC_PER_NODE")
+    if each is None and config.get("num_processes") is not None:
+        return int(number(config["num_processes"]) or 0) or None
     machines = options.get("nnodes") or environment.get("NNODES") or "1"
     counts = [
         int(text) if text is not None and text.isdecimal() and len(text) < 10 else None for text in (each, machines)

@@ -56,6 +56,27 @@ def fsdp(given: object, config: Mapping[str, object], version: object = None) ->
     return {"distributed_type": "FSDP", "fsdp_config": found}
 
 
+def of_accelerate(config: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of `transformers.TrainingArguments` that share the model as an accelerate config does; {} for DDP."""
+    kind = str(config.get("distributed_type") or "NO").upper()
+    inner = config.get("deepspeed_config" if kind == "DEEPSPEED" else "fsdp_config")
+    keys = {str(key): value for key, value in inner.items()} if isinstance(inner, Mapping) else {}
+    if kind == "FSDP":
+        return {"fsdp": "full_shard", "fsdp_config": keys}
+    if kind == "DEEPSPEED":
+        if (file := keys.get("deepspeed_config_file")) is not None:
+            return {"deepspeed": file}
+        offloads = {
+            part: {"device": keys[f"{part}_device"]}
+            for part in ("offload_optimizer", "offload_param")
+            if str(keys.get(f"{part}_device") or "none") != "none"
+        }
+        return {"deepspeed": {"zero_optimization": {"stage": keys.get("zero_stage", 2), **offloads}}}
+    if kind not in ("NO", "MULTI_GPU"):
+        raise ConfigError(f"distributed_type {quoted(kind)} of the accelerate config is not simulated")
+    return {}
+
+
 def near(given: str, folder: Path) -> Path:
     """The file that a tool's file names, from the folder where the tool is started: one of those above it.
 

@@ -18,7 +18,7 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "patches",
+        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss", "patches",
         "patches.guard", "patches.redirect", "rates", "rates.products", "specs",
     ),
     ("depth.stack", "ranks", "rates.cards", "replay"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _Single
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.fusion import Fusion, run_compiled
+from autofit.fakegpu.linear_loss import LIGER, fuse
 from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.redirect import untouched
@@ -258,6 +259,7 @@ def _holds_fake(value: object, depth: int = 4) -> bool:
 
 
 # Kernels of other packages for whole layers, Liger's and the Hub's (`use_kernels`): the layers run without them.
+# Liger's loss is simulated, which decides most of what it saves: no logits of all tokens.
 
 _NOTE = (
     "{} were asked for and not simulated: the layers ran without them, which needs at least as many bytes and seconds"
@@ -267,8 +269,9 @@ _NOTE = (
 def liger(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """transformers' `apply_liger_kernel`, with or without the package."""
 
-    def apply(model: object, kernel_config: object) -> None:
-        gpu.note(_NOTE.format("Liger's kernels"))
+    def apply(model: object, kernel_config: Mapping[str, object] | None) -> None:
+        fused = (kernel_config or {}).get("fused_linear_cross_entropy", True) and fuse(model, LIGER)
+        gpu.note(_NOTE.format("Liger's kernels" + (" other than its fused linear loss" if fused else "")))
 
     yield module, "apply_liger_kernel", apply, "its kernels cannot run on fakes, and the package may lack"
 

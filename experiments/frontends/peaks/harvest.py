@@ -1,0 +1,301 @@
+"""The rows from the tools' own pages: `python -m experiments.frontends.peaks.harvest --ms-swift DIR --qwen DIR`.
+
+DIR is a checkout, or a bare git folder, of modelscope/ms-swift at any commit after 3602360a and of QwenLM/Qwen. Writes
+rows.json: facts only (paths, settings, figures). What is typed by hand (Axolotl's READMEs) is in axolotl.yaml.
+
+Rules, written before any prediction:
+- ms-swift's scripts: the comment above a script that names GiB, GB or G is a card's most used memory, `N GiB * M`
+  that of each of M. 80 is the size of the card, not a measurement. Neither the card nor the tool that read it is said.
+- a dataset's lengths are those of ms-swift's own page (tokens of Qwen2.5's tokenizer). Longer samples than max_length
+  are left out by ms-swift's default, so the longest has at most max_length. A part (`#500`) has a longest sample
+  between mean + 2 deviations and the dataset's longest. UNSURE names datasets of which that page counts the questions
+  only.
+- GB of a figure that nvidia-smi shows are GiB.
+- a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
+  holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from experiments.frontends.peaks.rows import HERE, ROWS
+
+SWIFT, BENCHMARK, QWEN = "3602360a", "cdb169b781", "712d922e"
+PAGE = "docs/source_en/Instruction/Supported-models-and-datasets.md"
+FIGURE = re.compile(
+    r"^#\s*(?:GPU [Mm]emory:\s*)?(?P<label>[^:#\d]*:\s*)?(?:(?P<cards>\d+)\s*\*\s*)?"
+    r"(?P<size>\d+(?:\.\d+)?)\s*(?:GiB|GB|G)\b"
+    r"(?:\s*\*\s*(?P<after>\d+))?(?:.*?(?P<step>\d+(?:\.\d+)?)\s*s/it)?",
+)
+FUSED = "2025-08-06"  # torch 2.8
+UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
+# Shapes that the catalogue lacks; QWEN_1 is Qwen's first generation, of which Qwen1.5 has the same tensors
+QWEN_1 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rms_norm_eps": 1e-6,
+          "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
+          "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 10000.0}  # fmt: skip
+
+
+def qwen_1(hidden: int, layers: int, heads: int, inner: int) -> dict[str, object]:
+    """The config of a model of Qwen's first generation, as Qwen2 says it."""
+    return {**QWEN_1, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "intermediate_size": inner}  # fmt: skip
+
+
+def yi(hidden: int, layers: int, heads: int, inner: int, keys: int) -> dict[str, object]:
+    """The config of a Yi model (a Llama)."""
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64000, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False,
+            "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 5000000.0,
+            "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": keys, "intermediate_size": inner}  # fmt: skip
+
+
+SHAPES = {
+    "1.8B": qwen_1(2048, 24, 16, 5504), "7B": qwen_1(4096, 32, 32, 11008), "14B": qwen_1(5120, 40, 40, 13696),
+    "yi-6b-chat": yi(4096, 32, 32, 11008, 4), "yi-34b-chat": yi(7168, 60, 56, 20480, 8),
+}  # fmt: skip
+SHAPES |= {f"qwen-{name.lower().replace('.', '_')}-chat": SHAPES[name] for name in ("1.8B", "7B", "14B")}
+
+
+def text_of(folder: Path, path: str, commit: str) -> str:
+    """A file of a checkout or of a bare repository at a commit."""
+    return subprocess.run(["git", "-C", str(folder), "show", f"{commit}:{path}"], check=True, capture_output=True,
+                          text=True).stdout  # fmt: skip
+
+
+# -- ms-swift's scripts -----------------------------------------------------------------------------------------------
+
+
+def datasets(folder: Path) -> dict[str, tuple[int, float, float, int]]:
+    """Rows, mean, deviation and most tokens of each dataset of ms-swift's page."""
+    found = {}
+    for line in text_of(folder, PAGE, SWIFT).splitlines():
+        name = re.match(r"\|\[([^\]]+)\]", line)
+        counts = re.search(r"\|(\d+)\|([\d.]+)±([\d.]+), min=\d+, max=(\d+)\|", line)
+        if name and counts:
+            found[name[1]] = (int(counts[1]), float(counts[2]), float(counts[3]), int(counts[4]))
+    return found
+
+
+def longest(text: str, known: dict[str, tuple[int, float, float, int]]) -> tuple[tuple[int, int] | None, str]:
+    """(Fewest, most) tokens of the longest sample that a script trains on, and how that is known."""
+    limit = re.search(r"--max_length\s+(\d+)", text)
+    most = int(limit[1]) if limit else None
+    if re.search(r"--packing\s+true", text) and most:
+        return (most, most), "packed to max_length"
+    named = re.search(r"--dataset\s+(.+?)\\\s*\n\s*--", text, re.DOTALL)
+    parts = re.findall(r"[\w./:-]+/[\w./:#-]+", named[1]) if named else []
+    ends: list[tuple[float, float]] = []
+    for part in parts:
+        name, _, count = part.partition("#")
+        name = name.removeprefix("HF::").split(":")[0]
+        if name not in known or any(word in name for word in UNSURE):
+            return None, f"{name}: its lengths are not known"
+        rows, mean, deviation, top = known[name]
+        whole = not count or int(count) >= rows
+        capped = min(top, most) if most else top
+        ends.append((capped if whole else min(mean + 2 * deviation, capped), capped))
+    if not ends:
+        return None, "no dataset is named"
+    ranged = (int(max(low for low, _ in ends)), int(max(high for _, high in ends)))
+    if "swift rlhf" in text and most and most > ranged[0]:
+        return (ranged[0], most), "the page counts the chosen answers; the rejected ones may be longer"
+    return ranged, "the datasets' own, by ms-swift's page" + ("" if ranged[0] == ranged[1] else "; a part of them")
+
+
+def scripts(folder: Path) -> Iterator[dict[str, object]]:
+    """Scripts under examples/train of text models, with a figure."""
+    known = datasets(folder)
+    listed = subprocess.run(["git", "-C", str(folder), "ls-tree", "-r", "--name-only", SWIFT, "examples/train"],
+                            check=True, capture_output=True, text=True).stdout.split("\n")  # fmt: skip
+    for path in listed:
+        if not path.endswith(".sh") or "multimodal" in path:
+            continue
+        text = text_of(folder, path, SWIFT)
+        lengths, how = longest(text, known)
+        dates = written(folder, path)
+        for count, line in enumerate(line for line in text.splitlines() if line.startswith("#")):
+            found, date = FIGURE.match(line), dates.get(line, "")
+            if found is None or float(found["size"]) == 80:
+                continue
+            label = (found["label"] or "").strip(" :")
+            changes: dict[str, object] = {}
+            if date < FUSED and "--optim" not in text and "--optimizer" not in text:
+                changes["optim"] = "adamw_torch"
+            name = path.removeprefix("examples/train/").removesuffix(".sh") + (f" ({label})" if label else "")
+            yield {
+                "name": f"ms-swift/{name}" + ("" if label or not count else f" ({count})"), "tool": "ms-swift",
+                "version": SWIFT, "source": f"{path}, its comment", "date": date,
+                "measured_gib": float(found["size"]), "half_digit_gib": half_digit(found["size"]),
+                "kind": "reserved or nvidia-smi", "file": path, "ranks": int(found["cards"] or found["after"] or 1),
+                "longest_tokens": lengths, "lengths": how, "changes": changes,
+                "measured_step_s": float(found["step"]) if found["step"] else None,
+            }  # fmt: skip
+
+
+def written(folder: Path, path: str) -> dict[str, str]:
+    """The day on which each line of a file was written."""
+    blame = subprocess.run(["git", "-C", str(folder), "blame", "--date=short", "--porcelain", SWIFT, "--", path],
+                           check=True, capture_output=True, text=True).stdout  # fmt: skip
+    days: dict[str, str] = {}
+    found: dict[str, str] = {}
+    commit = ""
+    for line in blame.splitlines():
+        if re.match(r"[0-9a-f]{40} ", line):
+            commit = line[:40]
+        elif line.startswith("author-time "):
+            days[commit] = datetime.fromtimestamp(int(line.split()[1]), UTC).date().isoformat()
+        elif line.startswith("\t"):
+            found[line[1:]] = days[commit]
+    return found
+
+
+def half_digit(text: str) -> float:
+    """Half of the last digit that a figure shows."""
+    return 0.5 * 10 ** -len(text.partition(".")[2])
+
+
+# -- ms-swift's benchmark of 2024-01 ----------------------------------------------------------------------------------
+
+OLD_SWIFT = "torch 2.1.1 and the model's own code of the day (fused c_attn; Qwen1 is said as Qwen2's code)"
+PLAIN = {
+    "objective": "sft", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "dtype": "bfloat16",
+    "bf16": True, "max_length": 2048, "gradient_checkpointing": True, "optim": "adamw_torch",
+    "gradient_checkpointing_kwargs": {"use_reentrant": True}, "attn_implementation": "flash_attention_2",
+}  # fmt: skip
+LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "adapter_dtype": "float32",
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}  # fmt: skip
+
+
+def cells(page: str) -> Iterator[tuple[list[str], list[str]]]:
+    """(Heads, cells) of each row of a page's HTML tables, cells of several rows repeated."""
+    for table in re.findall(r"<table>(.*?)</table>", page, re.DOTALL):
+        held: list[tuple[int, str]] = []
+        heads: list[str] = []
+        for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
+            cells_of = re.findall(r"<td(?:\s+rowspan=\"(\d+)\")?>(.*?)</td>", row, re.DOTALL)
+            found = [(int(span or 1), re.sub(r"\s+", " ", text).strip()) for span, text in cells_of]
+            if not heads:
+                heads = [text for _, text in found]
+                continue
+            if len(found) < len(heads) and held:
+                found = [held[0], *found]
+            held = [found[0]]
+            yield heads, [text for _, text in found]
+
+
+def benchmark(folder: Path) -> Iterator[dict[str, object]]:
+    """Rows of one card of docs/source_en/LLM/Benchmark.md whose model has a shape here."""
+    for heads, row in cells(text_of(folder, "docs/source_en/LLM/Benchmark.md", BENCHMARK)):
+        said = dict(zip(heads, row, strict=False))
+        model, memory, speed = row[0], said.get("GPU Memory (GiB)", ""), said.get("Training Speed (samples/s)", "")
+        full = heads[0] == "Model Type [FULL]"
+        settings = row[1 : heads.index("Training Speed (samples/s)")] if speed else []
+        if model not in SHAPES or not re.fullmatch(r"[\d.]+", memory) or "gptq" in str(settings):
+            continue
+        recipe: dict[str, object] = {**PLAIN, **({} if full else LORA)}
+        if model.startswith("yi"):
+            recipe |= {} if full else {"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
+        length = 2048
+        for head, value in zip(heads[1:], settings, strict=False):
+            match head:
+                case "Max Length":
+                    length = int(value)
+                    recipe["max_length"] = length
+                case "Batch Size":
+                    recipe["per_device_train_batch_size"] = int(value)
+                case "Gradient Accumulation Steps":
+                    recipe["gradient_accumulation_steps"] = int(value)
+                case "Use Flash Attn":
+                    recipe["attn_implementation"] = "flash_attention_2" if "2714" in value else "eager"
+                case "Gradient Checkpointing":
+                    recipe["gradient_checkpointing"] = "2714" in value
+                case "LoRA Rank":
+                    recipe["lora_r"] = int(value)
+                case "LoRA Target Modules" if value.startswith("ALL"):
+                    recipe["lora_target_modules"] = ["all-linear"]
+                case "Quantization" if "bnb" in value:
+                    recipe |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+        micro, steps = (int(str(recipe[k])) for k in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+        words = ", ".join(
+            f"{h} {'yes' if '2714' in v else 'no' if '2718' in v else v}"
+            for h, v in zip(heads[1:], settings, strict=False)
+        )
+        yield {
+            "name": f"ms-swift-2024/{'full' if full else 'lora'} {model}, {words}", "tool": "ms-swift",
+            "version": f"{BENCHMARK} (torch 2.1.1)", "source": "docs/source_en/LLM/Benchmark.md", "date": "2024-01",
+            "measured_gib": float(memory), "half_digit_gib": half_digit(memory), "kind": "reserved", "card_said": True,
+            "recipe": recipe, "shape": SHAPES[model], "longest_tokens": (length, length),
+            "lengths": "cls-fudan-news-zh: 3234 +- 2548 tokens, 91 to 19548, and max_length is below",
+            "measured_step_s": round(micro * steps / float(speed), 4), "older": OLD_SWIFT,
+        }  # fmt: skip
+
+
+# -- Qwen's own finetune.py -------------------------------------------------------------------------------------------
+
+OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
+
+
+def qwen(folder: Path) -> Iterator[dict[str, object]]:
+    """Rows of one card of Qwen's README, without its GPTQ models."""
+    page = text_of(folder, "README.md", QWEN)
+    table = page[page.rindex("### Profiling of Memory and Speed") :].split("</table>")[0]
+    size = ""
+    for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
+        found = re.search(r"<th[^>]*>\s*([\d.]+B)\s*</th>", row)
+        size = found[1] if found else size
+        data = [re.sub(r"\s+", " ", text).strip() for text in re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)]
+        if len(data) != 9 or size not in SHAPES or data[0] not in ("LoRA", "LoRA (emb)", "Full-parameter"):
+            continue
+        if data[1:3] != ["1", "1"]:
+            continue
+        for length, text in zip((256, 512, 1024, 2048, 4096, 8192), data[3:], strict=True):
+            figures = re.fullmatch(r"([\d.]+)G? / ([\d.]+)s/it", text)
+            if figures is None:
+                continue
+            recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
+            if data[0] != "Full-parameter":
+                recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "adapter_dtype": "bfloat16", "lora_target_modules":
+                           ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]}  # fmt: skip
+            if data[0] == "LoRA (emb)":
+                recipe["lora_modules_to_save"] = ["embed_tokens", "lm_head"]
+            yield {
+                "name": f"qwen/{data[0]} {size}, {length} tokens", "tool": "finetune.py of Qwen", "version": QWEN,
+                "source": "README.md, Profiling of Memory and Speed", "date": "2023-11", "card_said": True,
+                "measured_gib": float(figures[1]), "half_digit_gib": half_digit(figures[1]), "kind": "not said",
+                "recipe": recipe, "shape": SHAPES[size], "longest_tokens": (length, length),
+                "lengths": "inputs of this length, micro-batch 1, accumulation 8", "older": OLD_QWEN,
+                "measured_step_s": float(figures[2]),
+            }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ms-swift", type=Path, required=True)
+    parser.add_argument("--qwen", type=Path, required=True)
+    options = parser.parse_args()
+    typed = yaml.safe_load((HERE / "axolotl.yaml").read_text("utf-8"))
+    shapes, usual = typed["shapes"], typed["usual"]
+    rows: list[dict[str, object]] = [*scripts(options.ms_swift)]
+    for row in typed["rows"]:
+        shape = {"shape": shapes[row.pop("shape")]} if "shape" in row else {}
+        path = row["file"].removeprefix("examples/")
+        rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
+    rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
+    assert len({row["name"] for row in rows}) == len(rows)
+    text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    ROWS.write_text(f'{{"rows": [\n{text}\n]}}\n', "utf-8")
+    print(len(rows), "rows")
+
+
+if __name__ == "__main__":
+    main()

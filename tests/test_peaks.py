@@ -1,0 +1,55 @@
+"""The rows that tools' own authors measured: two halves, and no error where the lengths are not known."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.frontends.peaks import table
+from experiments.frontends.peaks.rows import KINDS, Row, read_rows
+
+GIB = 2**30
+ROW = Row(
+    name="ms-swift/a", tool="ms-swift", version="1", source="a.sh", date="2025-01-01", measured_gib=10.0,
+    half_digit_gib=0.5, kind="reserved or nvidia-smi", file="examples/a.sh", longest_tokens=(100, 200),
+)  # fmt: skip
+
+
+def answer(fewest: float, most: float) -> dict[str, Any]:
+    ends = {"fewest": fewest, "most": most}
+    return {end: {"allocated": 0, "reserved": 0, "used": int(used * GIB), "step_s": 1.0} for end, used in ends.items()}
+
+
+def test_every_row_has_a_source_and_the_odd_half_is_kept_out_by_its_path() -> None:
+    rows = read_rows()
+    assert len({row.name for row in rows}) == len(rows) > 100
+    for row in rows:
+        assert all((row.source, row.date, row.measured_gib > 0, row.kind in KINDS, row.file or row.recipe))
+        assert row.kept_out is bool(zlib.crc32((row.file or row.name).encode()) % 2)
+
+
+@pytest.mark.parametrize(("fewest", "most", "said"), [(9.9, 10.0, "+0.0% (rounds to it)"), (9.0, 12.0, "inside"),
+                                                      (12.0, 13.0, "outside")])  # fmt: skip
+def test_a_row_has_an_error_only_where_its_lengths_decide_nothing(fewest: float, most: float, said: str) -> None:
+    found = answer(fewest, most)
+    assert table.compared(ROW, found) is (fewest > 0.98 * most)
+    assert said in table.line(ROW, found)
+    assert not table.compared(replace(ROW, longest_tokens=None), found)
+
+
+def test_a_row_that_was_refused_counts_as_not_read() -> None:
+    text = table.table([ROW], {ROW.name: {"error": "ConfigError: a.sh, read as a file of ms-swift: awq is not read"}})
+    assert "not read: ms-swift: awq is not read" in text
+    assert f"| {table.METHODS['ms-swift']} | {'odd, kept out' if ROW.kept_out else 'even'} | 1 | 0 | 0 | - |" in text
+
+
+def test_seconds_are_compared_by_rank() -> None:
+    assert table.ranks([30.0, 10.0, 30.0, 20.0]) == [3.0, 0.5, 3.0, 1.5]
+    rows = [replace(ROW, name=f"ms-swift/{n}", longest_tokens=(9, 9), measured_step_s=float(n + 1)) for n in range(5)]
+    answers = {row.name: answer(10.0, 10.0) for row in rows}
+    for row in rows:
+        answers[row.name]["most"]["step_s"] = (row.measured_step_s or 0) ** 2
+    assert "| 1.00 of 5 |" in table.table(rows, answers)
