@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import tiny
 
@@ -211,12 +210,12 @@ def sft_then_grpo(folder: Path, model: Path, *, grpo_steps: int = 3) -> dict[str
 
 def command(changes: Mapping[str, object], *arguments: str) -> list[str]:
     given = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    return [sys.executable, "-m", "autofit", "run", "pipeline.yaml", "--no-search", "--no-mlflow", "--json",
+    return ["run", "pipeline.yaml", "--no-search", "--no-mlflow", "--json",
             "--device", "cpu", "--target-vram", "1GB", *given, *arguments]  # fmt: skip
 
 
 def finish(folder: Path, changes: Mapping[str, object], *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(command(changes, *arguments), cwd=folder, capture_output=True, text=True, timeout=500)
+    done = command_line.run(folder, *command(changes, *arguments))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -302,9 +301,9 @@ def test_an_agent_trains_with_a_user_that_is_the_same_model(tmp_path: Path, tiny
     assert [(stage["status"], stage["final"]["steps"]) for stage in found["stages"]] == [("done", 2)]
 
 
-def start(folder: Path, changes: Mapping[str, object]) -> "subprocess.Popen[bytes]":
-    log = (folder / "log").open("ab")
-    return subprocess.Popen(command(changes), cwd=folder, stdout=log, stderr=log)
+def start(folder: Path, changes: Mapping[str, object]) -> command_line.Started:
+    with (folder / "log").open("ab") as log:
+        return command_line.start(folder, *command(changes), stdout=log, stderr=log)
 
 
 def steps(folder: Path) -> list[object]:
@@ -316,7 +315,7 @@ def steps(folder: Path) -> list[object]:
     ]
 
 
-def wait_for(happened: Callable[[], object], driver: "subprocess.Popen[bytes]", folder: Path) -> None:
+def wait_for(happened: Callable[[], object], driver: command_line.Started, folder: Path) -> None:
     deadline = time.monotonic() + 500
     while not happened():
         assert driver.poll() is None, (folder / "log").read_text()
