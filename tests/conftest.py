@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import command_line
 import durations
 import pytest
 import tiny
 from slurm_cluster import Cluster, cluster, missing
 
 from autofit.cluster.slurm import Queue
+from autofit.probing import kept_server
 from autofit.probing.fork_server import ForkServer
 
 if TYPE_CHECKING:
@@ -93,7 +95,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # as a socket's has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="autofit-tests-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+        command_line.session_begins(Path(folder))
         yield
+        command_line.session_ends()
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +117,13 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
     server = ForkServer(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()
+
+
+@pytest.fixture
+def warm(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's fork server answers the calls of commands that run in this process: they start none."""
+    assert fork_server.is_ready()
+    monkeypatch.setattr(kept_server, "_here", fork_server.socket_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
 """Whether a config fits, in one line: the verdict with the prediction's error, the sample and the step that stop it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import command_line
 import pytest
 import tiny
 import torch
@@ -196,12 +195,12 @@ def test_the_place_of_the_longest_sample_is_where_the_trainer_trains_on_it(tmp_p
 
 @pytest.mark.slow
 def test_the_command_ends_with_an_exit_code_for_a_users_tests(tiny_recipe: Path) -> None:
-    command = [sys.executable, "-m", "autofit", "check", "run.yaml", "--gpu", "a10g"]
-    done = subprocess.run([*command, "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
+    command = ["check", "run.yaml", "--gpu", "a10g"]
+    done = command_line.run(tiny_recipe.parent, *command, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "fits"
     command += ["--target-vram", "430MB", "--advice-time", "0"]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
+    done = command_line.run(tiny_recipe.parent, *command)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("\n") == 1
     assert done.stdout.startswith("does not fit: ")

@@ -1,13 +1,12 @@
 """The contract of a full run: promised against actual, from its folder, while it trains, and at its end."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from math import log
 from pathlib import Path
 
+import command_line
 import pytest
 import tiny
 
@@ -295,19 +294,15 @@ def test_the_simulated_card_itself_needs_no_word(monkeypatch: pytest.MonkeyPatch
         training_device("sim:t4", "auto")
 
 
-def autofit_(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "autofit", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
-
-
 @pytest.mark.slow
 def test_a_promoted_run_ends_with_its_contract_and_the_report_shows_it(tmp_path: Path, tiny_model: Path) -> None:
     tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=8)
-    searched = autofit_(tmp_path, "search", "run.yaml", "--target-vram", "1GB", "--device", "cpu", "--trials", "1",
-                     "--trainer", "sft",
-                     "--no-confirm", "--no-mlflow")  # fmt: skip
+    searched = command_line.run(
+        tmp_path, "search", "run.yaml", "--target-vram", "1GB", "--device", "cpu", "--trials", "1", "--trainer", "sft",
+        "--no-confirm", "--no-mlflow",
+    )  # fmt: skip
     assert searched.returncode == 0, searched.stderr
-    done = autofit_(tmp_path, "promote", "best", "--json")
+    done = command_line.run(tmp_path, "promote", "best", "--json")
     assert done.returncode == 0, done.stderr
     study, *_ = done.stderr.splitlines()
     assert study.startswith("study run-")

@@ -107,7 +107,21 @@ DEFAULT = (
 )
 
 
-@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+THOROUGH = (  # two settings at once, each of which another case has
+    "full, pure bfloat16",
+    "LoRA, adapters in bfloat16",
+    "DPO, LoRA",
+    "KTO as TRL's",
+    "ORPO as LLaMA-Factory's",
+    "packed",
+)
+
+
+def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in DEFAULT else (pytest.mark.thorough if name in THOROUGH else pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks_of(name)) for name in CASES])
 def test_a_whole_training_peaks_at_the_real_allocators_bytes(name: str, small_model: Path, tmp_path: Path) -> None:
     peaks_as_real(name, CASES[name], small_model, tmp_path)
 

@@ -129,19 +129,32 @@ def test_wrapped_packing_of_a_stated_length_has_no_mask(tmp_path: Path, monkeypa
     assert set(probe.attention_kernels) == {"flash"}  # as all but a few micro-batches of an epoch have none
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eager", FLASH))])
+ROWS = {  # each text gets an end, a token more
+    "bfd": ([39, 23] * 8, {"packing_strategy": "bfd"}),
+    "bfd short": ([39, 19] * 8, {"packing_strategy": "bfd"}),  # no row is full
+    "bfd_split": ([99, 27] * 8, {"packing_strategy": "bfd_split"}),
+    "wrapped": ([50, 30, 8, 40] * 6, {"packing_strategy": "wrapped"}),
+    "padded": ([63, 62] * 8, {"packing": False}),
+    "padding-free": ([63, 63] * 8, _PADDING_FREE),
+    "padding-free uneven": ([63, 62] * 8, _PADDING_FREE),
+}
+QUICK = {("bfd short", "sdpa"), ("wrapped", "sdpa"), ("padding-free uneven", "sdpa")}
+OTHER_KERNELS = {"bfd", "padded"}  # rows with and without boundaries, which each kernel treats in its own way
+
+
+def _marks_of(way: str, attention: str) -> tuple[pytest.MarkDecorator, ...]:
+    if (way, attention) in QUICK:
+        return ()
+    return (pytest.mark.slow,) if attention == "sdpa" or way in OTHER_KERNELS else (pytest.mark.thorough,)
+
+
 @pytest.mark.parametrize(
-    ("lengths", "changes"),  # each text gets an end, a token more
+    ("lengths", "changes", "attention"),
     [
-        pytest.param([39, 23] * 8, {"packing_strategy": "bfd"}, marks=pytest.mark.slow),
-        ([39, 19] * 8, {"packing_strategy": "bfd"}),  # no row is full
-        pytest.param([99, 27] * 8, {"packing_strategy": "bfd_split"}, marks=pytest.mark.slow),
-        ([50, 30, 8, 40] * 6, {"packing_strategy": "wrapped"}),
-        pytest.param([63, 62] * 8, {"packing": False}, marks=pytest.mark.slow),
-        pytest.param([63, 63] * 8, _PADDING_FREE, marks=pytest.mark.slow),
-        ([63, 62] * 8, _PADDING_FREE),
+        pytest.param(*ROWS[way], attention, id=f"{way}-{attention}", marks=_marks_of(way, attention))
+        for way in ROWS
+        for attention in ("sdpa", "eager", FLASH)
     ],
-    ids=["bfd", "bfd short", "bfd_split", "wrapped", "padded", "padding-free", "padding-free uneven"],
 )
 def test_each_way_to_make_rows_is_probed_as_trls_own_trainer_trains(
     lengths: list[int], changes: dict[str, Any], attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import command_line
 import optuna
 import pytest
 from at_once import AtOnce
@@ -303,9 +304,9 @@ def test_a_missing_driver_is_named_with_its_extra(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_no_file_no_output_and_no_row_has_the_password(
-    postgres: Server, url: str, tmp_path: Path, tiny_recipe: Path
+    postgres: Server, url: str, tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where, env = ["--dir", str(tmp_path / "studies")], {**os.environ, VARIABLE: url}
+    monkeypatch.setenv(VARIABLE, url)
     outputs = []
     for command in (
         ["search", str(tiny_recipe), "--device", "cpu", "--target-vram", "4GB", "--trials", "2", "--no-confirm",
@@ -313,8 +314,7 @@ def test_no_file_no_output_and_no_row_has_the_password(
         ["studies"], ["report", "--html", str(tmp_path / "report.html")], ["sync"], ["monitor", "--once"],
         ["promote", "best", "--write-only"], ["sync", "--storage", url.replace("//ann", "//reader")],
     ):  # fmt: skip
-        done = subprocess.run([sys.executable, "-m", "autofit", *command, *where], capture_output=True, text=True,
-                              env=env, timeout=300, check=False)  # fmt: skip
+        done = command_line.run(Path.cwd(), *command, "--dir", str(tmp_path / "studies"))
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         outputs.append(done.stdout + done.stderr)
     dumped = subprocess.run(postgres.psql("TABLE study_user_attributes; TABLE trial_user_attributes",

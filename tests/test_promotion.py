@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import command_line
 import pytest
 import tiny
 import yaml
+from command_line import run
 
 from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer
@@ -24,14 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder with a real search of 4 probes over the tiny recipe, in which 3 epochs are trained."""
+    """A folder with a real search of 2 probes over the tiny recipe, in which 3 epochs are trained."""
     folder = tmp_path_factory.mktemp("promotion")
     tiny.write_recipe(folder, tiny_model, max_steps=None, num_train_epochs=2, temperature=1.0)
-    done = run(folder, "search", "run.yaml", "--target-vram", "100MB", "--trials", "4", "--json", "--device", "cpu")
+    done = run(folder, "search", "run.yaml", "--target-vram", "100MB", "--trials", "2", "--no-confirm", "--json",
+               "--device", "cpu")  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fidelity"] == "measured"
-    assert found["counts"] == {"asked": 4, "fit": 4, "oom": 0, "failed": 0, "lost": 0, "screened": 0}
+    assert found["counts"] == {"asked": 2, "fit": 2, "oom": 0, "failed": 0, "lost": 0, "screened": 0}
     assert found["baseline"]["trial"] == 0
     assert found["winner"]["tier"] == "neutral"
     assert set(found["winner"]) >= {"trial", "tier", "changes", "device_used_bytes", "step_s", "completions_per_s",
@@ -39,14 +42,9 @@ def studied(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "autofit", *arguments], cwd=folder, capture_output=True, text=True,
-                          timeout=400)  # fmt: skip
-
-
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    log = (folder / "promote.log").open("ab")
-    return subprocess.Popen([sys.executable, "-m", "autofit", *arguments], cwd=folder, stdout=log, stderr=log)
+def start(folder: Path, *arguments: str) -> command_line.Started:
+    with (folder / "promote.log").open("ab") as log:
+        return command_line.start(folder, *arguments, stdout=log, stderr=log)
 
 
 def progress(folder: Path) -> list[dict[str, float]]:
@@ -59,7 +57,7 @@ def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 400
     while not any(line["step"] >= step for line in progress(folder)):
         assert time.monotonic() < deadline, (folder / "promote.log").read_text()
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -177,7 +175,7 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
-    before = run(studied, "promote", "0", "--json", "--restart")
+    before = run(studied, "promote", "0", "--json")  # done already, where the test before has run
     expected = json.loads(before.stdout.splitlines()[-1])
     for path in [*studied.glob("autofit-studies/promoted/*"), studied / "out"]:
         shutil.rmtree(path)

@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import optuna
 import pytest
 import yaml
@@ -62,8 +62,7 @@ def make_study(
 
 
 def autofit_(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "autofit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+    return command_line.run(Path.cwd(), *arguments)
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def test_a_secret_that_is_gone_is_one_clear_error(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(tiny_recipe: Path) -> None:
     values = yaml.safe_load(tiny_recipe.read_text())
     values |= {"hub_token": TOKEN, "env": {**values.get("env", {}), "WANDB_API_KEY": KEY, "GH": PASSWORD}}

@@ -1,10 +1,9 @@
 """The `sim:` device: the probe worker on a simulated card."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import command_line
 import pytest
 import tiny
 
@@ -153,8 +152,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
 
 @pytest.mark.slow
 def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> None:
-    command = [sys.executable, "-m", "autofit", "search", "run.yaml", "--gpu", "rtx4090", "--trials", "3", "--json"]
-    done = subprocess.run(command, cwd=tiny_recipe.parent, capture_output=True, text=True, timeout=500)
+    done = command_line.run(tiny_recipe.parent, "search", "run.yaml", "--gpu", "rtx4090", "--trials", "3", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fidelity"] == "predicted"
@@ -170,7 +168,7 @@ def test_a_search_on_a_simulated_card_is_marked_predicted(tiny_recipe: Path) -> 
     margin = found["margin"]
     assert margin["bytes_left"] > 0
     assert (margin["tokens"] > 0, margin["fidelity"]) == (True, "predicted")
-    again = subprocess.run([*command[:3], "report", "--json"], cwd=tiny_recipe.parent, capture_output=True, text=True)
+    again = command_line.run(tiny_recipe.parent, "report", "--json")
     reported = json.loads(again.stdout.splitlines()[-1])
     assert [reported[k] for k in ("sensitivity", "margin", "outside")] == [
         found["sensitivity"],

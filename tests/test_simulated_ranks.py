@@ -128,7 +128,7 @@ def test_4bit_weights_stored_as_bfloat16_are_shared_out_too(
         ("fsdp2", "grpo", {"beta": 0.1, "gradient_checkpointing": True}),
         # TRL shards the reference model whole: its layers are gathered at once
         pytest.param("fsdp2", "dpo", {}, marks=pytest.mark.thorough),
-        ("fsdp1", "grpo", {}),
+        pytest.param("fsdp1", "grpo", {}, marks=pytest.mark.thorough),
     ],
     ids=["fsdp2-grpo-reference", "fsdp2-dpo-reference", "fsdp1-grpo"],
 )  # fmt: skip

@@ -118,7 +118,7 @@ def test_a_probe_whose_job_is_ended_is_repeated_and_its_trial_not_blamed(
 @pytest.mark.slow
 def test_a_node_that_goes_away_loses_no_probe(slurm: Cluster, tmp_path: Path) -> None:
     slurm.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
-    running = driver(tmp_path, LAWFUL_S="6")
+    running = driver(tmp_path, LAWFUL_S="3")
     until(lambda: len(taken(tmp_path)) == 3)
     name, job = next(iter(taken(tmp_path).items()))
     node = slurm.run("squeue", "--noheader", "--format=%N", "--jobs", job).strip()

@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import tiny
 
@@ -210,12 +209,12 @@ def sft_then_grpo(folder: Path, model: Path, *, grpo_steps: int = 3) -> dict[str
 
 def command(changes: Mapping[str, object], *arguments: str) -> list[str]:
     given = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    return [sys.executable, "-m", "autofit", "run", "pipeline.yaml", "--no-search", "--no-mlflow", "--json",
+    return ["run", "pipeline.yaml", "--no-search", "--no-mlflow", "--json",
             "--device", "cpu", "--target-vram", "1GB", *given, *arguments]  # fmt: skip
 
 
 def finish(folder: Path, changes: Mapping[str, object], *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(command(changes, *arguments), cwd=folder, capture_output=True, text=True, timeout=500)
+    done = command_line.run(folder, *command(changes, *arguments))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -251,15 +250,18 @@ def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
     ]
 
 
+STEPS = 24  # enough to be killed among them
+
+
 @pytest.mark.slow
 def test_killed_between_and_within_stages_it_goes_on_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
-    changes = sft_then_grpo(tmp_path, tiny_model, grpo_steps=40)
+    changes = sft_then_grpo(tmp_path, tiny_model, grpo_steps=STEPS)
     first = start(tmp_path, changes)
     wait_for(lambda: steps(tmp_path), first, tmp_path)
     first.send_signal(signal.SIGINT)
     assert first.wait(timeout=500) == 130
     saved = steps(tmp_path)
-    assert 0 < len(saved) < 40
+    assert 0 < len(saved) < STEPS
     second = start(tmp_path, changes)
     wait_for(lambda: len(steps(tmp_path)) > len(saved), second, tmp_path)
     for path in tmp_path.glob("autofit-studies/promoted/sft-then-grpo-grpo-*/started.json"):
@@ -268,8 +270,8 @@ def test_killed_between_and_within_stages_it_goes_on_where_it_was(tmp_path: Path
     second.wait()
     found = finish(tmp_path, changes)
     assert [stage["status"] for stage in found["stages"]] == ["kept", "done"]
-    assert [stage["final"]["steps"] for stage in found["stages"]] == [2, 40]
-    assert steps(tmp_path) == list(range(1, 41))
+    assert [stage["final"]["steps"] for stage in found["stages"]] == [2, STEPS]
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
     whole = next(tmp_path.glob("autofit-studies/promoted/sft-then-grpo-sft-*/merged"))
     assert (whole / "config.json").exists()
 
@@ -298,9 +300,9 @@ def test_an_agent_trains_with_a_user_that_is_the_same_model(tmp_path: Path, tiny
     assert [(stage["status"], stage["final"]["steps"]) for stage in found["stages"]] == [("done", 2)]
 
 
-def start(folder: Path, changes: Mapping[str, object]) -> "subprocess.Popen[bytes]":
-    log = (folder / "log").open("ab")
-    return subprocess.Popen(command(changes), cwd=folder, stdout=log, stderr=log)
+def start(folder: Path, changes: Mapping[str, object]) -> command_line.Started:
+    with (folder / "log").open("ab") as log:
+        return command_line.start(folder, *command(changes), stdout=log, stderr=log)
 
 
 def steps(folder: Path) -> list[object]:
@@ -312,7 +314,7 @@ def steps(folder: Path) -> list[object]:
     ]
 
 
-def wait_for(happened: Callable[[], object], driver: "subprocess.Popen[bytes]", folder: Path) -> None:
+def wait_for(happened: Callable[[], object], driver: command_line.Started, folder: Path) -> None:
     deadline = time.monotonic() + 500
     while not happened():
         assert driver.poll() is None, (folder / "log").read_text()

@@ -444,7 +444,7 @@ def test_phases_come_in_verls_order_and_their_bytes_grow_with_their_own_micro_ba
     assert scores.peaks["update"] == small.peaks["update"]
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.thorough), "fsdp2"])
 def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     sharding: Sharding, model: Path, tmp_path: Path
 ) -> None:
@@ -456,7 +456,7 @@ def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_ranks_that_share_samples_hold_their_part_of_the_activations(
     sharding: Sharding, model: Path, tmp_path: Path
 ) -> None:
@@ -472,7 +472,7 @@ def test_ranks_that_share_samples_hold_their_part_of_the_activations(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.thorough), "fsdp2"])
 def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     large = tiny.write_model(tmp_path / "model", hidden=256, layers=6)
@@ -483,7 +483,7 @@ def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tm
     assert layered.peaks["update"] == pytest.approx(whole.peaks["update"], rel=1e-3)
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_a_critic_has_phases_and_states_of_its_own(sharding: Sharding, model: Path, tmp_path: Path) -> None:
     changes = {
         "critic": True, "critic_model_path": str(model), "critic_sharding": sharding, "reference": False,
@@ -499,7 +499,7 @@ def test_a_critic_has_phases_and_states_of_its_own(sharding: Sharding, model: Pa
     assert moved.peaks["update critic"] == pytest.approx(held.peaks["update critic"], rel=0.02)
 
 
-@pytest.mark.parametrize(("sharding", "each"), [pytest.param("fsdp2", 4, marks=pytest.mark.slow), ("fsdp1", 2)])
+@pytest.mark.parametrize(("sharding", "each"), [pytest.param("fsdp2", 4, marks=pytest.mark.thorough), ("fsdp1", 2)])
 def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_card(
     sharding: Sharding, each: int, model: Path, tmp_path: Path
 ) -> None:
