@@ -9,6 +9,7 @@ import os
 import select
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def _write(api: Any, run_id: str, study_name: str, record: StudyRecord, trials: 
 
 
 _FOLLOW_S = 2.0
+_REST = 4  # times as long as a look took, before the next one: the search has the processors
 _LOCK_S = 15.0  # longest wait of one mirror for another
 _FEW = 50  # up to this number, runs are looked up one by one: 10 ms each in an experiment of 1,000
 
@@ -197,12 +199,13 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
 
 
 def follow(folder: Path, study_name: str) -> None:
-    """Mirror the study every 2 s until standard input closes, then once more."""
+    """Mirror the study every 2 s, or less often where that takes long, until standard input closes; then once more."""
     os.nice(19)  # gives way to the probe, which is being timed
-    study, ended = None, False
+    study, ended, took_s = None, False, 0.0
     mirrored: set[tuple[object, ...]] = set()
     while not ended:
-        ended = bool(select.select([sys.stdin], [], [], _FOLLOW_S)[0])
+        ended = bool(select.select([sys.stdin], [], [], max(_FOLLOW_S, _REST * took_s))[0])
+        began = time.monotonic()
         try:
             study = study or load_study(folder, study_name)
             if ended:  # mirror every trial again, as MLflow's runs may have changed meanwhile
@@ -212,6 +215,7 @@ def follow(folder: Path, study_name: str) -> None:
                 _sync(folder, study, mirrored)
         except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
+        took_s = time.monotonic() - began
 
 
 if __name__ == "__main__":
