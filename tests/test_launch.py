@@ -13,7 +13,7 @@ from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.job import classified
 from autofit.probing.launch import Attempts, Next, what_next
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import Ending, RanksEnded
 
 LOST, FAILED, OOM = ProbeStatus.LOST, ProbeStatus.FAILED, ProbeStatus.OOM
 
@@ -97,14 +97,14 @@ def test_a_call_that_no_server_took_is_started_here_and_one_that_was_taken_is_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     def fault(error: EnvironmentFault) -> Ending:
-        def failing(socket_path: str, message: object) -> Ending:
+        def failing(socket_path: str, message: object) -> RanksEnded:
             raise error
 
-        monkeypatch.setattr(autofit.probing.job, "call", failing)
+        monkeypatch.setattr(autofit.probing.job, "call_ranks", failing)
         request = replace(request_in(tmp_path), server_socket="gone")
         return autofit.probing.job._keep(request, "cpu-0", request)
 
-    monkeypatch.setattr(autofit.probing.job, "keep", lambda *_, **__: Ending(exit_code=7))
+    monkeypatch.setattr(autofit.probing.job, "keep_ranks", lambda *_, **__: RanksEnded((Ending(exit_code=7),)))
     assert fault(ServerGone(words)).exit_code == 7
     assert fault(EnvironmentFault(words)).exit_code == -signal.SIGKILL
 
