@@ -104,7 +104,7 @@ def test_a_call_that_no_server_took_is_started_here_and_one_that_was_taken_is_no
         request = replace(request_in(tmp_path), server_socket="gone")
         return autofit.probing.job._keep(request, "cpu-0", request)
 
-    monkeypatch.setattr(autofit.probing.job, "keep_ranks", lambda *_, **__: RanksEnded((Ending(exit_code=7),)))
+    monkeypatch.setattr(autofit.probing.job, "keep_ranks", lambda *_, **__: RanksEnded(endings=(Ending(exit_code=7),)))
     assert fault(ServerGone(words)).exit_code == 7
     assert fault(EnvironmentFault(words)).exit_code == -signal.SIGKILL
 
