@@ -117,7 +117,7 @@ def test_files_of_lengths_are_numbers_a_line_or_a_column(tmp_path: Path) -> None
     ("text", "given", "says"),
     [
         (None, "300,900", "three whole numbers"), (None, "900,300,2048", "do not fall"), (None, "0,1,2", "from 1 to"),
-        (None, "no-such-file", "no such file"), ("5\nmany\n", "f.txt", "whole number a line"),
+        (None, "no-such-file", "no such file"), ("5\nmany\n", "f.txt", "line 2, .many., is neither"),
         ("", "f.txt", "got none"),
         ("id,n\n1,5\n", "f.csv", "FILE:COLUMN"), ("5\n-3\n", "f.txt", "got -3"), ("n\nmany\n", "f.csv", "got 'many'"),
     ],

@@ -92,17 +92,22 @@ def _read(path: Path, column: str | None) -> tuple[int, ...]:
         text = path.read_text("utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{what} must be a text file; it cannot be read: {type(error).__name__}") from error
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if path.suffix == ".csv":
-        rows: list[object] = list(csv.DictReader(lines))
+        rows: list[object] = list(csv.DictReader(lines.values()))
     else:
-        try:
-            rows = [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise ConfigError(
-                f"{what} must have a whole number a line, or be CSV or JSON lines; {quoted(lines[0][:60])} is neither"
-            ) from error
+        rows = [_parsed(line, number, what) for number, line in lines.items()]
     return _checked([_entry(row, column, what) for row in rows], what)
+
+
+def _parsed(line: str, number: int, what: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{what} must have a whole number a line, or be CSV or JSON lines; line {number}, {quoted(line[:60])}, is "
+            "neither"
+        ) from error
 
 
 def _entry(row: object, column: str | None, what: str) -> object:
