@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autofit.fakegpu import fake_gpu
@@ -68,3 +69,32 @@ def test_an_argument_given_twice_is_not_read_twice() -> None:
         for _ in range(2):
             a * a
         assert gpu.clock.bytes_moved - before - two == 2 * two // 3
+
+
+def test_a_linear_layer_after_attention_on_one_token_is_one_product_as_in_torch() -> None:
+    """A view's stride of a dimension of one element decides whether `linear` folds its input or makes a batch of it."""
+
+    def products(device: str) -> Counter[str]:
+        attended = torch.empty_strided((3, 1, 4, 16), (64, 16, 16, 1), device=device)  # heads and tokens transposed
+        weight = torch.empty(32, 64, device=device)
+        with torch.no_grad(), Products() as seen:
+            torch.nn.functional.linear(attended.view(3, 1, -1), weight)
+        return Counter({name: seen.names[name] for name in ("mm", "bmm") if seen.names[name]})
+
+    with fake_gpu("a100-80gb"):
+        simulated = products("cuda")
+    assert simulated == products("cpu") == {"mm": 1}
+
+
+class Products(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        self.names[func._schema.name[6:]] += 1
+        return func(*args, **(kwargs or {}))
