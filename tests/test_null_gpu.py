@@ -278,7 +278,7 @@ def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
         "least capacity of s1",
         "search T1: 0.62 GB: no winner",
         "GB: winner",
-        "the grid's fastest that fits: w1",
+        "the grid's fastest that fits: ",  # s1 or w1: seconds mean nothing here
         "allocated: n 2",
     ):
         assert line in table, table
