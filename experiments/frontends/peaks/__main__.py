@@ -74,7 +74,8 @@ def predict(row: Row, checkout: Path, limit_s: float) -> dict[str, object]:
         try:
             _, errors = child.communicate(timeout=limit_s)
             lines = [line for line in errors.splitlines() if line.strip()] or ["nothing was written"]
-            found = dict(json.loads(out.read_text("utf-8"))) if out.exists() else {"error": lines[-1][:500]}
+            error = lines[-1].replace(f"{checkout}/", "")[:500]
+            found = dict(json.loads(out.read_text("utf-8"))) if out.exists() else {"error": error}
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGTERM)
             child.communicate()
