@@ -68,6 +68,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("AUTOFIT_CACHE") or Path.home() / ".cache" / "autofit")
 
 
+def stamp(path: str | Path) -> tuple[int, int] | None:
+    """Bytes of a file, and when it was changed (ns): others once it is written. None where it cannot be looked at."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the whole new one.
 

@@ -89,18 +89,12 @@ class Started:
 def start(folder: Path, *words: str, stdout: IO[Any], stderr: IO[Any]) -> Started:
     """The command `words` at work in `folder`."""
     line = _reached(server(), within_s=_CALL_S)
-    place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        with open(os.devnull) as nothing:
-            request = {"command": words, "env": dict(os.environ), "ignored": []}
-            streams = [nothing.fileno(), stdout.fileno(), stderr.fileno(), place]
-            data = json.dumps(request).encode() + b"\n"
-            line.sendall(data[socket.send_fds(line, [data], streams) :])
-    finally:
-        os.close(place)
-    assert _line(line).get("ready") is True, "the kept server is of other code: it was changed while the tests ran"
-    line.settimeout(None)
-    line.sendall(b"go\n")
+    line.settimeout(_CALL_S)
+    with open(os.devnull) as nothing:
+        streams = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
+        taken = kept_server.is_taken(line, words, folder, streams=streams)
+    assert taken, "the kept server is of other code: it was changed while the tests ran"
+    kept_server.go(line)
     return Started(line)
 
 
@@ -132,8 +126,8 @@ def server() -> Path:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_env
             )
         _held = _reached(path, within_s=_START_S)
-        _held.sendall(b'{"hold": true}\n')
-        assert _line(_held) == {"held": True}
+        _held.settimeout(_CALL_S)
+        assert kept_server.asked(_held, {"hold": True}) == {"held": True}
     return path
 
 
@@ -142,15 +136,4 @@ def _reached(path: Path, *, within_s: float) -> socket.socket:
     while (found := kept_place.connected(path)) is None:
         assert time.monotonic() < deadline, path.with_suffix(".log").read_text()
         time.sleep(0.05)
-    return found
-
-
-def _line(connection: socket.socket) -> Mapping[str, Any]:
-    connection.settimeout(_CALL_S)
-    line = b""
-    while not line.endswith(b"\n"):
-        part = connection.recv(1)
-        assert part, "the kept server closed the connection"
-        line += part
-    found: Mapping[str, Any] = json.loads(line)
     return found

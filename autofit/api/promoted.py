@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from autofit.files import stamp
 from autofit.folding import Folding
 from autofit.probing.launch import is_alive
 from autofit.promotion.run_folder import RunFolder, State
@@ -152,16 +153,16 @@ class Runs:
 
     def _run(self, folder: Path) -> PromotedRun | None:
         known, state = self._read.get(folder), _state_stamp(folder)
-        stamp = (state, _size(folder / PROGRESS), _size(folder / EVENTS))
+        files = (state, stamp(folder / PROGRESS), stamp(folder / EVENTS))
         now = time.monotonic()
         if known is not None and isinstance(known.stamp, tuple):
             resting = now - known.at_s < _REST * known.took_s and known.stamp[0] == state
-            if known.stamp == stamp or resting:
-                known.lines = _last_lines(folder / PROGRESS) if known.stamp != stamp else known.lines
+            if known.stamp == files or resting:
+                known.lines = _last_lines(folder / PROGRESS) if known.stamp != files else known.lines
                 return known.run
         run = _readable(folder)
         self._read[folder] = _Read(
-            stamp, run, time.monotonic(), time.monotonic() - now, _last_lines(folder / PROGRESS) if run else []
+            files, run, time.monotonic(), time.monotonic() - now, _last_lines(folder / PROGRESS) if run else []
         )
         return run
 
@@ -206,15 +207,7 @@ def _alive(folder: Path) -> bool:
         return False
 
 
-def _size(path: Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
 def _changed_s(folder: Path) -> float:
     """When the run last logged, in seconds since 1970."""
-    sizes = [_size(folder / name) for name in (PROGRESS, "request.json")]
+    sizes = [stamp(folder / name) for name in (PROGRESS, "request.json")]
     return max((size[1] for size in sizes if size is not None), default=0) / 1e9

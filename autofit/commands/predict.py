@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from autofit.commands.common import (
     DONE,
@@ -30,31 +31,15 @@ if TYPE_CHECKING:
     from autofit.api import Check, Estimate
     from autofit.frontends.foreign import Explanation
 
+Answer = TypeVar("Answer", "Check", "Estimate")
+
 
 def check(options: argparse.Namespace) -> int:
     look_early(options, device="sim:")
     begin_server()
     from autofit import api
 
-    def shown(found: "Check") -> None:
-        if options.stream:
-            stream("verdict", found.to_dict())
-        elif not options.json:
-            show(found)
-
-    def then_typical(found: "Check") -> None:
-        if not (options.stream or options.json):
-            show_lines(found.of_typical)
-
-    terminate_like_interrupt()
-    found = api.check(
-        options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
-        **launch_arguments(options),
-        changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths,
-        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical,
-    )  # fmt: skip
-    return ended(found, as_json=options.json or options.stream)
+    return _answered(options, api.check)
 
 
 def advise(options: argparse.Namespace) -> int:
@@ -131,24 +116,36 @@ def estimate(options: argparse.Namespace) -> int:
     begin_server()
     from autofit import api
 
-    def shown(found: "Estimate") -> None:
+    def drawn(found: "Estimate") -> None:
         if options.plot is not None:
             found.plot().savefig(options.plot, dpi=110)
+
+    return _answered(options, api.estimate, first=drawn, advice=not options.no_advice)
+
+
+def _answered(
+    options: argparse.Namespace, ask: Callable[..., Answer], *, first: Callable[[Answer], None] = lambda _: None,
+    **own: object,
+) -> int:  # fmt: skip
+    """Ask for a prediction, with what is the command's own, and show it as it becomes known; its exit code."""
+
+    def shown(found: Answer) -> None:
+        first(found)
         if options.stream:
             stream("verdict", found.to_dict())
         elif not options.json:
             show(found)
 
-    def then_typical(found: "Estimate") -> None:
+    def then_typical(found: Answer) -> None:
         if not (options.stream or options.json):
             show_lines(found.of_typical)
 
     terminate_like_interrupt()
-    found = api.estimate(
+    found = ask(
         options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
         **launch_arguments(options),
-        changes=settings(options.set), prompt_tokens=options.prompt_tokens, advice=not options.no_advice,
-        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths, deadline=options.deadline,
-        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical,
+        changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
+        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths,
+        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical, **own,
     )  # fmt: skip
     return ended(found, as_json=options.json or options.stream)

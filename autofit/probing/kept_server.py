@@ -23,11 +23,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from autofit.files import stamp
 from autofit.probing import kept_place
 
 IDLE_S = 300.0
@@ -76,7 +77,7 @@ def hold() -> Held | None:
     connection = kept_place.connected(path) if path is not None else None
     if connection is None or path is None:
         return None
-    if _asked(connection, {"hold": True}).get("held") is True:
+    if asked(connection, {"hold": True}).get("held") is True:
         return Held(str(path), connection)
     connection.close()
     return None
@@ -88,7 +89,7 @@ def ask(path: Path, what: str) -> dict[str, Any]:
     if connection is None:
         return {}
     with connection:
-        return _asked(connection, {"ask": what})
+        return asked(connection, {"ask": what})
 
 
 def is_here() -> bool:
@@ -107,18 +108,11 @@ def run_there(argv: list[str]) -> int | None:
     if connection is None:
         return None
     with connection, contextlib.suppress(OSError, ValueError):
-        folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
         ignored = [int(number) for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
-        request = {"command": argv, "env": dict(os.environ), "ignored": ignored}
-        try:
-            _send(connection, request, [0, 1, 2, folder])
-        finally:
-            os.close(folder)
-        if json.loads(_line(connection) or b"{}").get("ready") is not True:
+        if not is_taken(connection, argv, Path(), streams=(0, 1, 2), ignored=ignored):
             return None
         with _forwarding(connection):
-            connection.settimeout(None)
-            connection.sendall(GO)
+            go(connection)
             ended = json.loads(_line(connection) or b"{}")
         if (number := ended.get("signal")) is not None:
             if number != signal.SIGKILL:
@@ -126,6 +120,26 @@ def run_there(argv: list[str]) -> int | None:
             os.kill(os.getpid(), number)
         return cast("int | None", ended.get("code"))
     return None
+
+
+def is_taken(
+    connection: socket.socket, argv: Sequence[str], folder: Path, *, streams: Sequence[int], ignored: Sequence[int] = ()
+) -> bool:
+    """Whether the server takes the command `argv`, in `folder`, with these descriptors as its streams: it waits for
+    `go`, and replies with the end. Signals in `ignored` do not reach the command.
+    """
+    place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        _send(connection, {"command": argv, "env": dict(os.environ), "ignored": ignored}, [*streams, place])
+    finally:
+        os.close(place)
+    return json.loads(_line(connection) or b"{}").get("ready") is True
+
+
+def go(connection: socket.socket) -> None:
+    """Let a command that the server has taken begin."""
+    connection.settimeout(None)
+    connection.sendall(GO)
 
 
 @contextlib.contextmanager
@@ -157,7 +171,7 @@ def _send(connection: socket.socket, request: Mapping[str, object], descriptors:
     connection.sendall(data[sent:])
 
 
-def _asked(connection: socket.socket, request: Mapping[str, object]) -> dict[str, Any]:
+def asked(connection: socket.socket, request: Mapping[str, object]) -> dict[str, Any]:
     """The answer to a request; {} where the server does not give one in time."""
     try:
         connection.sendall(json.dumps(request).encode() + b"\n")
@@ -241,16 +255,8 @@ def _marks() -> dict[str, tuple[int, int] | None]:
     Libraries ask once which others are there: after `pip install deepspeed` the next command must not hear "missing".
     """
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    found = {file: _mark(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
-    return found | {folder: _mark(folder) for folder in sys.path if os.path.basename(folder) in _OF_PACKAGES}
-
-
-def _mark(file: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
+    found = {file: stamp(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
+    return found | {folder: stamp(folder) for folder in sys.path if os.path.basename(folder) in _OF_PACKAGES}
 
 
 class _Server:
@@ -325,7 +331,7 @@ class _Server:
 
     def _is_current(self) -> bool:
         """Whether every imported module is as it was; else this server stops."""
-        self._stopping = self._stopping or any(_mark(file) != mark for file, mark in self._marks.items())
+        self._stopping = self._stopping or any(stamp(file) != mark for file, mark in self._marks.items())
         return not self._stopping
 
     def _status(self) -> dict[str, object]:
