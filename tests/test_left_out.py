@@ -1,10 +1,12 @@
 """Which micro-batches of a simulated step are computed: the first of a row that are alike, and the last."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from autofit.fakegpu import fake_gpu
 from autofit.plugin.left_out import leave_out_repeated
 from autofit.plugin.protocol import Report
 from autofit.trainers.grpo import RolloutRun
@@ -20,8 +22,10 @@ class Heard(Report):
         self.said.append(left_out)
 
 
-def computed(accumulation: int, rollout_every: int, steps: int = 2) -> tuple[list[int], Heard]:
-    """The numbers of the micro-batches that are computed, and what was told."""
+def computed(
+    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = ()
+) -> tuple[list[int], Heard]:
+    """The numbers of the micro-batches that are computed, and what was told; `lone` are not like the others."""
     found: list[int] = []
 
     def training_step(*_: Any) -> torch.Tensor:
@@ -32,7 +36,12 @@ def computed(accumulation: int, rollout_every: int, steps: int = 2) -> tuple[lis
     args = SimpleNamespace(gradient_accumulation_steps=accumulation, device="cpu")
     trainer: Any = SimpleNamespace(training_step=training_step, args=args, _step=0)
     heard = Heard()
-    leave_out_repeated(trainer, heard, rollout_every=rollout_every)
+
+    def kinds() -> list[object]:
+        first = trainer._step // rollout_every * rollout_every
+        return [first + place in lone for place in range(rollout_every)]
+
+    leave_out_repeated(trainer, heard, rollout_every=rollout_every, kinds=kinds)
     for _ in range(steps * accumulation):
         loss = trainer.training_step(None, {}, None)
         assert (loss.dtype, loss.shape) == (torch.bfloat16, ())
@@ -56,11 +65,25 @@ def test_short_rows_are_computed_and_nothing_is_told() -> None:
     assert heard.said == []
 
 
-def test_micro_batches_of_one_sample_are_computed_where_one_prompt_is_the_longest() -> None:
-    def every(micro_batch: int, **facts: bool) -> int:
-        args = SimpleNamespace(per_device_train_batch_size=micro_batch, steps_per_generation=8, num_iterations=1)
-        run = RolloutRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1)
-        return int(run.rollout_every)
+def test_a_micro_batch_unlike_the_others_is_computed_with_the_first_three_after_it_and_the_last_before() -> None:
+    assert computed(16, 16, lone=(7, 31))[0] == [0, 1, 2, 6, 7, 8, 9, 10, 15, 16, 17, 18, 30, 31]
+    assert computed(16, 16, steps=1, lone=(1,))[0] == [0, 1, 2, 3, 4, 15]
 
-    assert every(1) == every(2, one_is_longest=True) == 8
-    assert every(1, one_is_longest=True) == every(2, generates_each_step=True) == 0
+
+def test_a_micro_batch_of_the_longest_prompt_alone_is_of_its_own_kind() -> None:
+    with fake_gpu("l40s"):
+        masks = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1]], device="cuda")
+        unknown = torch.empty(1, 3, device="cuda") > 0
+        inputs = [{"prompt_mask": masks[i : i + 1]} for i in range(3)] + 2 * [{"prompt_mask": unknown}]
+        trainer = SimpleNamespace(args=SimpleNamespace(num_iterations=2), _buffered_inputs=inputs)
+        kinds = RolloutRun(trainer, phases={}, samples_per_step=1).kinds()
+    assert kinds[:3] == [False, True, False]
+    assert kinds[3] != kinds[4], "what is not known is like nothing"
+    assert kinds[5:] == kinds[:5]
+
+
+def test_nothing_is_left_out_where_each_step_generates_anew() -> None:
+    args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=8, num_iterations=1)
+    every = [RolloutRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1).rollout_every
+             for facts in ({}, {"generates_each_step": True})]  # fmt: skip
+    assert every == [8, 0]

@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning_accuracy_reward, think_format_reward
 
 from autofit.errors import ConfigError, nearest
+from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Inspection, Task
 
@@ -137,11 +138,20 @@ class RolloutRun(TrlRun):
 
     @property
     def rollout_every(self) -> int:
-        """As for any run. A micro-batch of the longest prompt alone has no padding, and all others have."""
+        """As for any run."""
         training = self.trainer.args
-        lone = training.per_device_train_batch_size == 1 and getattr(self.trainer, "one_is_longest", False)
-        alike = not lone and not getattr(self.trainer, "generates_each_step", False)
-        return int(training.steps_per_generation * training.num_iterations) if alike else 0
+        repeats = not getattr(self.trainer, "generates_each_step", False)
+        return int(training.steps_per_generation * training.num_iterations) if repeats else 0
+
+    def kinds(self) -> list[object]:
+        """As for any run. A micro-batch of the longest prompt alone has no padding, and all others have."""
+        gpu = active_gpu()
+        assert gpu is not None
+        values, found = gpu.tracer.shadows, list[object]()
+        for inputs in self.trainer._buffered_inputs:
+            mask = inputs["prompt_mask"]
+            found.append(values.count_true(mask) == mask.numel() if values.of(mask) is not None else object())
+        return found * int(self.trainer.args.num_iterations)
 
     def save_on_the_spot(self) -> bool:
         """As for any run, but not while a rollout is in use: it is not saved."""

@@ -117,6 +117,12 @@ class Shortcut:
         made = [self._make(output, args, kwargs) for output in outputs]
         return made[0] if kind is None else kind(made)
 
+    def fake_of(self, real: torch.Tensor) -> FakeTensor:
+        """A fake tensor with the shape, strides and device of `real`."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        return self._fake(meta, real.device)
+
     def _by_meta(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[type | None, tuple[Output, ...]] | None:

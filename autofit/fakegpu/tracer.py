@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(args, kwargs)
-        if func in DATA_DEPENDENT and _has_fake(args):
+        if func in DATA_DEPENDENT and _has_fake(args) and (func is not aten.index.Tensor or _has_mask(args[1])):
             return self._data_dependent(func, args, kwargs)
         if func in _COMPARISONS and _has_fake(args):
             known = self.shadows.compute_known(func, args, kwargs)
@@ -149,14 +149,14 @@ class Tracer(TorchDispatchMode):
                 self.vocabulary_sizes.add(args[0].shape[0])
         if self.shortcut is None:
             return func(*args, **kwargs)
+        if func is aten.lift_fresh.default and type(args[0]) is torch.Tensor:
+            return self.shortcut.fake_of(args[0])
         out = self.shortcut.run(func, args, kwargs)
         self._key = self.shortcut.key
         return out
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
-        if func is aten.index.Tensor and not _has_mask(args[1]):
-            return cast("object", func(*args, **kwargs))
         if func is aten.nonzero.default:
             mask = cast("torch.Tensor", args[0])
             return torch.empty((self.shadows.count_true(mask), mask.dim()), dtype=torch.long, device=mask.device)
@@ -182,7 +182,9 @@ class Tracer(TorchDispatchMode):
                     expanded.append(rows)
             else:
                 expanded.append(index)
-        return cast("torch.Tensor", aten.index.Tensor(source, expanded))
+        if self.shortcut is None:
+            return cast("torch.Tensor", aten.index.Tensor(source, expanded))
+        return cast("torch.Tensor", self.shortcut.run(aten.index.Tensor, (source, expanded), {}))
 
     def _largest(
         self, func: OpOverload, first: torch.Tensor, args: Sequence[object], kwargs: Mapping[str, object]

@@ -117,8 +117,12 @@ class TransformersRun:
 
     @property
     def rollout_every(self) -> int:
-        """Micro-batches of a rollout, which are all alike; 0 where they may differ."""
+        """Micro-batches of a rollout; 0 where none may be left out."""
         return 0
+
+    def kinds(self) -> list[object]:
+        """The kind of each micro-batch of the rollout at hand: those of one kind have the same shapes and masks."""
+        return [None] * self.rollout_every
 
     @property
     def last_step(self) -> int:
@@ -130,7 +134,7 @@ class TransformersRun:
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
         if report.leaves_out and self.rollout_every:
-            leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every)
+            leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every, kinds=self.kinds)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
         _mask_secrets_when_pickled(type(self.trainer.args))
