@@ -1,6 +1,10 @@
 """The `sim:` device: the probe worker on a simulated card."""
 
+import contextlib
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import command_line
@@ -10,6 +14,7 @@ import tiny
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
+from autofit.files import read_json, write_json
 from autofit.hardware.hardware import choose_device, choose_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
@@ -148,6 +153,42 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     said = capsys.readouterr().out
     assert "it does not fit: it needs" in said
     assert "settings makes it fit; the closest change exceeds the limit by" in said
+
+
+WITH_ALL_MICRO_BATCHES = """
+import sys
+from unittest import mock
+from autofit.probing import worker
+from autofit.trainers.grpo import RolloutRun
+with mock.patch.object(RolloutRun, "rollout_every", 0):
+    worker.run(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Of 24, the one of the longest prompt has no padding; the others have a mask."""
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 24, "bf16": True}
+    path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)
+    with contextlib.chdir(tmp_path):
+        few = probe(path, tmp_path / "few", fork_server, limit_bytes=None)
+    told = read_json(tmp_path / "few" / "request.json")
+    assert told is not None
+    request = replace(ProbeRequest.from_json(told), folder=tmp_path / "all", server_socket=None)
+    request.folder.mkdir()
+    write_json(request.request_path, request.to_json())
+    command = [sys.executable, "-c", WITH_ALL_MICRO_BATCHES, str(request.request_path)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    answer = read_json(request.answer_path)
+    assert answer is not None
+    whole = ProbeResult.from_json(answer)
+    assert (few.phases, few.categories, few.least_capacity_bytes) == (
+        whole.phases, whole.categories, whole.least_capacity_bytes
+    )  # fmt: skip
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert "traced again" not in (tmp_path / "few" / "probe.log").read_text()
 
 
 @pytest.mark.slow
