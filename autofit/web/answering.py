@@ -36,6 +36,7 @@ from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, reason_for, samples_word
+from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed
 from autofit.web.pasted import read, write_config
 from autofit.web.question import Question
@@ -107,12 +108,12 @@ def advice_told(advice: Advice, check: Check) -> Told:
     """What would make it fit, or faster; another card; and the words for both."""
     result, recipe = check.result, check.recipe
     step_s = result.median_step_s
-    card = advice.card
+    card, stated = advice.card, stated_by(recipe)
     return {
         "is": "advice",
-        "mends": [_change(change, recipe, step_s) for change in advice.changes],
-        "faster": [_change(change, recipe, step_s) for change in advice.faster],
-        "closest": None if advice.closest is None else _change(advice.closest, recipe, step_s),
+        "mends": [_change(change, recipe, step_s, stated) for change in advice.changes],
+        "faster": [_change(change, recipe, step_s, stated) for change in advice.faster],
+        "closest": None if advice.closest is None else _change(advice.closest, recipe, step_s, stated),
         "card": None if card is None else {
             "name": card.name, "full_name": gpu_spec(card.name).full_name, "used_bytes": card.device_used_bytes,
             "capacity_bytes": card.capacity_bytes, "step_s": card.step_s,
@@ -123,10 +124,10 @@ def advice_told(advice: Advice, check: Check) -> Told:
     }  # fmt: skip
 
 
-def _change(change: Change, recipe: Recipe, step_s: float | None) -> Told:
+def _change(change: Change, recipe: Recipe, step_s: float | None, stated: Mapping[str, object]) -> Told:
     env = change.changes.get("env")
     keys = [*change.changes, *(f"env.{name}" for name in (env if isinstance(env, Mapping) else ()))]
-    reasons = [text for key in keys if (text := reason_for(key))]
+    reasons = [text for key in keys if (text := reason_for(key, stated))]
     return {
         "words": describe_changes(change.changes, recipe.resolved), "set": dict(change.given), "tier": change.tier,
         "used_bytes": change.device_used_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
