@@ -1,16 +1,26 @@
 """What people add is one entry, and is found everywhere: a dummy of each is added here, and nothing else is changed."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import lawful
 import pytest
 from recipes import grpo_recipe
 from search_driver import plan
 
+from autofit import jobs
+from autofit.cluster import slurm
+from autofit.cluster.executor import executor_of, read_executor
+from autofit.cluster.scheduler import Cluster, cluster_of
+from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.faster import _others
 from autofit.forecast.levers import Levers
+from autofit.probing.cluster_launch import ClusterLauncher
+from autofit.probing.launch import is_alive, place_in_slurm, start_job
+from autofit.probing.result import ProbeStatus
 from autofit.promotion.ladder import Ladder
 from autofit.promotion.run_folder import Oom
 from autofit.proof.reach import reach
@@ -20,7 +30,8 @@ from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space
 from autofit.space.traits import SHARED_FILE, Reach, shared_traits, traits_of
 from autofit.tuning.record import StudyRecord
-from autofit.tuning.search import _asked
+from autofit.tuning.search import Search, _asked, open_study
+from autofit.tuning.study import load_study, trials_of
 
 SPACES = Path(__file__).parents[1] / "search_spaces"
 KNOB = """
@@ -120,6 +131,60 @@ def test_a_trait_that_is_not_understood_is_named_with_its_knob(entry: str, said:
     path.write_text(f"trainer: grpo\nknobs:\n  optim: {{tier: neutral, values: [a], {entry}}}\n")
     with pytest.raises(ConfigError, match=f"knob optim: {said}"):
         read_space(path, trainer="grpo")
+
+
+EXECUTOR = "executor: spare_cluster:CLUSTER\nprobes_per_job: 4\ntime: 10m\n"
+
+
+def test_a_scheduler_in_one_file_runs_a_search_and_is_named_where_its_jobs_are(tmp_path: Path) -> None:
+    (tmp_path / "executor.yaml").write_text(EXECUTOR)
+    executor = read_executor(None, {}, tmp_path)
+    assert executor.is_cluster
+    there: Cluster = cluster_of(executor.kind)
+    there.check_commands()
+    launcher = ClusterLauncher(executor, tmp_path / "probes/law/jobs", function=lawful.run, idle_s=1)
+    wanted = replace(plan(tmp_path, 3), parallel=2, sampler="grid")
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=launcher)
+    try:
+        search.run()
+        assert {job.where for job in jobs(tmp_path)} <= {executor.kind}
+    finally:
+        launcher.close()
+    trials = trials_of(load_study(tmp_path, "law"))
+    assert len(trials) == 3
+    assert all(trial.status in (ProbeStatus.FIT, ProbeStatus.OOM) for trial in trials)
+
+
+def test_a_full_run_in_a_scheduler_of_ones_own_is_found_again(tmp_path: Path) -> None:
+    run = tmp_path / "promoted" / "law-trial-0"
+    executor = executor_of({"kind": "spare_cluster:CLUSTER"})
+    start_job(run, sleep_a_while, "", timeout_s=9, executor=executor)
+    (run / "request.json").write_text('{"study": "law", "trial": 0}')
+    assert is_alive(run)
+    assert "runs on spare-1" in str(place_in_slurm(run))
+    (found,) = jobs(tmp_path)
+    assert (found.where, found.node, found.kind) == (executor.kind, "spare-1", "full run")
+    found._end()
+    assert not is_alive(run)
+
+
+def sleep_a_while(_: str) -> None:
+    time.sleep(20)
+
+
+def test_the_command_line_takes_a_scheduler_of_ones_own_and_names_the_others_for_a_wrong_word() -> None:
+    kinds = _Kinds(("local", "slurm"))
+    assert "spare_cluster:CLUSTER" in kinds
+    assert "slrum" not in kinds
+    with pytest.raises(ConfigError, match="it lacks title, check_commands"):
+        cluster_of("json:loads")
+    with pytest.raises(ConfigError, match="must be importable, as module:object"):
+        cluster_of("no_such_module:CLUSTER")
+
+
+def test_slurm_is_a_module_with_the_functions_of_the_protocol() -> None:
+    module: Cluster = slurm
+    assert cluster_of("slurm") is module
 
 
 def test_a_key_is_known_by_its_other_names() -> None:
