@@ -34,6 +34,7 @@ from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
+from autofit.recipe.profile import profile, profiles
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
@@ -154,7 +155,7 @@ def explained_told(found: Explanation) -> Told:
 
 
 TOLD = "told.jsonl"  # file with the lines
-_TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo", "hf")  # whose settings the list of allowed ones has
+_TRAINERS = tuple(p.name for p in profiles().values() if p.page)  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
 Tell = Callable[[Mapping[str, object]], None]
 
@@ -231,7 +232,7 @@ def _allowed(given: Mapping[str, object], trainer: str, question: Question, fold
 def _tokens(trainer: str, values: Mapping[str, object]) -> int:
     """Tokens of the longest prompt or sample, where nobody says: as many as the recipe keeps of a sample."""
     most = values.get("max_length")
-    if trainer in ("grpo", "rloo"):
+    if profile(trainer).generates:
         return _TOKENS
     return most if isinstance(most, int) and 1 <= most <= 131_072 else 2 * _TOKENS
 
