@@ -1,23 +1,36 @@
 """What people add is one entry, and is found everywhere: a dummy of each is added here, and nothing else is changed."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import lawful
 import pytest
+import torch
 from recipes import grpo_recipe
 from search_driver import plan
 
-from autofit import jobs
+from autofit import fake_gpu, jobs
+from autofit.api.card_advice import _cards
 from autofit.cluster import slurm
 from autofit.cluster.executor import executor_of, read_executor
 from autofit.cluster.scheduler import Cluster, cluster_of
 from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
+from autofit.fakegpu import specs
+from autofit.fakegpu.kernels import KERNELS, Kernel
+from autofit.fakegpu.rates.cards import rates_name, stand_in
+from autofit.fakegpu.specs import _spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.faster import _others
 from autofit.forecast.levers import Levers
+from autofit.hardware.card_names import card_of
+from autofit.hardware.hardware import choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import is_alive, place_in_slurm, start_job
 from autofit.probing.result import ProbeStatus
@@ -33,6 +46,7 @@ from autofit.tuning.record import StudyRecord
 from autofit.tuning.search import Search, _asked, open_study
 from autofit.tuning.study import load_study, trials_of
 
+CORE = Path(__file__).parents[1] / "autofit"
 SPACES = Path(__file__).parents[1] / "search_spaces"
 KNOB = """
 trainer: grpo
@@ -185,6 +199,110 @@ def test_the_command_line_takes_a_scheduler_of_ones_own_and_names_the_others_for
 def test_slurm_is_a_module_with_the_functions_of_the_protocol() -> None:
     module: Cluster = slurm
     assert cluster_of("slurm") is module
+
+
+PROFILE = """
+place: 70
+of_trl: true
+page: true
+generates: true
+verl: true
+keys: [spare_beta]
+columns: [[question, verdict]]
+dataset: org/verdicts
+start: |
+  model_name_or_path: MODEL
+  dataset_name: DATASET
+older: {logits_until: "1.15"}
+"""
+TRAINER = """
+from pathlib import Path
+from types import SimpleNamespace
+from autofit.recipe.keys import BatchKeys
+nothing = lambda *_, **__: None
+TRAINER = SimpleNamespace(name="spare", keys=BatchKeys(), space=Path("spare.yaml"), inspect=nothing, build=nothing,
+                          layers=nothing, small_trainings=nothing)
+"""
+# The profile is in the folder of the built-in ones, the module and the entry point are installed beside autofit.
+LOOK = """
+import json
+import autofit.recipe.profile as profile
+from pathlib import Path
+known = profile.profiles()
+profile.profiles = lambda: {**known, "spare": profile._read("spare", Path("spare.yaml").read_text())}
+from autofit.commands.arguments import parser
+from autofit.frontends.trl_script import _KINDS
+from autofit.plugin.registry import load, names, trainer_for
+from autofit.recipe.as_of import bytes_a_logit
+from autofit.recipe.starting import OF_TRL, recipe_text, trainer_of_data
+from autofit.web.answering import _TRAINERS
+Path("data.jsonl").write_text(json.dumps({"question": "?", "verdict": "!"}))
+print(json.dumps({
+    "installed": "spare" in names(), "loaded": load("spare").name, "told": trainer_for({"spare_beta": 1}, None),
+    "starts": recipe_text("spare"), "of data": trainer_of_data("data.jsonl"), "of trl": "spare" in OF_TRL,
+    "in scripts": "spare" in _KINDS, "on the page": "spare" in _TRAINERS,
+    "as of": bytes_a_logit("spare", (1, 0), float32=True),
+    "help": "spare" in parser().parse_args(["init", "spare"]).trainer,
+}))
+"""
+
+
+def test_a_trainer_is_its_module_profile_space_and_entry_point_and_is_found_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "spare.py").write_text(TRAINER)
+    (tmp_path / "spare.yaml").write_text(PROFILE)
+    info = tmp_path / "spare-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spare\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[autofit.trainers]\nspare = spare:TRAINER\n")
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("starts") == "model_name_or_path: Qwen/Qwen3-1.7B\ndataset_name: org/verdicts\n"
+    assert found.pop("as of") == 12
+    assert {found.pop(name) for name in ("loaded", "told", "of data")} == {"spare"}
+    assert all(found.values()), found
+
+
+def test_no_built_in_trainer_is_named_in_the_core() -> None:
+    """Front ends name the trainers that other tools' files are; "reward" is what trainers log, too."""
+    named = re.compile(r"""["'](grpo|sft|dpo|rloo|hf)["']""")
+    for path in sorted(CORE.rglob("*.py")):
+        if "frontends" not in path.parts:
+            assert not named.search(path.read_text(encoding="utf-8")), path
+
+
+def test_a_card_of_one_entry_is_simulated_chosen_told_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = _spec("spare-48gb", "NVIDIA Spare 48GB", capacity_mib=48000, context_mib=500, gb_per_s=1000,
+                  tflops=(200, 100, 50), capability=(8, 9), sm_count=100)  # fmt: skip
+    monkeypatch.setitem(specs.GPU_SPECS, spare.name, spare)
+    for name in (spare.name, spare.full_name):
+        monkeypatch.setitem(specs._BY_PLAIN_NAME, specs._plain(name), spare)
+    assert choose_device_and_target("auto", "spare-48gb", None)[0] == "sim:spare-48gb"
+    assert card_of("NVIDIA Spare 48GB") == (spare, "")
+    assert spare in _cards("all")
+    assert rates_name(spare) == "l40s"
+    assert "spare-48gb were not measured" in str(stand_in(spare))
+    with fake_gpu("spare-48gb") as gpu:
+        torch.ones(2**20, device="cuda" if gpu.mode == "cuda" else "cpu")
+        assert gpu.peak_allocated_bytes == 4 * 2**20
+        assert any("spare-48gb" in note for note in gpu.notes)
+
+
+def test_a_kernel_of_one_entry_has_its_scratch_and_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost() -> tuple[int, float]:
+        with fake_gpu("a100-40gb", mode="cpu") as gpu:
+            torch.ones(2**20).cummax(0)
+        return gpu.peak_allocated_bytes, gpu.elapsed_s
+
+    before = cost()
+    entry = Kernel(scratch=lambda *_, **__: 2**24, on_cpu=True, reads=(50,))
+    monkeypatch.setitem(KERNELS, "aten::cummax", entry)
+    after = cost()
+    assert after[0] - before[0] >= 2**24 - 2**23
+    assert after[1] > 2 * before[1]
 
 
 def test_a_key_is_known_by_its_other_names() -> None:
