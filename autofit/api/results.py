@@ -11,7 +11,7 @@ from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
-from autofit.forecast.cloud import Cloud
+from autofit.forecast.predictions import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier

@@ -12,9 +12,8 @@ from autofit.cluster.scheduler import JobState, cluster_of
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import write_json
 from autofit.probing.allocation import Allocation
-from autofit.probing.debug import DebugLauncher
 from autofit.probing.job import answered, cancel, run_probe
-from autofit.probing.launch import Launcher, answer_in, lost, lost_path
+from autofit.probing.launch import DebugLauncher, Launcher, answer_in, lost, lost_path
 from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult

@@ -1,14 +1,16 @@
 """Starts the jobs of probes through submitit, and finds them again: processes of this machine, or jobs of Slurm."""
 
 import itertools
+import math
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -305,3 +307,24 @@ def holding_back_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited comes now
         if came:
             signal.raise_signal(came[0])
+
+
+# Ctrl-C ends the job without a traceback of its own, and its probe with it.
+_QUIET = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+
+
+class DebugLauncher(Launcher):
+    """The executor `debug`: a probe runs in this terminal, so that `breakpoint()` in a reward function stops there.
+
+    It runs to its end when it is submitted: no server, no deadline, no kept answer. Not in this very process: a probe
+    needs a fresh one (its memory is measured, its trainer may crash), and a child that inherits stdin, stdout and
+    stderr serves a debugger as well.
+    """
+
+    def submit(self, request: ProbeRequest) -> None:
+        """Write the request, and run its probe; Ctrl-C ends both the probe and the search."""
+        request = replace(request, server_socket=None, terminal=True, deadline_s=math.inf)
+        write_json(request.request_path, request.to_json())
+        function = self._function
+        call = f"from {function.__module__} import {function.__name__} as run; run(sys.argv[1])"
+        subprocess.run([sys.executable, "-P", "-c", f"{_QUIET}; {call}", str(request.request_path)], check=False)

@@ -18,8 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
-from autofit.forecast.cloud import Cloud
-from autofit.forecast.predictions import Predictions
+from autofit.forecast.predictions import Cloud, Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path

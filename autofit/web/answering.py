@@ -24,10 +24,9 @@ from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.offers import Offer
 from autofit.forecast.shop import Shop
-from autofit.forecast.zone import care_lines, shown_bytes
 from autofit.frontends.foreign import Explanation
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.registry import load, trainer_for
