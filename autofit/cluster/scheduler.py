@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -147,10 +148,11 @@ class Cluster(Protocol):
         ...
 
 
+@cache
 def cluster_of(kind: Kind) -> Cluster:
     """The scheduler of the executor `kind`: slurm, or module:object. Raises ConfigError where it cannot be imported."""
     module, colon, target = ("autofit.cluster.slurm", "", "") if kind == SLURM else kind.partition(":")
-    if str(Path.cwd()) not in sys.path:
+    if colon and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
         found: object = importlib.import_module(module)
