@@ -11,7 +11,8 @@ import pytest
 from search_driver import plan
 
 from autofit.cluster.executor import executor_of
-from autofit.cluster.slurm import JobState, Queue
+from autofit.cluster.scheduler import JobState
+from autofit.cluster.slurm import Queue
 from autofit.files import write_json
 from autofit.probing import cluster_launch
 from autofit.probing.allocation import Allocation, _Told
@@ -179,6 +180,8 @@ def test_a_node_on_whose_card_a_process_hangs_is_set_aside_and_its_probe_goes_to
     cluster: Cluster, cause: Cause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     hung = ProbeResult(status=ProbeStatus.LOST, device="cuda", reason="process 9 hangs", cause=cause)
     write_json(cluster.request.answer_path, hung.to_json())
     assert Allocation(home=cluster.pool.home, device="cuda")._is_broken(cluster.request.folder, cluster.pool)

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from search_driver import plan
 
 from autofit.api.events import TrialResult
-from autofit.forecast.cloud import Cloud
-from autofit.forecast.predictions import Predictions
+from autofit.forecast.predictions import Cloud, Predictions
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeStatus
 from autofit.tracking.front_plot import Picture, front_figure, study_figure, title_of

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from autofit.cli import main
-from autofit.recipe.starting import DATASETS, TRAINERS, recipe_text, trainer_of
+from autofit.recipe.profile import profile
+from autofit.recipe.starting import TRAINERS, recipe_text, trainer_of
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -16,7 +17,7 @@ def test_trl_takes_the_recipe_of_every_trainer(trainer: str) -> None:
     values = yaml.safe_load(recipe_text(trainer))
     training = parse(trainer, values, overrides={"use_cpu": True, "bf16": False}).training
     assert training.learning_rate == values["learning_rate"]
-    assert values["dataset_name"] == DATASETS[trainer]
+    assert values["dataset_name"] == profile(trainer).dataset
     assert max(map(len, recipe_text(trainer).splitlines())) <= 120
 
 

@@ -18,10 +18,11 @@ from trl import DPOTrainer, GRPOTrainer
 
 from autofit.plugin.registry import load
 from autofit.proof.proof import ROUNDING
-from autofit.proof.reach import Reach, reach
+from autofit.proof.reach import reach
 from autofit.recipe.recipe import Recipe, TrainerName
 from autofit.space.knob import load_space
 from autofit.space.space import Space, Value
+from autofit.space.traits import SHARED_FILE, Reach
 from autofit.trainers.key_table import LOSS_TYPES
 from autofit.trainers.keys import ROLLOUT as CHUNK
 from autofit.trainers.keys import SPLIT
@@ -34,7 +35,7 @@ ROWS: list[dict[str, Any]] = TABLE["rows"]
 SIMULATED_ONLY = {"verl"}  # nothing trains, so nothing is proven
 SPACES = sorted(
     path.stem for path in Path(str(resources.files("autofit.search_spaces"))).glob("*.yaml")
-    if path.stem not in SIMULATED_ONLY
+    if path.stem not in SIMULATED_ONLY and path.name != SHARED_FILE
 )  # fmt: skip
 OPTIONS = "activation_checkpointing_kwargs"
 KNOBS = {trainer: load_space(None, trainer=trainer) for trainer in SPACES}

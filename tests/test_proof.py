@@ -18,9 +18,10 @@ from autofit.api.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
-from autofit.proof.reach import Reach, reach
+from autofit.proof.reach import reach
 from autofit.proof.worker import run as run_worker
 from autofit.recipe.keys import Tier
+from autofit.space.traits import Reach
 from autofit.trainers.grpo import TRAINER
 from autofit.trainers.keys import ROLLOUTS
 from autofit.trainers.proofs.samples import END, LONGEST, sample

@@ -10,8 +10,9 @@ import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.fork_server import ForkServer
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove_changes
-from autofit.proof.reach import Reach, on_few_ranks, reach_of_launch
+from autofit.proof.reach import on_few_ranks, reach_of_launch
 from autofit.recipe.keys import SYNC_EACH_BATCH, BatchKeys
+from autofit.space.traits import Reach
 from autofit.trainers.keys import ROLLOUTS, SAMPLES
 
 BATCH: dict[str, object] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}

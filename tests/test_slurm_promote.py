@@ -21,7 +21,7 @@ from test_server import RESOLVED, recipe
 
 from autofit.cluster.executor import LOCAL, executor_of
 from autofit.cluster.nodes import only_cards
-from autofit.cluster.slurm import OwnJob
+from autofit.cluster.scheduler import OwnJob
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
@@ -176,7 +176,7 @@ def test_a_job_in_the_queue_says_why_it_waits_and_is_cancelled_as_it_has_nothing
 
 
 def at(node: int, attempt: str = "7-0") -> OwnJob:
-    return OwnJob(job="7", attempt=attempt, node=node, nodes=2, name=f"n{node + 1}")
+    return OwnJob(job="7", id="7", attempt=attempt, node=node, nodes=2, name=f"n{node + 1}")
 
 
 def test_the_first_machine_orders_and_a_rank_killed_on_another_ends_all(

@@ -9,9 +9,9 @@ import pytest
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.forecast.host_steps import has_room, without_offload
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
+from autofit.forecast.structures import has_room, without_offload
 from autofit.recipe.clashes import clashes
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, Tier
 from autofit.recipe.launch import LAUNCH, Launch, Sharding

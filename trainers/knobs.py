@@ -24,15 +24,13 @@ def left_out(trainer: str, resolved: Mapping[str, object], *, half: bool = False
 
 
 def _of_rows(resolved: Mapping[str, object]) -> dict[str, str]:
-    """What TRL 1.16 refuses of SFT's ways to make rows."""
+    """What TRL 1.16 refuses of SFT's rows without padding."""
     limited, packed = resolved.get("max_length") is not None, bool(resolved.get("packing"))
     found = {}
     if packed and str(resolved.get("packing_strategy")).startswith("bfd"):
         found["padding_free"] = "packed rows have no padding"
     elif limited:
         found["padding_free"] = "without packing TRL takes it only with max_length: null"
-    if not limited:
-        found["packing"] = "it needs a max_length, the length of the packed rows"
     return found
 
 

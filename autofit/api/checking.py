@@ -17,9 +17,8 @@ from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.ending import Ending
-from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.forecast.typical import Typical
-from autofit.forecast.zone import care_lines, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then

@@ -26,9 +26,8 @@ from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
-from autofit.forecast.margin import is_tight
+from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
-from autofit.forecast.zone import care_lines
 from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.tables import Shown
-from autofit.cluster import slurm
-from autofit.cluster.slurm import JobState
+from autofit.cluster.executor import Kind
+from autofit.cluster.scheduler import JobState, cluster_of
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import read_json
 from autofit.folding import Folding
@@ -22,7 +22,7 @@ from autofit.probing.at_work import AtWork, probes_at_work
 from autofit.probing.cluster_launch import job_name
 from autofit.probing.job import cancel as cancel_probe
 from autofit.probing.job import waiting_path
-from autofit.probing.launch import is_alive
+from autofit.probing.launch import cluster_job, is_alive
 from autofit.probing.pool import Pool
 from autofit.promotion.interruption import ask_to_end
 from autofit.units import format_seconds
@@ -36,7 +36,7 @@ class Job:
 
     id: str  # Slurm's, or that of a process of this machine
     kind: Literal["probe", "full run"]
-    where: Literal["local", "slurm"]
+    where: Kind  # of the executor
     study: str
     what: str  # trial-0003-1, full run of trial 3
     state: str  # running, waiting; of Slurm its own words in lower case
@@ -65,15 +65,15 @@ class Job:
                 return "saves a checkpoint after the step at work and ends; cancel it again to end it at once"
             self._end()
             return "is cancelled; `autofit promote` goes on from its last checkpoint"
-        if self.where == "slurm":
+        if self.where != "local":
             self._end()
         else:
             cancel_probe(self.folder)
         return "is cancelled; a search that is at work repeats its probe: end that search with Ctrl-C"
 
     def _end(self) -> None:
-        if self.where == "slurm":
-            slurm.cancel([self.id])
+        if self.where != "local":
+            cluster_of(self.where).cancel([self.id])
         elif is_alive(self.folder):
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(int(self.id)).kill()
@@ -149,32 +149,40 @@ def jobs(folder: str | Path = FOLDER) -> Jobs:
             )
         runs = sorted(path.parent for path in (home / "promoted").glob("*/job.json"))
         pools = [Pool(path) for path in sorted((home / "probes").glob("*/jobs")) if path.is_dir()]
-        states: Mapping[str, JobState] = {}
+        noted = (cluster_job(_json(run / "job.json")) for run in runs)
+        kinds = {pool.kind for pool in pools} | {job.kind for job in noted if job is not None}
+        states: dict[Kind, Mapping[str, JobState]] = {}
         problem = ""
-        if pools or any("slurm" in _json(run / "job.json") for run in runs):
-            try:
-                states = slurm.queue().states()
-                if not slurm.queue().calls:
-                    problem = "jobs of Slurm are missing: squeue does not answer"
-            except EnvironmentFault as error:
-                problem = f"jobs of Slurm are missing: {error}"
+        for kind in sorted(kinds):
+            states[kind], problem = _states(kind)
         found = [job for run in runs if (job := _full_run(run, states)) is not None]
         taken: set[Path] = set()
         for pool in pools:
             running = {job: name for name, job in pool.running().items()}
             taken |= {pool.folder(name) for name in running.values()}
-            found += _of_pool(pool, running, states)
+            found += _of_pool(pool, running, states[pool.kind])
         found += [_local_probe(probe) for probe in probes_at_work(home) if probe.folder not in taken]
     return Jobs(folder=home, jobs=tuple(found), problem=problem)
 
 
-def _full_run(folder: Path, states: Mapping[str, JobState]) -> Job | None:
+def _states(kind: Kind) -> tuple[Mapping[str, JobState], str]:
+    """(the jobs of a scheduler by their ids, why they are missing)."""
+    cluster = cluster_of(kind)
+    queue, missing = cluster.queue(), f"jobs of {cluster.title} are missing"
+    try:
+        return queue.states(), "" if queue.calls else f"{missing}: {queue.command} does not answer"
+    except EnvironmentFault as error:
+        return {}, f"{missing}: {error}"
+
+
+def _full_run(folder: Path, states: Mapping[Kind, Mapping[str, JobState]]) -> Job | None:
     """The job of the full run in `folder`; None where it has ended."""
     note, request = _json(folder / "job.json"), _json(folder / "request.json")
-    number, at = note.get("slurm", note.get("job_id")), note.get("submitted")
+    submitted, at = cluster_job(note), note.get("submitted")
+    number = note.get("job_id") if submitted is None else submitted.id
     state, node, reason = "running", "", ""
-    if "slurm" in note:
-        told = states.get(str(number))
+    if submitted is not None:
+        told = states[submitted.kind].get(submitted.id)
         if told is None or not told.is_alive:
             return None
         state, node, reason = told.state.lower(), told.nodes, told.reason if told.waits else ""
@@ -183,7 +191,7 @@ def _full_run(folder: Path, states: Mapping[str, JobState]) -> Job | None:
     elif not _json(folder / "started.json"):
         state = "starting"
     return Job(
-        id=str(number), kind="full run", where="slurm" if "slurm" in note else "local",
+        id=str(number), kind="full run", where="local" if submitted is None else submitted.kind,
         study=str(request.get("study", "")), what=f"full run of trial {request.get('trial', '?')}", state=state,
         node=node, reason=reason, since_s=float(at) if isinstance(at, int | float) else None, folder=folder,
         logs=(folder / "run.log", *sorted((folder / "job").glob("*.out"))),
@@ -200,7 +208,7 @@ def _of_pool(pool: Pool, running: Mapping[str, str], states: Mapping[str, JobSta
         folder = pool.home / "logs" if probe is None else pool.folder(probe)
         noted = pool.home / "begun" / number if not told.waits else log.with_name(f"{number}_submitted.pkl")
         job = Job(
-            id=number, kind="probe", where="slurm", study=pool.home.parent.name, what=probe or "probes",
+            id=number, kind="probe", where=pool.kind, study=pool.home.parent.name, what=probe or "probes",
             state=told.state.lower(), node=told.nodes, reason=told.reason if told.waits else "",
             since_s=_written_s(noted), folder=folder, logs=(folder / "probe.log", log),
         )  # fmt: skip

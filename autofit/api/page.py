@@ -108,7 +108,8 @@ def _changed(result: SearchResult) -> list[Html]:
         return [head, element("p", "Nothing: the recipe as it is wins."), bullets(notes)]
     rows = [
         (element("code", key), element("code", _value(old)), element("code", _value(new)), _tier(key, best, result),
-         joined([reason_for(key), *(element("div", line, kind="soft") for line in _alone(key, old, result))]))
+         joined([reason_for(key, result.traits),
+                 *(element("div", line, kind="soft") for line in _alone(key, old, result))]))
         for key, old, new in _settings(best, result.original)
     ]  # fmt: skip
     return [head, table(("setting", "was", "is", "tier", "what it does to memory and time"), rows), bullets(notes)]

@@ -160,7 +160,7 @@ def _check_cards(asked: Request, server: ForkServer, on_event: OnEvent) -> None:
 def _node_cards(asked: Request, on_event: OnEvent) -> NodeCards | None:
     """The cards of the cluster's nodes that the search is of; None where it is of this machine's, or of none."""
     executor, device = asked.executor, asked.device
-    if not executor.is_slurm or asked.recipe is None:
+    if not executor.is_cluster or asked.recipe is None:
         return None
     if device == "auto" and asked.gpu is None and asks_for_cards(executor):
         device = "cuda"
@@ -181,7 +181,7 @@ def _device_and_target(asked: Request, node: NodeCards | None, needs: CardNeeds 
     asked_bytes = size("--target-vram", asked.target_vram)
     if node is not None:
         return "cuda", choose_target(asked_bytes, "cuda", node.cards)
-    simulated = asked.device == "auto" and asked.gpu is None and (asked.recipe is None or asked.executor.is_slurm)
+    simulated = asked.device == "auto" and asked.gpu is None and (asked.recipe is None or asked.executor.is_cluster)
     return choose_device_and_target("sim" if simulated else asked.device, asked.gpu, asked_bytes, needs)
 
 
@@ -200,7 +200,7 @@ def _at_once(asked: Request, device: str, cards: int) -> int:
     """The probes at once that are asked for; a terminal has one, and on a cluster each has a job of its own."""
     if asked.executor.kind == "debug":
         return 1
-    return asked.parallel or (_JOBS_AT_ONCE if asked.executor.is_slurm else _probes_at_once(device, cards))
+    return asked.parallel or (_JOBS_AT_ONCE if asked.executor.is_cluster else _probes_at_once(device, cards))
 
 
 def _probes_at_once(device: str, cards: int) -> int:

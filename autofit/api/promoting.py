@@ -12,6 +12,7 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
+from autofit.cluster.scheduler import cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.probing.launch import is_alive
@@ -240,9 +241,9 @@ def promote(
                 f"trial {promotion.trial.number} {missing}; install it and run the same command again, or promote "
                 f"another trial"
             )
-        if where.is_slurm and not where.is_requeued:
-            say("Slurm puts no job back into its queue (no-requeue): at its time limit the run saves a checkpoint and "
-                "ends, and the same command goes on from there")  # fmt: skip
+        if where.is_cluster and not where.is_requeued:
+            say(f"{cluster_of(where.kind).title} puts no job back into its queue (no-requeue): at its time limit the "
+                "run saves a checkpoint and ends, and the same command goes on from there")  # fmt: skip
         with exclusive(folder / "locks", promotion.folder.name), mended(promotion.folder):
             try:
                 how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)

@@ -11,7 +11,7 @@ from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
-from autofit.forecast.cloud import Cloud
+from autofit.forecast.predictions import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
@@ -68,6 +68,7 @@ class SearchResult(Shown):
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
     foreseen: tuple[Foreseen, ...] = ()  # candidates on the front that were predicted, not probed, fastest first
     own: str = ""  # the winner in the keys of the file that the recipe was, if that was another tool's
+    traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
 
     @classmethod
     def of(
@@ -77,7 +78,7 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
-        foreseen: Sequence[Foreseen] = (),
+        foreseen: Sequence[Foreseen] = (), traits: Mapping[str, object] | None = None,
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -99,7 +100,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof, card=card, own=own,
+            proof=proof, card=card, own=own, traits=traits or {},
         )  # fmt: skip
 
     @property
@@ -198,7 +199,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         reasons=_reasons(trials, record),
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
-        foreseen=record.points_ahead, trainer=record.trainer, card=record.card,
+        foreseen=record.points_ahead, trainer=record.trainer, card=record.card, traits=record.traits,
         predicted=Cloud.from_json(record.predicted),
         own="" if best is None else own_words(record.foreign, best.yaml_changes),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),

@@ -25,8 +25,7 @@ from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.host_steps import WHY, has_room, without_offload
-from autofit.forecast.structures import without
+from autofit.forecast.structures import WHY_NOT_OFFLOADED, has_room, without, without_offload
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
@@ -269,7 +268,7 @@ class _Run:
         if space is plan.space or forecast is None:
             return planned, forecast
         if has_room(forecast.predictions, plan.limit_bytes):
-            self._note(f"{OFFLOAD} is not tried on a simulated card: {WHY}", label="predicted")
+            self._note(f"{OFFLOAD} is not tried on a simulated card: {WHY_NOT_OFFLOADED}", label="predicted")
             return lean, forecast
         return planned, self._forecast(planned)
 

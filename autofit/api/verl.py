@@ -13,6 +13,7 @@ from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.writing import override, own_changes
 from autofit.probing.result import ProbeResult
 from autofit.promotion.promotion import choose
+from autofit.recipe.profile import profile, profiles
 from autofit.recipe.recipe import merge
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.study import load_study, trials_of
@@ -151,7 +152,10 @@ def export_of(record: StudyRecord, number: int, changes: Mapping[str, object], s
     if record.trainer == VERL.name and record.foreign:
         overrides, others = own_changes(record.foreign, changes)
         return Export(trial=number, whole=False, overrides=overrides, changes=tuple(others))
-    if record.trainer != "grpo":
-        raise ConfigError(f"--to verl takes a study of a verl config or a grpo recipe; {study} is of {record.trainer}")
+    if not profile(record.trainer).verl:
+        known = " or ".join(p.name for p in profiles().values() if p.verl)
+        raise ConfigError(
+            f"--to verl takes a study of a verl config or a {known} recipe; {study} is of {record.trainer}"
+        )
     made = exported(merge(record.resolved, changes), merge(record.values, changes))
     return Export(trial=number, whole=True, overrides=made.overrides, changes=made.changes)

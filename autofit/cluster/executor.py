@@ -5,13 +5,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from autofit.errors import ConfigError, nearest, printable, quoted
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.units import parse_seconds
 
-Kind = Literal["local", "slurm", "debug"]
+Kind = str  # one of KINDS, or module:object of another scheduler (`autofit.cluster.scheduler`)
+SLURM = "slurm"
+KINDS: tuple[Kind, ...] = ("local", SLURM, "debug")
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 FILE = "executor.yaml"  # beside the project: what the options leave out
 _TEXTS = ("partition", "account", "qos", "constraint", "mem", "gpus_per_node")
 _COUNTS = ("nodes", "cpus_per_task", "probes_per_job")
@@ -41,8 +44,9 @@ class Executor:
     probes_per_job: int = 1  # one after the other in one allocation
 
     @property
-    def is_slurm(self) -> bool:
-        return self.kind == "slurm"
+    def is_cluster(self) -> bool:
+        """Whether jobs go to a scheduler, and not to this machine."""
+        return self.kind not in ("local", "debug")
 
     @property
     def is_requeued(self) -> bool:
@@ -100,11 +104,11 @@ def read_executor(kind: str | None, options: Mapping[str, object], folder: Path)
     given = {key: value for key, value in _as_fields(options).items() if value is not None}
     named = kind or given.pop("kind", None) or of_file.get("kind") or ("slurm" if {**of_file, **given} else "local")
     asked = executor_of({**given, "kind": named})
-    if given and not asked.is_slurm:
+    if given and not asked.is_cluster:
         option = "--" + next(iter(given)).replace("_", "-")
         said = f"--executor is {asked.kind}" if kind else f"{printable(str(path), 120)} has executor: {asked.kind}"
         raise ConfigError(f"{option} is an option of Slurm, and {said}; leave {option} out, or give --executor slurm")
-    if not asked.is_slurm:
+    if not asked.is_cluster:
         return asked
     both = {key: getattr(asked if key in given else found, key) for key in {**of_file, **given}}
     return executor_of({**both, "kind": named, "slurm": {**found.slurm, **asked.slurm}})
@@ -169,11 +173,10 @@ def _checked(key: str, value: object) -> object:
 
 
 def _kind(value: object) -> Kind:
-    for known in get_args(Kind):
-        if value == known:
-            return cast(Kind, known)
-    hint = nearest(value, get_args(Kind)) if isinstance(value, str) else ""
-    raise ConfigError(f"executor must be one of {', '.join(get_args(Kind))}; got {quoted(value)}{hint}")
+    if isinstance(value, str) and (value in KINDS or _OWN.fullmatch(value)):
+        return value
+    hint = nearest(value, KINDS) if isinstance(value, str) else ""
+    raise ConfigError(f"executor must be one of {', '.join(KINDS)}; got {quoted(value)}{hint}")
 
 
 def _checked_setup(value: object) -> tuple[str, ...]:

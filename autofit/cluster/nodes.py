@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.cluster import slurm
-from autofit.cluster.executor import FILE, Executor, read_executor
+from autofit.cluster.executor import FILE, SLURM, Executor, read_executor
+from autofit.cluster.scheduler import Cluster, cluster_of, own_node
 from autofit.cluster.slurm import partition_limits_s
 from autofit.errors import ConfigError, EnvironmentFault, one_line
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
@@ -179,20 +179,21 @@ def _key(executor: Executor) -> str:
 
 def _asked(executor: Executor, folder: Path, path: Path, say: Callable[[str], None]) -> dict[str, object]:
     short = replace(executor, time=_MINUTES)
-    (job,) = slurm.submit(short, folder / "logs", tell_cards, [str(path.resolve())], name="autofit-card")
+    cluster = cluster_of(executor.kind)
+    (job,) = cluster.submit(short, folder / "logs", tell_cards, [str(path.resolve())], name="autofit-card")
     try:
-        return _waited_for(job, path, say)
+        return _waited_for(cluster, job, path, say)
     except BaseException:
-        slurm.cancel([job])
+        cluster.cancel([job])
         raise
 
 
-def _waited_for(job: str, path: Path, say: Callable[[str], None]) -> dict[str, object]:
+def _waited_for(cluster: Cluster, job: str, path: Path, say: Callable[[str], None]) -> dict[str, object]:
     """What the job writes to `path`; says why it waits. Raises EnvironmentFault where it ends without."""
     said, ended_at = "", None
     say(f"asks a node for its card (job {job})")
     while (told := read_json(path)) is None:
-        state = slurm.queue().state(job)
+        state = cluster.queue().state(job)
         if state is not None and state.waits and state.reason not in ("", said):
             said = state.reason
             say(f"asks a node for its card (job {job} waits: {said})")
@@ -209,7 +210,7 @@ def _waited_for(job: str, path: Path, say: Callable[[str], None]) -> dict[str, o
 
 def tell_cards(path: str) -> None:
     """The job: write what its node's driver tells, the node's name, and what it cannot compile."""
-    node = {"node": os.environ.get("SLURMD_NODENAME", ""), "missing": compiling_faults()}
+    node = {"node": own_node(), "missing": compiling_faults()}
     write_json(Path(path), {**look_at_cards().to_json(), **node})
 
 
@@ -230,7 +231,7 @@ def check_count(cards: Sequence[Gpu], needed: int) -> None:
 def executor_findings(folder: Path, *, cards: int) -> list[Finding]:
     """Of executor.yaml in `folder`, for probes of so many `cards`; none without the file. Raises ConfigError."""
     executor = read_executor(None, {}, folder) if (folder / FILE).exists() else Executor()
-    return list(_executor_findings(executor, str(folder / FILE), cards)) if executor.is_slurm else []
+    return list(_executor_findings(executor, str(folder / FILE), cards)) if executor.kind == SLURM else []
 
 
 def _executor_findings(executor: Executor, file: str, cards: int) -> Iterator[Finding]:

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from autofit.cluster.executor import Executor, time_s
+from autofit.cluster.scheduler import JobState, OwnJob
 from autofit.errors import EnvironmentFault, one_line
 from autofit.files import cannot_write, private_folder
 
+title = "Slurm"
 SQUEUE_EVERY_S = 5.0  # least time between two calls, however many jobs there are
 _CALL_S = 60.0  # longest wait for an answer of slurmctld
 _UNSEEN = 3  # answers without a job that was seen, or submitted, before: then it has ended
-_ALIVE = frozenset((
-    "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
-    "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "SPECIAL_EXIT",
-))  # fmt: skip
 _DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
 # What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
 # the job is FAILED then), or as the kernel tells it of a cgroup.
@@ -39,27 +37,9 @@ _NOT_HERE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """What Slurm says of a job: its state in Slurm's words, its nodes, the reason why it waits, its name."""
-
-    state: str
-    nodes: str = ""
-    reason: str = ""
-    name: str = ""
-
-    @property
-    def is_alive(self) -> bool:
-        return self.state in _ALIVE
-
-    @property
-    def waits(self) -> bool:
-        return self.state in ("PENDING", "CONFIGURING", "REQUEUED")
-
-
-def check_commands(executor: Executor) -> None:
-    """Raise EnvironmentFault where jobs go to Slurm and this machine has not its commands."""
-    if executor.is_slurm and any(shutil.which(command) is None for command in _COMMANDS):
+def check_commands() -> None:
+    """Raise EnvironmentFault where this machine has not Slurm's commands."""
+    if any(shutil.which(command) is None for command in _COMMANDS):
         raise EnvironmentFault(_NOT_HERE)
 
 
@@ -196,6 +176,7 @@ class Queue:
     """The states of all jobs of this user, asked for at most once in SQUEUE_EVERY_S, whatever is asked of it."""
 
     every_s: float = SQUEUE_EVERY_S
+    command: str = "squeue"
     calls: int = 0
     _states: dict[str, JobState] = field(default_factory=dict)
     _unseen: dict[str, int] = field(default_factory=dict)  # answers without the job, since it was last seen
@@ -269,58 +250,32 @@ def _call(command: Sequence[str], *, needed: bool = True) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnJob:
-    """The job that this process belongs to, of which one process runs on each node."""
+class SlurmJob(OwnJob):
+    """The job of Slurm that this process belongs to."""
 
-    job: str
-    attempt: str  # new each time that Slurm starts the job
-    node: int  # the number of this node, from 0
-    nodes: int
-    name: str  # of this node
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the node that decides for all."""
-        return self.node == 0
-
-    def first_address(self) -> str:
-        """The address under which the other nodes reach the first one. Raises EnvironmentFault."""
-        return addresses_of(os.environ["SLURM_JOB_NODELIST"])[0]
-
-    def own_address(self) -> str:
-        """The address under which the other nodes reach this one. Raises EnvironmentFault."""
-        return addresses_of(os.environ["SLURM_JOB_NODELIST"])[self.node]
+    def addresses(self) -> list[str]:
+        return addresses_of(os.environ["SLURM_JOB_NODELIST"])
 
     def is_running(self) -> bool:
-        """Whether the job is to go on: neither cancelled nor put back into the queue."""
         return is_running(self.job)
 
     def requeue(self) -> None:
-        """Put the job back into the queue, which ends this process soon. Raises EnvironmentFault if Slurm refuses."""
         requeue(self.job)
 
 
-def in_job() -> bool:
-    """Whether submitit runs this process, or the one that started it, as a job of Slurm."""
-    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and "SLURM_JOB_ID" in os.environ
-
-
-def own_job() -> OwnJob:
-    """The allocation of this process, which must be `in_job`."""
+def own_job() -> SlurmJob | None:
+    """The job in which submitit runs this process, or the one that started it; None where it is in none."""
+    if os.environ.get("SUBMITIT_EXECUTOR") != "slurm" or "SLURM_JOB_ID" not in os.environ:
+        return None
     job = os.environ["SLURM_JOB_ID"]  # of an array, Slurm's own number of this element
-    return OwnJob(
-        job=job, attempt=f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
+    return SlurmJob(
+        job=job, id=_own_id(job), attempt=f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
         node=int(os.environ.get("SLURM_NODEID", "0")), nodes=int(os.environ.get("SLURM_STEP_NUM_NODES", "1")),
-        name=node_name(),
+        name=os.environ.get("SLURMD_NODENAME") or platform.node(),
     )  # fmt: skip
 
 
-def own_id() -> str:
-    """The id of this process's job, as squeue tells it of each job of an array."""
+def _own_id(job: str) -> str:
+    """The id of this process's `job`, as squeue tells it of each job of an array."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ["SLURM_JOB_ID"]
-
-
-def node_name() -> str:
-    """Slurm's name of this node."""
-    return os.environ.get("SLURMD_NODENAME") or platform.node()
+    return f"{array}_{task}" if array and task else job

@@ -276,15 +276,22 @@ def _run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _executor(run).add_argument("--nodes", type=int, metavar="N", help="machines of each full run")
 
 
+class _Kinds(tuple[str, ...]):
+    """The executors of an option; a scheduler of the user's own is named as module:object."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and ":" in name)
+
+
 def _executor(parser: _Parser, *, debugging: bool = False) -> "argparse._ArgumentGroup":
     """The options that say where jobs run; those of Slurm have sbatch's names."""
     group = parser.add_argument_group(
         "where jobs run", "An executor.yaml in the working directory has the same keys; options win over it."
     )
-    kinds: tuple[str, ...] = ("local", "slurm")
+    kinds = _Kinds(("local", "slurm"))
     text = "local: this machine (default); slurm: jobs of a cluster"
     if debugging:
-        kinds, text = (*kinds, "debug"), f"{text}; debug: one after the other in this terminal, for breakpoints"
+        kinds, text = _Kinds((*kinds, "debug")), f"{text}; debug: one after the other in this terminal, for breakpoints"
     group.add_argument("--executor", choices=kinds, help=text)
     for option in ("partition", "account", "qos", "constraint", "mem", "gpus-per-node"):
         group.add_argument(f"--{option}", metavar=option.upper(), help=argparse.SUPPRESS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line, stream
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
-from autofit.recipe.starting import recipe_text, trainer_of_data
+from autofit.recipe.starting import TRAINERS, recipe_text, trainer_of_data
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def init(options: argparse.Namespace) -> int:
-    trainer = options.trainer or "grpo"
+    trainer = options.trainer or TRAINERS[0]
     if options.trainer is None and options.dataset is not None and Path(options.dataset).suffix:
         trainer = trainer_of_data(options.dataset)
         say(f"{trainer}: by the columns of {options.dataset}")

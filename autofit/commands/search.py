@@ -37,7 +37,7 @@ def search(options: argparse.Namespace) -> int:
         options.device = "cpu"
     where = executor_option(options)
     if not options.demo:
-        look_early(options, device=_device(options, where.kind))
+        look_early(options, device=_device(options, is_cluster=where.is_cluster))
     begin_server()
     from autofit import api
 
@@ -60,14 +60,14 @@ def search(options: argparse.Namespace) -> int:
     return show_result(options, result)
 
 
-def _device(options: argparse.Namespace, executor: str) -> str:
+def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
     """Where probes will run. Raises ConfigError for a card or a target that cannot be."""
     from autofit.api.arguments import size
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.recipe.launching import launch_options
 
     gpu, _ = launch_options(gpu=options.gpu, **launch_arguments(options))
-    if executor == "slurm":
+    if is_cluster:
         return "cuda"
     asked = "sim" if options.recipe is None and options.device == "auto" else options.device
     return choose_device_and_target(asked, gpu, size("--target-vram", options.target_vram))[0]

@@ -21,7 +21,7 @@ from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.cards import Card
 from autofit.forecast.change import Change, Probe, Tell, Trier
 from autofit.forecast.ending import Ending
-from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers, rank
+from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult
@@ -186,7 +186,7 @@ class _Search:
     def _start(self, names: frozenset[str]) -> dict[str, Value]:
         """The mildest values of these settings that are expected to fit; the lowest tier is spared first."""
         at = self.levers.strongest(names)
-        for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), rank(n), n)):
+        for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), self.levers.rank(n), n)):
             mild = ({**at, name: value} for value in self.levers.strengths[name])
             fitting = (m for m in mild if self.levers.candidate(m) is not None and self._expected(m) <= self._room)
             at = next(fitting, at)
@@ -196,7 +196,7 @@ class _Search:
         """Leave out the settings of `every` that the bounds do not need, and look whether the others fit."""
         for _ in range(MOST_TOGETHER):
             kept = every
-            for name in sorted(every, key=lambda n: (-TIERS.index(self._tier_of(n)), -rank(n), n)):
+            for name in sorted(every, key=lambda n: (-TIERS.index(self._tier_of(n)), -self.levers.rank(n), n)):
                 fewer = kept - {name}
                 if fewer and self._is_new(fewer) and self._expected(self.levers.strongest(fewer)) <= self._room:
                     kept = fewer
@@ -237,7 +237,7 @@ class _Search:
 
     @property
     def _bounds(self) -> Bounds:
-        return Bounds(self.levers.space.recipe, self.levers.own)
+        return Bounds(self.levers.space.recipe, self.levers.own, self.levers.space.stated)
 
     def learn(self, at: Assignment, result: ProbeResult) -> None:
         """Keep what a simulated run with the settings `at` held."""

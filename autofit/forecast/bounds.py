@@ -6,14 +6,13 @@ only choose what to probe; no bound is told to anyone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, number
 from autofit.probing.result import ProbeResult
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.recipe import Recipe
-from autofit.space.knob import SHARED
 from autofit.space.space import QUANTIZATION, Value
+from autofit.space.traits import traits_of
 
 _MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a batch makes
 _TRAINED = ("gradients", "optimizer")
@@ -47,6 +46,7 @@ class Bounds:
 
     recipe: Recipe
     own: Assignment
+    stated: Mapping[str, object] = field(default_factory=dict)  # traits that the space of the settings states itself
 
     def least_bytes(self, known: Known, at: Assignment) -> int:
         """The least device-used bytes with the settings `at`, which are at least as strong as those of `known`."""
@@ -100,19 +100,16 @@ class Bounds:
 
     def _unscaled(self, name: str, phase: str, category: str) -> float:
         """The share that a setting leaves at least whose size is not known: none of what it may remove."""
-        if name.startswith(SHARED) or name in (SYNC_EACH_BATCH, QUANT_STORAGE):
-            return 0.0  # a rank holds a share of anything, or the host does
-        if name in ("use_vllm", "vllm_max_model_length"):
-            return 0.0 if category == "vLLM" else 1.0
         if name == SLEEP:
             return 0.0 if category == "vLLM" and phase not in _ROLLOUT_PHASES else 1.0
         if name == "precompute_ref_log_probs":
             return 0.5 if category == "weights" else 1.0
         if name == "optim":
             return 0.0 if category == "optimizer" or (phase == "optimizer" and category in _MADE) else 1.0
-        if name == "use_peft":
-            return 0.0 if category in _TRAINED or category in _MADE else 1.0
-        return 0.0 if category in _MADE else 1.0
+        frees = traits_of(name, self.stated).frees
+        if frees == "all":
+            return 0.0
+        return 0.0 if category in (_MADE if frees is None else frees) else 1.0
 
     def _quantised(self, kind: str) -> float:
         recipe = self.recipe

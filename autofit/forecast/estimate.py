@@ -21,8 +21,7 @@ from autofit.forecast.change import Tell, Trier
 from autofit.forecast.ending import Ending, within
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers
-from autofit.forecast.margin import is_tight, most_used_bytes
-from autofit.forecast.zone import shown_bytes, used_words
+from autofit.forecast.margin import is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, LOG_PROBS, OPTIMIZER, ROLLOUT, SCORING, UPDATE
 from autofit.probing.fork_server import ForkServer

@@ -7,17 +7,13 @@ from autofit.errors import Cancelled
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, Trier
-from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
+from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.probing.result import ProbeResult
-from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
-from autofit.space.space import QUANTIZATION
 
 LEAST_GAIN = 0.01  # share of the step's seconds
-_FIRST = ("dtype", "use_vllm", "use_transformers_continuous_batching", "optim", "use_peft")
-_ONLY_MEMORY = (ALLOCATOR, QUANTIZATION, "lora_r", "activation_offloading", OFFLOAD)
-_RECIPE = ("dtype", "use_peft")  # settings of the recipe tier that are proposed for their speed
+_SPEEDS = ("first", "early")  # the order in which settings are tried for their speed
 
 
 def faster_changes(
@@ -54,7 +50,7 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
     update: list[Assignment] = [unchecked, batches[1]]
     neutral = [batches[0], *update] if of_rollout else [*update, batches[0]]
     known = [_asleep(at, levers, trier, base) for at in _others(levers)]
-    engines = [at for at in known if not at.keys().isdisjoint(_FIRST[:3])]
+    engines = [at for at in known if any(levers.traits(name).speed == "first" for name in at)]
     rest = [at for at in known if at not in engines]
     order = [*neutral[:1], *engines, *neutral[1:], *rest]
     return [at for at in order if at and TIERS.index(levers.tier(at)) > over and _is_meant(levers, at)]
@@ -62,9 +58,17 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
 
 def _others(levers: Levers) -> list[Assignment]:
     keys = levers.space.keys
-    sizes = (MICRO, ROLLOUT, keys.group, keys.completion, keys.length, *_ONLY_MEMORY, *CHECKPOINTING)
-    names = sorted((n for n in levers.own if n not in sizes), key=lambda n: _FIRST.index(n) if n in _FIRST else 99)
-    return [{name: value} for name in names for value in levers.others(name)[:1]]
+    sizes = (MICRO, ROLLOUT, keys.group, keys.completion, keys.length, *CHECKPOINTING)
+    tried = [n for n in levers.own if n not in sizes and levers.traits(n).speed != "none"]
+    return [
+        {name: value} for name in sorted(tried, key=lambda n: _turn(levers, n)) for value in levers.others(name)[:1]
+    ]
+
+
+def _turn(levers: Levers, name: str) -> tuple[int, int]:
+    """When a setting is tried for its speed: those of `_SPEEDS` in the practitioner's order, then the others."""
+    speed = levers.traits(name).speed
+    return (_SPEEDS.index(speed), levers.rank(name)) if speed in _SPEEDS else (len(_SPEEDS), 0)
 
 
 def _asleep(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> Assignment:
@@ -77,7 +81,7 @@ def _asleep(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> 
 
 
 def _is_meant(levers: Levers, at: Assignment) -> bool:
-    return levers.tier(at) != "recipe" or any(name in _RECIPE for name in at)
+    return levers.tier(at) != "recipe" or any(levers.traits(name).advised for name in at)
 
 
 def _larger(levers: Levers, trier: Trier, base: ProbeResult, name: str) -> Assignment:
@@ -85,6 +89,7 @@ def _larger(levers: Levers, trier: Trier, base: ProbeResult, name: str) -> Assig
     known = Known.of({}, base, gpu_spec(trier.device.removeprefix("sim:")).context_bytes)
     if name not in levers.own or known is None:
         return {}
-    bounds, room = Bounds(levers.space.recipe, levers.own), roomy_bytes(trier.capacity_bytes, trier.device)
+    room = roomy_bytes(trier.capacity_bytes, trier.device)
+    bounds = Bounds(levers.space.recipe, levers.own, levers.space.stated)
     fitting = [n for n in levers.larger(name) if bounds.expected_bytes(known, {name: n}) <= room]
     return {name: fitting[-1]} if fitting else {}

@@ -4,40 +4,23 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
+from typing import cast
 
 from autofit.hardware.hardware import Device
-from autofit.recipe.clashes import OFFLOAD, SHARDING
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier
+from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import space_knobs
-from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
+from autofit.space.space import Candidate, Knob, Space, Value
+from autofit.space.traits import Traits, traits_of
 
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
 SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-# The order in which a practitioner tries settings of one tier. Others come after them.
-LADDER = (
-    *CHECKPOINTING, MICRO, ROLLOUT, ALLOCATOR, SHARDING, QUANT_STORAGE, SYNC_EACH_BATCH, "vllm_max_model_length",
-    SHARE, SLEEP, "activation_offloading", "precompute_ref_log_probs", "dtype", "use_vllm", "optim", "use_peft",
-    QUANTIZATION, OFFLOAD,
-)  # fmt: skip
-# Knobs without a memory order whose other values may need less memory.
-_MAY_HELP = {
-    ALLOCATOR, "activation_offloading", "activation_checkpointing_kwargs.offload", "precompute_ref_log_probs", "optim",
-    "padding_free", "use_peft", SLEEP, "vllm_max_model_length", SHARDING, OFFLOAD,
-    QUANT_STORAGE,
-}  # fmt: skip
-_OF_FSDP2 = ((OFFLOAD, "parameters"), (SYNC_EACH_BATCH, True), (QUANT_STORAGE, "bfloat16"))
-_ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
+_AS = {MICRO: "per_device_train_batch_size", ROLLOUT: "steps_per_generation"}  # whose place in the order they have
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
 Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
-
-
-def rank(setting: str) -> int:
-    """The place of `setting` in the practitioner's order."""
-    return LADDER.index(setting) if setting in LADDER else len(LADDER)
 
 
 @dataclass(frozen=True)
@@ -67,6 +50,14 @@ class Levers:
         sizes = ((MICRO, keys.micro_batch, micro), (ROLLOUT, keys.rollout, micro * chunk))
         return {name: size for name, key, size in sizes if key in knobs}
 
+    def traits(self, name: str) -> Traits:
+        """The traits of a setting's knob."""
+        return traits_of(_AS[name]) if name in _AS else self._listed[name][0].traits
+
+    def rank(self, name: str) -> int:
+        """The place of a setting in the order in which a practitioner tries them."""
+        return self.traits(name).place
+
     @cached_property
     def strengths(self) -> dict[str, tuple[Value, ...]]:
         """{setting: its values that need less memory than the recipe's own, from the mildest to the strongest}.
@@ -76,14 +67,13 @@ class Levers:
         """
         found = {name: self._less(name) for name in self.own}
         valid = {name: tuple(v for v in values if self._enabled(name, v)) for name, values in found.items()}
-        return {name: values for name, values in sorted(valid.items(), key=lambda e: rank(e[0])) if values}
+        return {name: values for name, values in sorted(valid.items(), key=lambda e: self.rank(e[0])) if values}
 
     def _enabled(self, name: str, value: Value) -> dict[str, Value]:
         """A candidate's settings with this value of `name`, and what it needs of others; {} if there is none."""
         micro: dict[str, Value] = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
-        adapter: dict[str, Value] = {"use_peft": True} if name == QUANTIZATION and "use_peft" in self.own else {}
-        shared: dict[str, Value] = {SHARDING: "fsdp2"} if (name, value) in _OF_FSDP2 else {}
-        tries: list[dict[str, Value]] = [{name: value}, {**micro, **adapter, **shared, name: value}]
+        beside = {k: cast(Value, v) for k, v in (self.traits(name).beside or {}).items() if k in self.own}
+        tries: list[dict[str, Value]] = [{name: value}, {**micro, **beside, name: value}]
         return next((at for at in tries if self.candidate(at) is not None), {})
 
     def tier_of(self, name: str) -> Tier:
@@ -97,14 +87,8 @@ class Levers:
         if name == self.space.keys.group:
             return ()  # it changes no bytes at the same effective batch
         knob, choices = self._listed[name]
-        if name == QUANTIZATION:  # weights of 8 bits take temporaries that may exceed what they save
-            return ("4bit",) if own != "4bit" and "4bit" in choices else ()
-        if name == SHARE and isinstance(own, float):
-            return tuple(sorted((v for v in choices if isinstance(v, float) and v < own), reverse=True))
-        if name in _ENGINES:
-            return (False,) if own is True else ()
-        if name in _MAY_HELP or (name == "attn_implementation" and own == "eager"):
-            return tuple(v for v in choices if v != own)
+        if knob.traits.less is not None:
+            return _fewer(knob.traits, own, choices)
         return choices[: choices.index(own)][::-1] if knob.memory_ascending else ()
 
     @cached_property
@@ -159,6 +143,17 @@ class Levers:
             dict(zip(order, row, strict=True)) for row in product(*(self.strengths[n][::-1] for n in order))
         )
         return next((row for row in islice(rows, _MOST_ROWS) if self.candidate(row) is not None), {})
+
+
+def _fewer(traits: Traits, own: Value, choices: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Those of `choices` that may need less memory than the recipe's `own` value, from the mildest to the strongest."""
+    if traits.than is not None and own not in traits.than:
+        return ()
+    if traits.less == "lower":
+        lower = (v for v in choices if isinstance(v, float) and isinstance(own, float) and v < own)
+        return tuple(sorted(lower, reverse=True))
+    wanted = choices if traits.less == "any" else traits.less or ()
+    return tuple(v for v in choices if v != own and v in wanted)
 
 
 def number(value: Value) -> int:

@@ -10,6 +10,8 @@ better. The context of a card without a figure of its own is scaled from another
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.recipe import Recipe
+from autofit.units import format_bytes
 
 WORST_ERROR_FRAC = 0.0623  # of the measured bytes, where the prediction is below them
 
@@ -37,3 +39,78 @@ def roomy_bytes(capacity_bytes: int, device: Device) -> int:
 def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
     """Whether the recipe fits as predicted, with less to spare than the prediction may be off."""
     return result.status is ProbeStatus.FIT and needed_bytes(result) > roomy_bytes(capacity_bytes, result.device)
+
+
+# The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
+
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_MATTERS_FRAC = 0.01  # of what is needed: fewer gaps, or a smaller reserve, are not worth a sentence
+
+
+def shown_bytes(result: ProbeResult, capacity_bytes: int) -> tuple[int, str]:
+    """(the bytes to judge by, what they are): used, or where the allocator's cache fills the card, needed."""
+    used, needed = result.device_used_bytes or 0, needed_bytes(result)
+    if used > needed and used > roomy_bytes(capacity_bytes, result.device):
+        return needed, "needed"
+    return used, "used"
+
+
+def used_words(result: ProbeResult, capacity_bytes: int) -> str:
+    """`77.02 GB of 84.93 GB needed, up to 82.10 GB allowing for the largest error seen so far`."""
+    count, what = shown_bytes(result, capacity_bytes)
+    most = format_bytes(most_used_bytes(count, result.device))
+    of = f"{format_bytes(count)} of {format_bytes(capacity_bytes)} {what}"
+    return f"{of}, up to {most} allowing for the largest error seen so far"
+
+
+def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
+    """What decides whether it fits where that is tight, and what makes it safe; why the card is full where it is not.
+
+    [] where neither is so.
+    """
+    count, what = shown_bytes(result, capacity_bytes)
+    lines = []
+    if what == "needed" and (result.device_used_bytes or 0) - count > _MATTERS_FRAC * count:
+        full = format_bytes(result.device_used_bytes or 0)
+        lines.append(
+            f"The card will look full, with {full}: PyTorch keeps blocks that the {_fullest(result)} has freed, and "
+            "returns them when they are needed."
+        )
+    if is_tight(result, capacity_bytes):
+        lines += [_decides(result, recipe, capacity_bytes), _safe(result, capacity_bytes)]
+    return lines
+
+
+def _fullest(result: ProbeResult) -> str:
+    """The phase whose reserved bytes are the most."""
+    return max(result.phases, key=lambda phase: phase.peak_reserved_bytes).name if result.phases else "run"
+
+
+def _decides(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
+    """Which bytes decide: live ones, or the gaps between the allocator's blocks."""
+    needed = needed_bytes(result)
+    top = max(result.phases, key=lambda phase: phase.peak_allocated_bytes, default=None)
+    if top is None:
+        return f"What decides: {format_bytes(needed)}, of which no part is known."
+    live = top.peak_allocated_bytes + top.device_used_bytes - top.peak_reserved_bytes  # with the CUDA context
+    gaps = needed - live
+    if gaps <= _MATTERS_FRAC * needed or most_used_bytes(live, result.device) > capacity_bytes:
+        return f"What decides: the live tensors of the {top.name}, {format_bytes(live)} with the CUDA context."
+    closes = "" if _ALLOCATOR in str(recipe.values.get("env", "")) else (
+        f"; {_ALLOCATOR}=expandable_segments:True usually closes most of them"
+    )  # fmt: skip
+    return (
+        f"What decides: fragmentation. {format_bytes(live)} are live in the {top.name}, {format_bytes(gaps)} are gaps "
+        f"between the allocator's blocks{closes}."
+    )
+
+
+def _safe(result: ProbeResult, capacity_bytes: int) -> str:
+    """By how much it must shrink, and what else may be on the card."""
+    needed = needed_bytes(result)
+    less = needed - roomy_bytes(capacity_bytes, result.device)
+    most = format_bytes(most_used_bytes(needed, result.device))
+    return (
+        f"It is safe with {format_bytes(less)} less, or where {most} may be used. "
+        f"As predicted, anything else on the card may take {format_bytes(capacity_bytes - needed)}."
+    )

@@ -13,8 +13,8 @@ from autofit.fakegpu.formula.formula import MassModel
 from autofit.files import read_json, write_json
 from autofit.forecast.structures import Structure, variables
 from autofit.hardware import calibration
-from autofit.probing.code import code_hash
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.kept import code_hash
 from autofit.recipe.keys import BatchKeys
 
 EXACT_SHARE = 1e-4  # a model with a larger hold-out error (relative) rules out no candidate

@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, cast
 
+import numpy as np
+
+from autofit.forecast.predictions import Predictions
 from autofit.plugin.padding import is_padded
+from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Candidate, Space, Value
@@ -169,3 +173,25 @@ def _is_large(recipe: Recipe, shape: Shape) -> bool:
     """Whether a micro-batch has more tokens than one tile of the loss."""
     tokens = shape.completion if recipe.generates else recipe.longest_prompt_tokens or 0
     return recipe.tile_tokens is not None and shape.micro * tokens > recipe.tile_tokens
+
+
+# Settings whose seconds on a simulated card are a lower bound: the optimizer's step on the host is not timed.
+
+WHY_NOT_OFFLOADED = "candidates without it fit, and the seconds of the host's step are not known"
+
+
+def without_offload(space: Space) -> Space:
+    """`space` without offloads to the host that the recipe does not have; `space` itself if it has none.
+
+    The host's step would count for nothing, so a slower candidate would win.
+    """
+    place = next((i for i, knob in enumerate(space.knobs) if knob.name == OFFLOAD), None)
+    offers = () if place is None else tuple(v for v in space.choices[place] if v != "none")
+    gone = [(OFFLOAD, v) for v in offers if place is not None and v != space.baseline.values[place]]
+    return without(space, gone) if gone else space
+
+
+def has_room(predictions: Predictions, limit_bytes: int | None) -> bool:
+    """Whether a candidate is predicted to fit."""
+    used = predictions.device_used_bytes
+    return bool((np.isfinite(used) & (used <= (np.inf if limit_bytes is None else limit_bytes))).any())

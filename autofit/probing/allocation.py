@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from autofit.cluster.nodes import is_card_broken, node_fault
-from autofit.cluster.slurm import node_name, own_id
+from autofit.cluster.scheduler import own_job, own_node
 from autofit.errors import AutofitError, one_line
 from autofit.files import write_json
 from autofit.hardware.hardware import slot_names
@@ -42,7 +42,7 @@ class Allocation:
     function: Callable[[str], None] = run_probe
 
     def __call__(self, _: str) -> None:
-        pool, job = Pool(self.home), own_id()
+        pool, job = Pool(self.home), _own_id()
         pool.begin(job)
         for name, taken_by in pool.running().items():  # by the same job, before Slurm put it back into the queue
             if taken_by == job and answer_in(pool.folder(name)) is None:
@@ -64,7 +64,7 @@ class Allocation:
             if name is None:
                 return
             folder = told.folder = pool.folder(name)
-            write_json(folder / "job.json", {"slurm": job, "submitted": time.time()})
+            write_json(folder / "job.json", {pool.kind: job, "submitted": time.time()})
             self._run(folder, socket_path, told)
             if told.signal is not None:
                 self._explain(folder, job, told, is_first=number == 0)
@@ -96,7 +96,7 @@ class Allocation:
         request = ProbeRequest.read(folder / "request.json")
         own = slot_names(request.device, 1)
         if request.device == "cpu":  # each job has CPUs of its own
-            own = (f"cpu-{own_id()}",)
+            own = (f"cpu-{_own_id()}",)
         write_json(request.request_path, replace(request, slots=own, server_socket=socket_path).to_json())
         if told.signal is None:
             self.function(str(request.request_path))
@@ -116,7 +116,7 @@ class Allocation:
             write_json(folder / "answer.json", lost(folder, words, Cause.DEADLINE).to_json())
             return
         what = "came near its time limit" if told.signal == signal.SIGUSR2 else "was cancelled or preempted"
-        _give_up(folder, f"job {job} on {node_name()} {what}")
+        _give_up(folder, f"job {job} on {own_node()} {what}")
 
     def _is_broken(self, folder: Path, pool: Pool) -> bool:
         """Whether the probe ended because its card is broken: then it is repeated, and the node set aside."""
@@ -128,7 +128,7 @@ class Allocation:
             return False
         pool.set_aside(f"its card broke down: {one_line(answer.reason, 200)}")
         (folder / "answer.json").unlink()
-        _give_up(folder, f"the card of {node_name()} is broken")
+        _give_up(folder, f"the card of {own_node()} is broken")
         return True
 
     @contextmanager
@@ -142,6 +142,12 @@ class Allocation:
             yield server.socket_path if server.is_ready() else None
         finally:
             server.close()
+
+
+def _own_id() -> str:
+    job = own_job()
+    assert job is not None, "a job of a scheduler runs this"
+    return job.id
 
 
 def _give_up(folder: Path, reason: str) -> None:

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autofit.cluster import slurm
 from autofit.cluster.executor import Executor
-from autofit.cluster.slurm import JobState
+from autofit.cluster.scheduler import JobState, cluster_of
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import write_json
 from autofit.probing.allocation import Allocation
-from autofit.probing.debug import DebugLauncher
 from autofit.probing.job import answered, cancel, run_probe
-from autofit.probing.launch import Launcher, answer_in, lost, lost_path
+from autofit.probing.launch import DebugLauncher, Launcher, answer_in, lost, lost_path
 from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
@@ -50,8 +48,8 @@ class ClusterLauncher(Launcher):
         function: Callable[[str], None] = run_probe, idle_s: float = _IDLE_S,
     ) -> None:  # fmt: skip
         super().__init__(function)
-        self._executor, self._pool = executor, Pool(home)
-        limit_s = slurm.limit_of_job_s(executor)
+        self._executor, self._pool, self._cluster = executor, Pool(home), cluster_of(executor.kind)
+        limit_s = self._cluster.limit_of_job_s(executor)
         self._signal_s = int(min(30, limit_s / 4))
         self._allocation = Allocation(
             home=home.resolve(), device=device, card=card, cards=cards, probes=executor.probes_per_job, idle_s=idle_s,
@@ -67,7 +65,7 @@ class ClusterLauncher(Launcher):
         self._missing: dict[str, float] = {}
         self._submitted_at = -math.inf
         self._said: set[str] = set()
-        self._pool.make()
+        self._pool.make(executor.kind)
 
     # -- as any launcher --------------------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class ClusterLauncher(Launcher):
     def close(self) -> None:
         """Cancel the jobs."""
         self._look()
-        slurm.cancel(sorted(self._jobs | self._fresh))
+        self._cluster.cancel(sorted(self._jobs | self._fresh))
 
     # -- probes -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +121,7 @@ class ClusterLauncher(Launcher):
 
     def _ended(self, name: str, job: str) -> JobState | None:
         """The last state of the job, if it has ended, or lost its node, since it took the probe; else None."""
-        queue = slurm.queue()
+        queue = self._cluster.queue()
         state = queue.state(job)
         if state is None or queue.asked_at <= self._seen.since[name, job]:
             return None  # Slurm's answer is older than what the folder says
@@ -140,8 +138,9 @@ class ClusterLauncher(Launcher):
         node = self._pool.node_of(job) or state.nodes
         where = f"job {job} on {node or 'a node'}"
         said = end_of(self._pool.log_of(job))
-        if state.state == "OUT_OF_MEMORY" or slurm.is_out_of_memory(said):
-            words = f"{where} ran out of host memory, and Slurm ended it; give --mem more than {self._memory}"
+        if state.state == "OUT_OF_MEMORY" or self._cluster.is_out_of_memory(said):
+            ended = f"ran out of host memory, and {self._cluster.title} ended it"
+            words = f"{where} {ended}; give --mem more than {self._memory}"
             found = lost(folder, words, Cause.HOST_OOM)
             write_json(folder / "answer.json", found.to_json())
             cancel(folder)
@@ -175,7 +174,7 @@ class ClusterLauncher(Launcher):
     # -- jobs -------------------------------------------------------------------------------------------------------
 
     def _follow_jobs(self) -> None:
-        queue = slurm.queue()
+        queue = self._cluster.queue()
         told = {job: state for job, state in queue.states().items() if state.name == self._name}
         alive = {job for job, state in told.items() if state.is_alive}
         known = self._jobs | self._fresh
@@ -186,11 +185,11 @@ class ClusterLauncher(Launcher):
         for job in alive:
             if told[job].waits and told[job].reason.lower() == _HELD:
                 self._failed.append(job)
-                slurm.cancel([job])
+                self._cluster.cancel([job])
         if self._seen.waiting and alive and all(told[job].waits for job in alive) and not self._fresh:
             reasons = sorted({told[job].reason for job in alive} - {"", "None"})
             if reasons:
-                self._tell(f"jobs wait in Slurm's queue: {', '.join(reasons)}")
+                self._tell(f"jobs wait in {self._cluster.title}'s queue: {', '.join(reasons)}")
 
     def _note_end(self, job: str, state: JobState) -> None:
         """A job has ended. Where it never began, its node is set aside; where none ever began, none will."""
@@ -212,9 +211,10 @@ class ClusterLauncher(Launcher):
         lines = path.read_text(errors="replace").split("\n") if path.exists() else []
         said = next((line for line in reversed(lines) if line.strip()), "nothing")
         return (
-            f"Slurm's jobs end before they begin ({', '.join(self._failed)}; the last one: {state.state}"
-            f"{' on ' + state.nodes if state.nodes else ''}; it printed: {printable(one_line(said), 200)}); make the "
-            f"environment there on every node (setup in executor.yaml), and see {path}"
+            f"{self._cluster.title}'s jobs end before they begin ({', '.join(self._failed)}; the last one: "
+            f"{state.state}{' on ' + state.nodes if state.nodes else ''}; it printed: "
+            f"{printable(one_line(said), 200)}); make the environment there on every node "
+            f"(setup in executor.yaml), and see {path}"
         )
 
     def _read_faults(self) -> None:
@@ -223,8 +223,10 @@ class ClusterLauncher(Launcher):
             self._tell(f"node {node} is set aside: {self._pool.fault_of(node)}")
         self._excluded |= found
         if found:
-            slurm.exclude([job for job in self._jobs if slurm.queue().waits(job)], sorted(self._excluded))
-        if found and (nodes := slurm.nodes_of(self._executor.partition)) and nodes <= self._excluded:
+            self._cluster.exclude(
+                [job for job in self._jobs if self._cluster.queue().waits(job)], sorted(self._excluded)
+            )
+        if found and (nodes := self._cluster.nodes_of(self._executor.partition)) and nodes <= self._excluded:
             reasons = "; ".join(f"{node}: {self._pool.fault_of(node)}" for node in sorted(nodes))
             raise EnvironmentFault(f"no node is left that can run probes: {reasons}")
 
@@ -237,7 +239,7 @@ class ClusterLauncher(Launcher):
             return
         self._submitted_at = time.monotonic()
         self._fresh |= set(
-            slurm.submit(
+            self._cluster.submit(
                 self._executor, self._pool.home / "logs", self._allocation, ["probes"] * missing, name=self._name,
                 exclude=sorted(self._excluded), signal_s=self._signal_s,
             )
@@ -261,7 +263,7 @@ def launcher_for(
     """The launcher of the probes in `probes_folder`: on this machine, or in jobs of Slurm on nodes with such cards."""
     if executor.kind == "debug":
         return DebugLauncher()
-    if not executor.is_slurm:
+    if not executor.is_cluster:
         return Launcher()
     return ClusterLauncher(executor, probes_folder / "jobs", device=device, card=card, cards=cards)
 

@@ -5,12 +5,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
 from autofit.files import cache_folder, read_json, write_json
 from autofit.hardware import calibration
-from autofit.probing.code import code_hash
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 _UNREAD = ("output_dir", "run_name", "logging_dir")  # keys of a recipe that no simulated probe depends on
@@ -50,3 +52,27 @@ def _path(request: ProbeRequest) -> Path:
     ]  # fmt: skip
     name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder() / "probes" / f"{name}.json"
+
+
+# A hash of the code of the simulation: what is kept of it counts only for the same code.
+
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm")
+_FOLDERS = ("fakegpu", "forecast", "plugin", "probing")
+
+
+@cache
+def code_hash() -> str:
+    """A hash of the simulation's own code and the versions of the packages that it runs."""
+    digest = hashlib.sha256(json.dumps([_version(p) for p in _PACKAGES]).encode())
+    package = Path(__file__).parent.parent
+    for folder in (*(package / name for name in _FOLDERS), Path(str(resources.files("autofit.trainers")))):
+        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.npz"))):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

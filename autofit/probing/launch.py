@@ -1,22 +1,24 @@
 """Starts the jobs of probes through submitit, and finds them again: processes of this machine, or jobs of Slurm."""
 
 import itertools
+import math
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 
 import submitit
 
-from autofit.cluster import slurm
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.executor import LOCAL, SLURM, Executor, Kind
+from autofit.cluster.scheduler import Cluster, JobState, cluster_of
 from autofit.errors import EnvironmentFault
 from autofit.files import is_full, private_folder, read_json, write_json
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
@@ -187,14 +189,15 @@ def start_job(
 ) -> None:  # fmt: skip
     """Submit `function(argument)` as a job that outlives this process and ignores Ctrl-C; records it in `folder`.
 
-    On Slurm it runs once on each of the executor's nodes, and USR2 comes `signal_s` seconds before its time limit.
+    On a cluster it runs once on each of the executor's nodes, and USR2 comes `signal_s` seconds before its time limit.
     """
     private_folder(folder / "job")  # submitit unpickles what lies there
-    if executor.is_slurm:
+    if executor.is_cluster:
         name = f"autofit-{folder.name}"
         nodes = executor.nodes or 1
-        ids = slurm.submit(executor, folder / "job", function, [argument], name=name, nodes=nodes, signal_s=signal_s)
-        write_json(folder / "job.json", {"slurm": ids[0], "submitted": time.time()})
+        submit = cluster_of(executor.kind).submit
+        ids = submit(executor, folder / "job", function, [argument], name=name, nodes=nodes, signal_s=signal_s)
+        write_json(folder / "job.json", {executor.kind: ids[0], "submitted": time.time()})
         return
     python = f"{shlex.quote(sys.executable)} -P"  # a folder `autofit` where the user works is not ours
     local = submitit.LocalExecutor(folder=folder / "job", python=python)
@@ -206,10 +209,10 @@ def start_job(
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the job recorded in `folder` is running, or waits in Slurm's queue, whoever submitted it."""
-    job_id = _slurm_id(folder)
-    if job_id is not None:
-        state = slurm.queue().state(job_id)
+    """Whether the job recorded in `folder` is running, or waits in a cluster's queue, whoever submitted it."""
+    job = cluster_job(_note(folder / "job.json") or {})
+    if job is not None:
+        state = job.cluster.queue().state(job.id)
         return state is None or state.is_alive
     notes = [note for name in ("started.json", "job.json") if (note := _note(folder / name)) is not None]
     if notes:
@@ -227,39 +230,58 @@ def _is_a_copy(folder: Path) -> bool:
     return isinstance(first, str) and first.startswith("/") and Path(first).resolve() != folder.resolve()
 
 
-def _slurm_id(folder: Path) -> str | None:
-    """The number of the job of Slurm recorded in `folder`; None where it is none of Slurm's."""
-    submitted = _note(folder / "job.json") or {}
-    return str(submitted["slurm"]) if "slurm" in submitted else None
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A job of a scheduler, as the file that records it says: the executor's kind, and the job's number there."""
+
+    kind: Kind
+    id: str
+
+    @property
+    def cluster(self) -> Cluster:
+        return cluster_of(self.kind)
+
+
+def cluster_job(note: Mapping[str, object]) -> ClusterJob | None:
+    """The scheduler's job that the content of a job.json records; None where it is a process of this machine."""
+    return next((ClusterJob(kind, str(job)) for kind, job in note.items() if kind == SLURM or ":" in kind), None)
+
+
+def _in_queue(folder: Path) -> tuple[ClusterJob, JobState] | None:
+    """The scheduler's job recorded in `folder` and its state; None where there is none, or it is not known."""
+    job = cluster_job(_note(folder / "job.json") or {})
+    state = None if job is None else job.cluster.queue().state(job.id)
+    return None if job is None or state is None else (job, state)
 
 
 def place_in_slurm(folder: Path) -> str | None:
-    """Where the job of Slurm recorded in `folder` is: in the queue and why, or on which nodes; None: not known."""
-    job_id = _slurm_id(folder)
-    state = None if job_id is None else slurm.queue().state(job_id)
-    if state is None:
+    """Where the scheduler's job recorded in `folder` is: in the queue and why, or on which nodes; None: not known."""
+    found = _in_queue(folder)
+    if found is None:
         return None
+    job, state = found
     if state.waits:
-        return f"job {job_id} waits in Slurm's queue{f' ({state.reason})' if state.reason else ''}"
-    return f"job {job_id} runs on {state.nodes}" if state.state == "RUNNING" and state.nodes else None
+        queue = f"{job.cluster.title}'s queue"
+        return f"job {job.id} waits in {queue}{f' ({state.reason})' if state.reason else ''}"
+    return f"job {job.id} runs on {state.nodes}" if state.state == "RUNNING" and state.nodes else None
 
 
 def end_in_slurm(folder: Path) -> str | None:
-    """How the job of Slurm recorded in `folder` ended, where Slurm ended it; None where it did not, or forgot it."""
-    job_id = _slurm_id(folder)
-    state = None if job_id is None else slurm.queue().state(job_id)
-    if state is None or state.state not in _ENDED:
+    """How the scheduler ended its job recorded in `folder`; None where it did not end it, or forgot it."""
+    found = _in_queue(folder)
+    if found is None or found[1].state not in _ENDED:
         return None
-    said = end_of(folder / "job" / f"{job_id}_0_log.out")
-    words = _ENDED["OUT_OF_MEMORY" if slurm.is_out_of_memory(said) else state.state]
-    return f"job {job_id} {words}{f', on {state.nodes}' if state.nodes else ''}"
+    job, state = found
+    said = end_of(folder / "job" / f"{job.id}_0_log.out")
+    words = _ENDED["OUT_OF_MEMORY" if job.cluster.is_out_of_memory(said) else state.state]
+    return f"job {job.id} {words}{f', on {state.nodes}' if state.nodes else ''}"
 
 
 def cancel_waiting(folder: Path) -> None:
-    """Cancel the job of Slurm recorded in `folder` if it waits in the queue: it has nothing to save."""
-    job_id = _slurm_id(folder)
-    if job_id is not None and slurm.queue().waits(job_id):
-        slurm.cancel([job_id])
+    """Cancel the scheduler's job recorded in `folder` if it waits in the queue: it has nothing to save."""
+    job = cluster_job(_note(folder / "job.json") or {})
+    if job is not None and job.cluster.queue().waits(job.id):
+        job.cluster.cancel([job.id])
 
 
 @contextmanager
@@ -285,3 +307,24 @@ def holding_back_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited comes now
         if came:
             signal.raise_signal(came[0])
+
+
+# Ctrl-C ends the job without a traceback of its own, and its probe with it.
+_QUIET = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+
+
+class DebugLauncher(Launcher):
+    """The executor `debug`: a probe runs in this terminal, so that `breakpoint()` in a reward function stops there.
+
+    It runs to its end when it is submitted: no server, no deadline, no kept answer. Not in this very process: a probe
+    needs a fresh one (its memory is measured, its trainer may crash), and a child that inherits stdin, stdout and
+    stderr serves a debugger as well.
+    """
+
+    def submit(self, request: ProbeRequest) -> None:
+        """Write the request, and run its probe; Ctrl-C ends both the probe and the search."""
+        request = replace(request, server_socket=None, terminal=True, deadline_s=math.inf)
+        write_json(request.request_path, request.to_json())
+        function = self._function
+        call = f"from {function.__module__} import {function.__name__} as run; run(sys.argv[1])"
+        subprocess.run([sys.executable, "-P", "-c", f"{_QUIET}; {call}", str(request.request_path)], check=False)

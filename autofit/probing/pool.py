@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.cluster.slurm import node_name
+from autofit.cluster.executor import SLURM, Kind
+from autofit.cluster.scheduler import own_node
 from autofit.errors import EnvironmentFault
 from autofit.files import cannot_write, read_json, write_json
 
 _AT = "@"
+_KIND = "executor.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,17 @@ class Pool:
 
     home: Path
 
-    def make(self) -> None:
-        """Make the folders. What earlier jobs said of nodes is forgotten: they may be mended."""
+    @property
+    def kind(self) -> Kind:
+        """The executor whose jobs take the probes."""
+        return str((read_json(self.home / _KIND) or {}).get("kind", SLURM))
+
+    def make(self, kind: Kind = SLURM) -> None:
+        """Make the folders, for jobs of the executor `kind`. What was said of nodes is forgotten: they may be well."""
         try:
             for folder in ("queue", "taken", "begun", "closed", "faults", "logs"):
                 (self.home / folder).mkdir(parents=True, exist_ok=True)
+            write_json(self.home / _KIND, {"kind": kind})
         except OSError as error:
             raise EnvironmentFault(cannot_write(self.home, error)) from error
         for node in _names(self.home / "faults"):
@@ -84,7 +92,7 @@ class Pool:
     def begin(self, job: str) -> None:
         """The job runs, on this node."""
         (self.home / "closed" / job).unlink(missing_ok=True)  # Slurm has started it again
-        write_json(self.home / "begun" / job, {"node": node_name(), "pid": os.getpid()})
+        write_json(self.home / "begun" / job, {"node": own_node(), "pid": os.getpid()})
 
     def close(self, job: str) -> None:
         """The job takes no further probe."""
@@ -111,7 +119,7 @@ class Pool:
 
     def set_aside(self, reason: str, *, node: str = "") -> None:
         """The node, this one without a name, must not take probes, for this reason."""
-        write_json(self.home / "faults" / (node or node_name()), {"reason": reason})
+        write_json(self.home / "faults" / (node or own_node()), {"reason": reason})
 
     def faulty(self) -> set[str]:
         """The nodes that must not take probes."""

@@ -22,10 +22,9 @@ from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, W
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
-from autofit.probing.phases import Followed, Recorder
+from autofit.probing.phases import Followed, Recorder, StepClock
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
-from autofit.probing.steps import StepClock
 from autofit.probing.supervise import die_with_parent
 from autofit.recipe.launch import Launch, is_on, split
 from autofit.recipe.secrets import opened

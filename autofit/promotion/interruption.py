@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from autofit.cluster.slurm import in_job
+from autofit.cluster.scheduler import own_job
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP = "stop"  # file in the folder of a run
@@ -46,7 +46,7 @@ def ask_to_end(folder: Path) -> None:
 
 def ask_after_signal(folder: Path) -> None:
     """As `ask_to_end`, after one of SIGNALS: a job of Slurm is to go on later."""
-    if not in_job():
+    if own_job() is None:
         ask_to_end(folder)
         return
     with contextlib.suppress(OSError):

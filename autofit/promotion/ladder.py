@@ -19,6 +19,7 @@ from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.knob import ENV, SERVER_RANKS, Knob, Value, load_space, space_knobs
 from autofit.space.space import Space
+from autofit.space.traits import traits_of
 from autofit.tuning.frontier import Trial, measured
 from autofit.tuning.record import StudyRecord
 
@@ -104,8 +105,6 @@ def _is_free(space: Space, name: str) -> bool:
     return any(knob.name == name for knob in space.knobs)
 
 
-# A checkpoint has no weights or moments for other values of these, or its place in the data is another one.
-_FROM_THE_START = ("use_peft", "lora_r", "quantization", "optim", "packing", "dtype", f"{LAUNCH}.sharding")
 _OTHER_RANKS = (f"{LAUNCH}.ranks", SERVER_RANKS)  # the run keeps its ranks: each has a share of the checkpoint
 _EVALUATION = "per_device_eval_batch_size"
 # A choice: torch advises expandable segments where the unused share of its memory "is large", without a number.
@@ -119,6 +118,7 @@ class Rung:
     changes: Mapping[str, object]
     tier: Tier = "neutral"
     remark: str = ""  # what differs all the same, and no gradient shows
+    restarts: bool = False  # the run starts anew: a checkpoint is of no use to it
 
     @property
     def compared(self) -> dict[str, object]:
@@ -151,6 +151,7 @@ class Ladder:
     left_out: Mapping[str, str] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
     space: str = ""  # path of the trainer's own search space
+    traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
     device_used_bytes: int | None = None
     speeds: tuple[Speed, ...] = ()
 
@@ -165,13 +166,13 @@ class Ladder:
             trial=chosen.number, trainer=record.trainer, device=device, keys=keys, compared=record.compared,
             values=dict(values), resolved=resolved,
             allow=allow, tiers=record.tiers, left_out=record.left_out, other_names=record.other_names,
-            space=record.space, device_used_bytes=chosen.device_used_bytes,
+            space=record.space, traits=record.traits, device_used_bytes=chosen.device_used_bytes,
             speeds=tuple(_speeds(record.resolved, resolved, trials)),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
         names = ("trial", "trainer", "device", "values", "resolved", "allow", "tiers", "left_out", "other_names",
-                 "space", "device_used_bytes")  # fmt: skip
+                 "space", "traits", "device_used_bytes")  # fmt: skip
         speeds = [[dict(s.changes), s.step_s, s.device_used_bytes] for s in self.speeds]
         plain = {name: getattr(self, name) for name in names}
         return {**plain, "keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
@@ -213,7 +214,7 @@ class Ladder:
             found.sort(key=lambda rung: "env" not in rung.changes)
         if again and oom.phase == ROLLOUT:
             found.sort(key=lambda rung: self.keys.accumulation in rung.changes or self.keys.rollout not in rung.changes)
-        return [r for r in found if at_start or not set(r.changes) & set(_FROM_THE_START)]
+        return [r for r in found if at_start or not r.restarts]
 
     def _of_space(self, recipe: Recipe, oom: Oom) -> list[Rung]:
         space = self._space(recipe)
@@ -222,7 +223,12 @@ class Ladder:
         params = [*smaller_micro_batch(space, recipe, oom), *smaller_rollout(space, recipe, oom), *one_down(space)]
         candidates = [space.candidate({**space.params(space.baseline), **changed}) for changed in params]
         return [
-            Rung(changes=space.yaml_changes(c), tier=space.tier(c), remark=self._remark(space.changes(c), recipe, oom))
+            Rung(
+                changes=(changes := space.yaml_changes(c)),
+                tier=space.tier(c),
+                remark=self._remark(space.changes(c), recipe, oom),
+                restarts=any(traits_of(key, {**self.traits, **space.stated}).restarts for key in changes),
+            )
             for c in candidates
             if space.violated(c) is None and TIERS.index(space.tier(c)) <= TIERS.index(self.allow)
         ]

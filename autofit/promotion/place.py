@@ -102,7 +102,7 @@ def training_device(
     Raises ConfigError where the study is of a card that this machine lacks and nobody said where to train. On Slurm
     the job looks at the cards of its nodes.
     """
-    if executor.is_slurm and "cuda" in (asked, studied) and asked != "cpu":
+    if executor.is_cluster and "cuda" in (asked, studied) and asked != "cpu":
         return "cuda"
     if asked != "auto":
         return _given(asked)
@@ -123,7 +123,7 @@ def machines_of(launch: Launch, executor: Executor) -> int:
 
     Its ranks stay as many as they are, and so does the effective batch.
     """
-    if not executor.is_slurm or executor.nodes is None or executor.nodes == launch.machines:
+    if not executor.is_cluster or executor.nodes is None or executor.nodes == launch.machines:
         return launch.machines
     asked = executor.nodes
     if launch.machines > 1:
@@ -142,14 +142,14 @@ def machines_of(launch: Launch, executor: Executor) -> int:
 def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> None:
     """Raise ConfigError for a launch whose ranks cannot be started on `device` of this machine, or of Slurm's."""
     write = "write its files with --write-only, and start it with the command that they name"
-    if launch.machines > 1 and not executor.is_slurm:
+    if launch.machines > 1 and not executor.is_cluster:
         raise ConfigError(
             f"the run trains on {launch.machines} machines, and autofit starts it on one; give --executor slurm, or "
             f"{write}"
         )
     if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
-    if device != "cuda" or executor.is_slurm:
+    if device != "cuda" or executor.is_cluster:
         return
     if launch.cards > len(gpus()):
         raise ConfigError(f"the run trains on {launch.cards} cards, and this machine has {len(gpus())}; {write}")
@@ -167,12 +167,12 @@ def server_of(
     that cannot be started.
     """
     launch = Launch.of(values)
-    if not needs_server(resolved, values) or not (executor.is_slurm or (device == "cuda" and launch.server_ranks)):
+    if not needs_server(resolved, values) or not (executor.is_cluster or (device == "cuda" and launch.server_ranks)):
         return None
     server = Server.of(values)
     cards = f"{server.cards} card{'s' if server.cards > 1 else ''}"
     place = f"{cards} of this machine"
-    if executor.is_slurm:
+    if executor.is_cluster:
         on = f" with {cards}" if device == "cuda" else ""
         place = f"a node of its own{on}, so the job asks for {launch.machines + 1} nodes"
     say(f"its vLLM server gets {place}; it logs to server.log in the folder of the run")

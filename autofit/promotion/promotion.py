@@ -265,10 +265,10 @@ def launch(
         request |= {"ladder": promotion.ladder.to_json(), **carried(folder, promotion.ladder)}
     write_json(run.request_path, request)
     resumed = bool(checkpoints(promotion.output_dir))
-    if executor.is_slurm:
+    if executor.is_cluster:
         executor = for_slurm(executor, promotion.tuned.launch, promotion.device, promotion.server)
     start_job(
-        folder, run_allocated if executor.is_slurm else run_promoted, str(run.request_path), timeout_s=_YEAR_S,
+        folder, run_allocated if executor.is_cluster else run_promoted, str(run.request_path), timeout_s=_YEAR_S,
         executor=executor, signal_s=signal_s(executor),
     )  # fmt: skip
     return "resumed" if resumed else "started"

@@ -103,6 +103,7 @@ def _proven(ladder: Ladder, rung: Rung, folder: Path, cwd: str) -> str | None:
         proof = prove_changes(
             rung.compared, rung.changes, trial=ladder.trial, trainer=ladder.trainer, keys=ladder.keys,
             compared=ladder.compared, values=recipe.values, resolved=recipe.resolved, cwd=Path(cwd),
+            traits=ladder.traits,
         )  # fmt: skip
     except AutofitError as error:
         print(f"not proven: {error}", flush=True)  # to the job's log

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.cluster.nodes import card_fault, only_cards
-from autofit.cluster.slurm import OwnJob, own_job
+from autofit.cluster.scheduler import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
 from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, keep, keep_ranks
@@ -182,6 +182,7 @@ def run_allocated(request_path: str) -> None:
     request = read_json(path)
     assert request is not None
     folder, serves, job = Path(str(request["folder"])), bool(request.get("serves")), own_job()
+    assert job is not None, "a job of a scheduler runs this"
     mine = replace(job, nodes=job.nodes - serves)  # those that train
     listen(lambda: ask_after_signal(folder))
     if mine.node == mine.nodes:

@@ -21,12 +21,13 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import Scratch, read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.probing.supervise import computing_env
-from autofit.proof.reach import IN_BOTH, Reach, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
+from autofit.proof.reach import IN_BOTH, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.recipe import inner_value, merge
 from autofit.recipe.spread import Batch
 from autofit.space.describe import describe_changes
+from autofit.space.traits import Reach
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of
 
@@ -131,18 +132,20 @@ def prove(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = lam
 def prove_changes(
     compared_changes: Mapping[str, object], yaml_changes: Mapping[str, object], *, trial: int, trainer: str,
     keys: BatchKeys, compared: tuple[str, ...], values: Mapping[str, object], resolved: Mapping[str, object], cwd: Path,
+    traits: Mapping[str, object] | None = None,
 ) -> Proof:  # fmt: skip
     """The proof that changes of the recipe `values` are neutral, as for a trial that claims so; kept nowhere.
 
-    `yaml_changes` are the same changes as keys of the YAML, where None removes a key. Raises EnvironmentFault if the
-    comparison itself fails.
+    `yaml_changes` are the same changes as keys of the YAML, where None removes a key; `traits` has what the space
+    itself says of its knobs. Raises EnvironmentFault if the comparison itself fails.
     """
     claimed = Trial(
         number=trial, tier="neutral", changes=compared_changes, params={}, yaml_changes=yaml_changes
     )  # fmt: skip
     question = _Question.asked(
-        claimed, trainer=trainer, keys=keys, compared=compared, values=values, resolved=resolved, cwd=cwd
-    )
+        claimed, trainer=trainer, keys=keys, compared=compared, values=values, resolved=resolved, cwd=cwd,
+        traits=traits or {},
+    )  # fmt: skip
     return _answered(question, lambda _: None)
 
 
@@ -177,18 +180,18 @@ class _Question:
         record = record_of(study)
         return cls.asked(
             trial, trainer=record.trainer, keys=record.batch_keys, compared=record.compared, values=record.values,
-            resolved=record.resolved, cwd=record.cwd,
+            resolved=record.resolved, cwd=record.cwd, traits=record.traits,
         )  # fmt: skip
 
     @classmethod
     def asked(
         cls, trial: Trial, *, trainer: str, keys: BatchKeys, compared: tuple[str, ...], values: Mapping[str, object],
-        resolved: Mapping[str, object], cwd: Path,
+        resolved: Mapping[str, object], cwd: Path, traits: Mapping[str, object],
     ) -> "_Question":  # fmt: skip
         """The question for the changes of `trial` to the recipe `values`."""
         reaches = {
-            k: reach_of_launch(k, v, inner_value(resolved, k)) if k.startswith(f"{LAUNCH}.")
-            else reach(compared, k, v, resolved.get(k))
+            k: reach_of_launch(k, v, inner_value(resolved, k), traits) if k.startswith(f"{LAUNCH}.")
+            else reach(compared, k, v, resolved.get(k), traits)
             for k, v in trial.changes.items()
         }  # fmt: skip
         outside = {k: found for k, found in reaches.items() if found[0] is not Reach.COMPARED}

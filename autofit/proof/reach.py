@@ -4,7 +4,6 @@ A recipe of many ranks is proven on at most 4 gloo ranks of one CPU, with DDP or
 """
 
 from collections.abc import Collection, Mapping
-from enum import StrEnum
 from importlib.util import find_spec
 from typing import cast
 
@@ -14,63 +13,53 @@ from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.recipe import merge
 from autofit.recipe.spread import Batch
-
-
-class Reach(StrEnum):
-    COMPARED = "compared"  # the proof trains with it
-    HARMLESS = "harmless"  # by construction, cannot change a gradient
-    KERNEL = "kernel"  # computes the same function, but does not run on a CPU
-    OTHER = "other"  # has effects that a gradient on fixed rollouts in float32 does not show
-
+from autofit.space.traits import UNPROVEN, Reach, traits_of
 
 # Changes of the recipe that can be applied to both baseline and candidate in the small trainings.
 IN_BOTH = ("use_peft", "lora_task_type", "lora_r", "lora_alpha", "max_completion_length", "num_generations")
-_CONSTRUCTION = "neutral by construction: it changes memory or logs, not arithmetic"
-_HARMLESS = {
-    "env": "neutral by construction: a setting of an allocator or library, outside the model's arithmetic",
+# Keys that no space varies, and a comparison of two recipes meets.
+_KEYS: Mapping[str, Reach] = {
     **dict.fromkeys((
-        "torch_empty_cache_steps", "logging_steps", "logging_strategy", "logging_first_step", "report_to", "save_steps",
-        "save_strategy", "save_total_limit", "save_only_model", "output_dir", "run_name", "disable_tqdm",
-        "log_completions", "num_completions_to_print", "dataloader_num_workers", "dataloader_pin_memory",
-        "dataloader_prefetch_factor", "dataloader_persistent_workers", "skip_memory_metrics", "eval_strategy",
-        "eval_steps", "per_device_eval_batch_size", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
-        "vllm_max_model_length", "transformers_continuous_batching_config.max_memory_percent",
-    ), _CONSTRUCTION),
-    "vllm_tensor_parallel_size": "neutral by construction: the same weights sample, each matrix divided over ranks",
+        "logging_steps", "logging_strategy", "logging_first_step", "report_to", "save_steps", "save_strategy",
+        "save_total_limit", "save_only_model", "output_dir", "run_name", "disable_tqdm", "log_completions",
+        "num_completions_to_print", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+        "dataloader_persistent_workers", "skip_memory_metrics", "eval_strategy", "eval_steps",
+        "per_device_eval_batch_size",
+    ), Reach.HARMLESS),
+    **dict.fromkeys((
+        "torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed",
+        "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "gradient_checkpointing_kwargs.offload",
+    ), Reach.KERNEL),
 }  # fmt: skip
-_KERNELS = dict.fromkeys(
-    ("activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
-     "liger_kernel_config", "fsdp", "fsdp_config", "deepspeed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
-     "activation_checkpointing_kwargs.offload", "gradient_checkpointing_kwargs.offload",
-     "model_init_kwargs.use_kernels"),
-    "the same function with other kernels or on other devices, which the proof cannot run on one CPU",
-)  # fmt: skip
+_ENV = "neutral by construction: a setting of an allocator or library, outside the model's arithmetic"
 _BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
 
 
-def reach(compared: Collection[str], key: str, value: object, own: object) -> tuple[Reach, str]:
+def reach(
+    compared: Collection[str], key: str, value: object, own: object, stated: Mapping[str, object] | None = None
+) -> tuple[Reach, str]:
     """(reach of a proof for `key` changed from `own` to `value`, reason why it is not compared or "").
 
-    `compared` has the keys that the trainer's small trainings use unchanged.
+    `compared` has the keys that the trainer's small trainings use unchanged, `stated` the traits that a space states.
     """
     if key == "attn_implementation":
         absent = [v for v in (own, value) if not compared_attention(v)]
         if not absent:
             return Reach.COMPARED, ""
         return Reach.KERNEL, f"the kernel {absent[0]!r} does not run on a CPU; the model's default replaces it"
-    if key in compared or (key.partition(".")[0] in compared and key not in _KERNELS):
+    traits = traits_of(key, stated)
+    known = traits.proof or _KEYS.get(key)
+    if key in compared or (key.partition(".")[0] in compared and known is not Reach.KERNEL):
         return Reach.COMPARED, ""
-    if key in _HARMLESS:
-        return Reach.HARMLESS, _HARMLESS[key]
-    if key in _KERNELS:
-        return Reach.KERNEL, _KERNELS[key]
+    if known is not None:
+        return known, traits.why or UNPROVEN[known]
+    if key == "env":
+        return Reach.HARMLESS, _ENV
     if key in _BOUNDS:
         return Reach.OTHER, "it is a bound, and the proof's samples may never reach it"
     if key.startswith("optim"):
         return Reach.OTHER, "it changes the update, not the gradient"
-    return Reach.OTHER, (
-        "it has effects that a gradient on fixed samples in float32 does not show, or the trainer's `compared` lacks it"
-    )
+    return Reach.OTHER, UNPROVEN[Reach.OTHER]
 
 
 def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
@@ -95,25 +84,27 @@ def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
 MOST_RANKS = 4
 _MOST_OWN = 8  # ranks of a recipe whose samples no fewer ranks can share in micro-batches of the same size
 _RUN_HERE = ("ddp", "fsdp2")
-_HARMLESS_FIELDS = {
-    "offload": "neutral by construction: it moves tensors between the card and host memory, and a CPU has one memory",
-    "machines": "neutral by construction: it changes where the ranks run",
-}
+_MACHINES = "neutral by construction: it changes where the ranks run"
 _ENGINE = "it changes the engine that generates, and the proof's samples are fixed"
 
 
-def reach_of_launch(key: str, value: object, own: object) -> tuple[Reach, str]:
+def reach_of_launch(
+    key: str, value: object, own: object, stated: Mapping[str, object] | None = None
+) -> tuple[Reach, str]:
     """(reach of a proof for `launch.KEY` changed from `own` to `value`, reason why it is not compared or "")."""
     field = key.partition(".")[2]
     if field == "sharding":
         absent = [v for v in (own or "ddp", value) if v not in _RUN_HERE]
         return (Reach.KERNEL, f"{_absent(str(absent[0]))}; DDP replaces it") if absent else (Reach.COMPARED, "")
-    if field in ("ranks", "reshard_after_forward"):
+    if field == "ranks":
         return Reach.COMPARED, ""
     if field == "server_ranks" and own and value:
         return Reach.HARMLESS, "neutral by construction: the copies of the same engine divide the prompts"
-    if field in _HARMLESS_FIELDS:
-        return Reach.HARMLESS, _HARMLESS_FIELDS[field]
+    if field == "machines":
+        return Reach.HARMLESS, _MACHINES
+    traits = traits_of(key, stated)
+    if traits.proof is not None:
+        return traits.proof, traits.unproven
     return Reach.OTHER, _ENGINE if field == "server_ranks" else "it is a setting of accelerate that the proof lacks"
 
 

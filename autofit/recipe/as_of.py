@@ -17,22 +17,19 @@ transformers 4.35 to 4.48):
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.recipe.launch import is_on
+from autofit.recipe.profile import Older, Version, profile
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes
 
 PACKAGES = ("trl", "transformers")
 UPGRADE = "pip install -U trl"
-Version = tuple[int, ...]
 
 _NEEDED = (((4, 55), (0, 21)), ((4, 56, 2), (0, 29)))  # before this transformers TRL is this version or older
-_FUSED: Mapping[str, Version] = {"grpo": (1, 15), "rloo": (1, 15), "dpo": (1, 15), "sft": (1, 7)}
-_KBIT: Mapping[str, Version] = {"dpo": (0, 29)}
-_SAMPLES = ("grpo", "rloo", "dpo", "sft", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +99,7 @@ def then_of(recipe: Recipe, text: str) -> Then:
 
 def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterator[Difference]:
     name = recipe.trainer_name or recipe.trainer
-    if name not in _SAMPLES:
+    if not profile(name).of_trl:
         return  # trainers that are simulated as their own libraries have them
     upcast = _kbit(recipe, name, trl)
     if logits := _logits(recipe, name, trl, transformers, upcast=upcast is not None):
@@ -123,12 +120,13 @@ def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterato
 
 def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, upcast: bool) -> Difference | None:
     """The logits that were held whole, with what the loss made of them."""
-    fused = _FUSED.get(name)
+    older = profile(name).older
+    fused = older.logits_until
     if fused is None or trl >= fused or is_on(recipe.resolved.get("use_liger_kernel")):
         return None
     if "chunked" in str(recipe.values.get("loss_type")):
         return None
-    rows, tokens, vocabulary = _rows(recipe, name, trl), _tokens(recipe), recipe.vocab_size
+    rows, tokens, vocabulary = _rows(recipe, older, trl), _tokens(recipe), recipe.vocab_size
     if not rows or not tokens or not vocabulary:
         return Difference(text=f"the logits of all tokens were held whole (TRL before {_said(fused)})")
     count = rows * tokens * vocabulary
@@ -137,7 +135,7 @@ def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, u
     return Difference(
         text=f"about {format_bytes(held)} more at the loss, the logits of {rows} x {tokens:,} tokens x {vocabulary:,}, "
              f"held whole with their copies by TRL before {_said(fused)}"
-             f"{counted if name == 'grpo' and trl < (0, 15) else ''}",
+             f"{counted if trl < older.prompts_until else ''}",
         held_bytes=held,
     )  # fmt: skip
 
@@ -148,11 +146,13 @@ def bytes_a_logit(name: str, trl: Version, *, float32: bool) -> int:
     In float32 two copies and a gradient. A loss that divides by the temperature, or takes the log-softmax of all rows
     at once, has three copies in 16 bits, one that takes a row at a time two. SFT's makes float32 of 16 bits itself.
     """
-    if name == "sft":
+    older = profile(name).older
+    if older.makes_float32:
         return 12
     if float32:
-        return 8 if name == "grpo" and trl < (0, 15) else 12
-    three = trl >= (0, 16) if name in ("grpo", "rloo") else trl < (0, 15)
+        return 8 if trl < older.two_copies_until else 12
+    since = older.three_copies_since
+    three = trl < older.three_copies_until if since is None else trl >= since
     return 6 if three else 4
 
 
@@ -167,11 +167,9 @@ def _in_float32(recipe: Recipe, trl: Version) -> bool:
     return _mixed(recipe, trl) or str(recipe.resolved.get("dtype") or "float32") == "float32"
 
 
-def _rows(recipe: Recipe, name: str, trl: Version) -> int:
-    rows = recipe.micro_batch_size
-    if name == "dpo":
-        return 2 * rows
-    return rows * recipe.num_generations if name == "grpo" and trl < (0, 15) else rows
+def _rows(recipe: Recipe, older: Older, trl: Version) -> int:
+    rows = older.rows * recipe.micro_batch_size
+    return rows * recipe.num_generations if trl < older.prompts_until else rows
 
 
 def _tokens(recipe: Recipe) -> int | None:
@@ -186,7 +184,7 @@ def _tokens(recipe: Recipe) -> int | None:
 
 def _kbit(recipe: Recipe, name: str, trl: Version) -> Difference | None:
     quantised = any(is_on(recipe.resolved.get(key)) for key in ("load_in_4bit", "load_in_8bit"))
-    before = _KBIT.get(name, (0, 26))
+    before = profile(name).older.kbit_until
     if not quantised or not recipe.uses_lora or trl >= before or not recipe.embedding_parameters:
         return None
     if str(recipe.resolved.get("dtype") or "float32") == "float32":

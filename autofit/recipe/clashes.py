@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from autofit.recipe.catalogue import text_config
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe
 
 SHARDING, OFFLOAD = "launch.sharding", "launch.offload"
@@ -35,7 +36,7 @@ class Clash:
 
 def _has_own_lm_head(recipe: Recipe) -> bool:
     """Whether TRL's loss takes the LM head of the model, and that is known not to be the input embeddings."""
-    by_head = (recipe.trainer_name or recipe.trainer) in ("sft", "dpo", "grpo", "rloo")
+    by_head = profile(recipe.trainer_name or recipe.trainer).takes_lm_head
     return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 

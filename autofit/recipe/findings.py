@@ -11,6 +11,7 @@ from typing import cast
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch, is_on, wrap_policy
 from autofit.recipe.launch_keys import place
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.units import format_bytes
 
@@ -197,14 +198,15 @@ def _reference(asked: StatedLaunch) -> Iterator[Finding]:
     weights, trainer = asked.gathered_bytes, asked.recipe.trainer
     if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
         return
-    dpo = trainer == "dpo" and not is_on(asked.value("precompute_ref_log_probs"))
-    if dpo or (trainer in ("grpo", "rloo") and asked.value("beta")):
+    by, unless = profile(trainer).reference_by, profile(trainer).reference_unless
+    always = bool(unless) and not is_on(asked.value(unless))
+    if always or (by and asked.value(by)):
         yield Finding(
-            severity=Severity.WARNING, where=asked.in_recipe("precompute_ref_log_probs" if dpo else "beta"),
+            severity=Severity.WARNING, where=asked.in_recipe(unless if always else by),
             what="TRL shards the reference model in one piece under FSDP2: each card gathers all its weights at once, "
                  f"{format_bytes(weights)}, for a while twice",
-            fix="set precompute_ref_log_probs: true, or train with LoRA, which needs no second model" if dpo else
-                "set beta: 0, or train with LoRA, which needs no second model",
+            fix=f"set {unless}: true, or train with LoRA, which needs no second model" if always else
+                f"set {by}: 0, or train with LoRA, which needs no second model",
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -13,6 +14,7 @@ from autofit.recipe.keys import TIERS, Tier, divisors
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.space.traits import NAMES, SHARED_FILE, Traits, read_traits, stated_traits, traits_of
 
 Value = bool | int | float | str | None
 Condition = tuple[str, tuple[Value, ...]]  # (a knob or a key of the recipe, the values under which it is met)
@@ -44,7 +46,14 @@ class Knob:
     sets: tuple[tuple[str, Value], ...] = ()  # keys that are set with any change of this knob
     unset: Value = None  # what an inner key means that the recipe does not give
     values_need: tuple[tuple[str, tuple[Value, ...]], ...] = ()  # (a need, the values that have it)
+    unless: tuple[tuple[str, tuple[Condition, ...]], ...] = ()  # (why it is left out, where the recipe has these)
     optional: bool = False  # whether an installed version without the key leaves the knob out; else it is an error
+    stated: Traits | None = None  # what its entry in a space says of it; None: there is no entry
+
+    @property
+    def traits(self) -> Traits:
+        """What is known of the knob besides its values."""
+        return self.stated or traits_of(self.name)
 
 
 def own_value(name: str, recipe: Recipe, unset: Value = None) -> Value:
@@ -154,6 +163,13 @@ def space_knobs(recipe: Recipe, given: StatedSpace | None = None) -> tuple[Knob,
     return read_space(default if given is None else given, trainer=recipe.trainer_name or recipe.trainer)
 
 
+def stated_by(recipe: Recipe) -> dict[str, object]:
+    """{knob: its traits, as JSON} for those that the default space of the recipe's trainer states itself."""
+    with suppress(ConfigError):  # a trainer may have none
+        return stated_traits((knob.name, knob.traits) for knob in space_knobs(recipe))
+    return {}
+
+
 def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tuple[Knob, ...]:
     """The knobs of a space file's `content`; `what` names it in the errors."""
     wrong = sorted(set(content) - {"trainer", "knobs"})
@@ -170,7 +186,8 @@ def _knobs(content: Mapping[str, object], what: str, trainer: str | None) -> tup
 def _space_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return Path(name)
-    known = sorted(Path(str(entry)).stem for entry in _OURS.iterdir() if str(entry).endswith(".yaml"))
+    files = (Path(str(entry)) for entry in _OURS.iterdir())
+    known = sorted(path.stem for path in files if path.suffix == ".yaml" and path.name != SHARED_FILE)
     if name not in known:
         raise ConfigError(f"there is no search space {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     return Path(str(_OURS / f"{name}.yaml"))
@@ -181,7 +198,7 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping such as {{tier: neutral, values: [1, 2]}}; got {entry!r}")
     known = {"tier", "values", "cpu_values", "memory", "needs", "scales", "traced", "when", "sets", "unset",
-             "values_need"}  # fmt: skip
+             "values_need", "unless", *NAMES}  # fmt: skip
     wrong = sorted(set(entry) - known)
     if wrong:
         raise ConfigError(f"{where}: unknown key {wrong[0]!r}{nearest(str(wrong[0]), known)}")
@@ -212,6 +229,8 @@ def _knob(what: str, name: str, entry: object) -> Knob:
         sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()),
         unset=entry.get("unset"),
         values_need=_conditions(where, entry.get("values_need", {}), key="values_need"),
+        unless=_exceptions(where, entry.get("unless", {})),
+        stated=read_traits(where, name, entry),
     )
 
 
@@ -224,6 +243,13 @@ def _conditions(where: str, value: object, *, key: str = "when") -> tuple[Condit
         (name, tuple(wanted) if isinstance(wanted, list) else (wanted,))
         for name, wanted in _settings(where, key, value, lists=True).items()
     )
+
+
+def _exceptions(where: str, value: object) -> tuple[tuple[str, tuple[Condition, ...]], ...]:
+    """`unless` of a knob: {why it is left out: {a key of the recipe: the value or values under which it is}}."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: unless must be a mapping of reasons to settings; got {value!r}")
+    return tuple((str(why), _conditions(where, settings, key="unless")) for why, settings in value.items())
 
 
 def _settings(where: str, key: str, value: object, *, lists: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import cast
 
 from autofit.errors import ConfigError, nearest, quoted
@@ -31,7 +32,7 @@ from autofit.space.knob import (
 
 _TO_SIMULATE = ("deepspeed",)  # packages whose own code runs on the simulated card too
 _OF_RANKS = ("ranks", "server", "divides-heads")  # needs without which there is nothing to choose
-_FACTS = ("lora", "cuda", "card", "bf16", "fixed-reference", *_OF_RANKS)  # every other need is a package
+_FACTS = ("lora", "cuda", "card", "bf16", *_OF_RANKS)  # every other need is a package
 
 
 def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
@@ -150,8 +151,9 @@ def why_left_out(knob: Knob, recipe: Recipe, device: str, card: str | None = Non
             inner_value(recipe.values, knob.name)
         except ConfigError as error:
             return str(error)
-    found = (_missing(need, recipe, device, card) for need in knob.needs)
-    return next((reason for reason in found if reason), "")
+    excepted = (why for why, settings in knob.unless if all(own_value(key, recipe) in v for key, v in settings))
+    missing = (_missing(need, recipe, device, card) for need in knob.needs)
+    return next((reason for reason in chain(excepted, missing) if reason), "")
 
 
 def _missing(need: str, recipe: Recipe, device: str, card: str | None) -> str:
@@ -164,9 +166,6 @@ def _missing(need: str, recipe: Recipe, device: str, card: str | None) -> str:
         return ""
     if need == "card":
         return "" if device == "cuda" else "only a real card shows the effect"
-    if need == "fixed-reference":  # TRL refuses precomputed scores of a synchronized reference
-        synced = bool(recipe.resolved.get("sync_ref_model"))
-        return "the reference changes during the training (sync_ref_model)" if synced else ""
     if need == "bf16":
         return _without_bfloat16(device, card)
     return "" if simulated and need not in _TO_SIMULATE else missing_packages([need])
@@ -211,6 +210,10 @@ def _called(knob: Knob, recipe: Recipe) -> Knob:
         name=_name(knob.name, recipe.other_names),
         scales=tuple(_name(key, recipe.other_names) for key in knob.scales),
         when=tuple((_name(key, recipe.other_names), wanted) for key, wanted in knob.when),
+        unless=tuple(
+            (why, tuple((_name(key, recipe.other_names), wanted) for key, wanted in settings))
+            for why, settings in knob.unless
+        ),
         sets=tuple((_name(key, recipe.other_names), value) for key, value in knob.sets),
     )
 

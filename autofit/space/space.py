@@ -40,6 +40,7 @@ from autofit.space.narrow import (
     packages_of_value,
     without_clash,
 )
+from autofit.space.traits import stated_traits
 
 __all__ = ["QUANTIZATION", "Candidate", "Knob", "Space", "Value"]
 
@@ -94,6 +95,11 @@ class Space:
     @property
     def keys(self) -> BatchKeys:
         return self.recipe.keys
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """{knob: its traits, as JSON} for those that the space says itself: `stated` of `traits_of`."""
+        return stated_traits((knob.name, knob.traits) for knob in self.declared)
 
     # -- values ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autofit.forecast.cloud import Cloud
+from autofit.forecast.predictions import Cloud
 from autofit.probing.result import ProbeStatus
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import Trial, baseline, winner

@@ -69,6 +69,7 @@ class StudyRecord:
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     space: str = ""  # path of the trainer's own search space
+    traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
     command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended
     trains_on_data: bool = True  # False: the samples were synthetic
     foreign: Mapping[str, object] = field(default_factory=dict)  # the file of another tool that the recipe is

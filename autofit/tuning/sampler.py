@@ -11,8 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from threadpoolctl import ThreadpoolController
 
-from autofit.forecast.cloud import Cloud
-from autofit.forecast.predictions import Predictions
+from autofit.forecast.predictions import Cloud, Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.acquisition import ProbeCost, Proposal, propose
 from autofit.tuning.ahead import places_ahead

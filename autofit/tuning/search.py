@@ -18,8 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError
-from autofit.forecast.cloud import Cloud
-from autofit.forecast.predictions import Predictions
+from autofit.forecast.predictions import Cloud, Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path
@@ -171,7 +170,7 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
         effective_batch_size=recipe.effective_batch_size, cwd=Path.cwd(), allow=plan.space.allow, goal=plan.goal,
         keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
         tiers=dict(recipe.tiers), left_out=dict(recipe.left_out), other_names=dict(recipe.other_names),
-        space="" if recipe.space is None else str(recipe.space), foreign=dict(recipe.foreign),
+        space="" if recipe.space is None else str(recipe.space), traits=plan.space.stated, foreign=dict(recipe.foreign),
         sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan), predicted=_predicted(plan),
         least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
     )  # fmt: skip

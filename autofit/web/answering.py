@@ -24,18 +24,19 @@ from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.margin import is_tight, most_used_bytes
+from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.offers import Offer
 from autofit.forecast.shop import Shop
-from autofit.forecast.zone import care_lines, shown_bytes
 from autofit.frontends.foreign import Explanation
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
+from autofit.recipe.profile import profile, profiles
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, reason_for, samples_word
+from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed
 from autofit.web.pasted import read, write_config
 from autofit.web.question import Question
@@ -107,12 +108,12 @@ def advice_told(advice: Advice, check: Check) -> Told:
     """What would make it fit, or faster; another card; and the words for both."""
     result, recipe = check.result, check.recipe
     step_s = result.median_step_s
-    card = advice.card
+    card, stated = advice.card, stated_by(recipe)
     return {
         "is": "advice",
-        "mends": [_change(change, recipe, step_s) for change in advice.changes],
-        "faster": [_change(change, recipe, step_s) for change in advice.faster],
-        "closest": None if advice.closest is None else _change(advice.closest, recipe, step_s),
+        "mends": [_change(change, recipe, step_s, stated) for change in advice.changes],
+        "faster": [_change(change, recipe, step_s, stated) for change in advice.faster],
+        "closest": None if advice.closest is None else _change(advice.closest, recipe, step_s, stated),
         "card": None if card is None else {
             "name": card.name, "full_name": gpu_spec(card.name).full_name, "used_bytes": card.device_used_bytes,
             "capacity_bytes": card.capacity_bytes, "step_s": card.step_s,
@@ -123,10 +124,10 @@ def advice_told(advice: Advice, check: Check) -> Told:
     }  # fmt: skip
 
 
-def _change(change: Change, recipe: Recipe, step_s: float | None) -> Told:
+def _change(change: Change, recipe: Recipe, step_s: float | None, stated: Mapping[str, object]) -> Told:
     env = change.changes.get("env")
     keys = [*change.changes, *(f"env.{name}" for name in (env if isinstance(env, Mapping) else ()))]
-    reasons = [text for key in keys if (text := reason_for(key))]
+    reasons = [text for key in keys if (text := reason_for(key, stated))]
     return {
         "words": describe_changes(change.changes, recipe.resolved), "set": dict(change.given), "tier": change.tier,
         "used_bytes": change.device_used_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
@@ -153,7 +154,7 @@ def explained_told(found: Explanation) -> Told:
 
 
 TOLD = "told.jsonl"  # file with the lines
-_TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo", "hf")  # whose settings the list of allowed ones has
+_TRAINERS = tuple(p.name for p in profiles().values() if p.page)  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
 Tell = Callable[[Mapping[str, object]], None]
 
@@ -230,7 +231,7 @@ def _allowed(given: Mapping[str, object], trainer: str, question: Question, fold
 def _tokens(trainer: str, values: Mapping[str, object]) -> int:
     """Tokens of the longest prompt or sample, where nobody says: as many as the recipe keeps of a sample."""
     most = values.get("max_length")
-    if trainer in ("grpo", "rloo"):
+    if profile(trainer).generates:
         return _TOKENS
     return most if isinstance(most, int) and 1 <= most <= 131_072 else 2 * _TOKENS
 

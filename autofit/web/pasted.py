@@ -17,6 +17,7 @@ from autofit.frontends.reading import explain
 from autofit.frontends.tools import tool_of
 from autofit.frontends.verl import starts_verl
 from autofit.recipe.catalogue import architecture
+from autofit.recipe.starting import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 # Keys that name code, files or other models.
@@ -37,7 +38,6 @@ def write_config(text: str, folder: Path) -> str:
     return str(folder)
 
 
-_TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
 _STARTERS = (
     "swift",
     "llamafactory-cli",
@@ -145,7 +145,7 @@ def _command(text: str, folder: Path) -> Pasted:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}; check its quotes") from error
-    trainer = next((b for a, b in pairwise(words) if a.endswith("trl") and b in _TRAINERS), None)
+    trainer = next((b for a, b in pairwise(words) if a.endswith("trl") and b in OF_TRL), None)
     given: dict[str, object] = {}
     for name, values in _options(words):
         given[name.replace("-", "_")] = True if not values else _value(values[0]) if len(values) == 1 else list(values)

@@ -10,9 +10,8 @@ from autofit.plugin.protocol import LOAD, Control, Run, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
-from autofit.probing.phases import Recorder
+from autofit.probing.phases import Recorder, StepClock
 from autofit.probing.result import ProbeRequest
-from autofit.probing.steps import StepClock
 from autofit.probing.worker import rank_of
 from autofit.recipe.launch import split
 from gpu.folder import Row
