@@ -1,6 +1,6 @@
 /* Memory of the null GPU: addresses are mapped, never written, and so take no memory of the host.
 
-   A copy to the card changes nothing there; a copy from the card brings zeros. What a program allocates, frees and
+   A copy to the card changes nothing there; a copy from the card brings zeros (values.hpp: unless it has values). What a program allocates, frees and
    maps (the driver's virtual memory, for torch's expandable segments) is counted against the card as a card would. */
 #include <sys/mman.h>
 
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "process.hpp"
+#include "values.hpp"
 
 struct Block {
     size_t bytes;
@@ -87,7 +88,13 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, cons
 static cudaError_t copy(void *to, const void *from, size_t bytes) {
     if (cudaError_t error = context()) return error;
     std::lock_guard<std::recursive_mutex> guard(lock);
-    if (!is_on_card(to)) memcpy(to, from, bytes);
+    if (has_values() || !is_on_card(to)) memmove(to, from, bytes);
+    return cudaSuccess;
+}
+
+static cudaError_t set(void *to, int byte, size_t bytes) {
+    if (cudaError_t error = context()) return error;
+    if (has_values()) memset(to, byte, bytes);
     return cudaSuccess;
 }
 
@@ -95,8 +102,11 @@ EXPORTED cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMe
 EXPORTED cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     return copy(to, from, bytes);
 }
-EXPORTED cudaError_t cudaMemset(void *, int, size_t) { return context(); }
-EXPORTED cudaError_t cudaMemsetAsync(void *, int, size_t, cudaStream_t) { return context(); }
+EXPORTED cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t) {
+    return copy(to, from, bytes);
+}
+EXPORTED cudaError_t cudaMemset(void *to, int byte, size_t bytes) { return set(to, byte, bytes); }
+EXPORTED cudaError_t cudaMemsetAsync(void *to, int byte, size_t bytes, cudaStream_t) { return set(to, byte, bytes); }
 
 // -- memory of the host -----------------------------------------------------------------------------------------------
 
