@@ -120,7 +120,7 @@ def _on_card(value: Any, device: torch.device) -> Any:
     return found
 
 
-# -- operators that the CPU has by another name. What only their backward reads has no values: it is computed again ----
+# -- operators that differ on the CPU. What only their backward reads has no values: it is computed again --------------
 
 
 def _attention(
@@ -174,9 +174,19 @@ def _flash_backward(
     return _attention_backward(grad, query, key, value, None, is_causal, dropout_p, scale)
 
 
+def _log_sigmoid(x: torch.Tensor) -> Any:
+    return _aten.log_sigmoid_forward(x)[0], None
+
+
+def _log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: object) -> Any:
+    return _aten.log_sigmoid_backward(grad, x, _aten.log_sigmoid_forward(x)[1])
+
+
 _OTHER_ON_CPU: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     _aten._scaled_dot_product_flash_attention: _flash,
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    _aten.log_sigmoid_forward: _log_sigmoid,
+    _aten.log_sigmoid_backward: _log_sigmoid_backward,
 }
