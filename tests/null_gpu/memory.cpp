@@ -18,18 +18,23 @@ struct Block {
 static const size_t PAGE = (size_t)2 << 20;
 static std::map<char *, Block> blocks;   // of cudaMalloc
 static std::map<char *, size_t> ranges;  // addresses that the virtual memory reserved
+static std::map<char *, size_t> pinned;  // of the host
 
 static char *mapped(size_t bytes) {
     void *found = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return found == MAP_FAILED ? nullptr : (char *)found;
 }
 
+static bool is_in(const std::map<char *, size_t> &places, char *address) {
+    auto place = places.upper_bound(address);
+    return place != places.begin() && address < std::prev(place)->first + std::prev(place)->second;
+}
+
 static bool is_on_card(const void *pointer) {
     char *address = (char *)pointer;
     auto block = blocks.upper_bound(address);
     if (block != blocks.begin() && address < std::prev(block)->first + std::prev(block)->second.bytes) return true;
-    auto range = ranges.upper_bound(address);
-    return range != ranges.begin() && address < std::prev(range)->first + std::prev(range)->second;
+    return is_in(ranges, address);
 }
 
 EXPORTED cudaError_t cudaMalloc(void **pointer, size_t bytes) {
@@ -74,10 +79,10 @@ EXPORTED cudaError_t cudaMemGetInfo(size_t *free_there, size_t *whole) {
 
 EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    bool there = is_on_card(pointer);
+    bool there = is_on_card(pointer), is_pinned = is_in(pinned, (char *)pointer);
     auto block = blocks.find((char *)pointer);
     memset(found, 0, sizeof *found);
-    found->type = there ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    found->type = there ? cudaMemoryTypeDevice : is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
     found->device = block == blocks.end() ? current_card() : block->second.card;
     found->devicePointer = there ? (void *)pointer : nullptr;
     return cudaSuccess;
@@ -111,11 +116,17 @@ EXPORTED cudaError_t cudaMemsetAsync(void *to, int byte, size_t bytes, cudaStrea
 // -- memory of the host -----------------------------------------------------------------------------------------------
 
 EXPORTED cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned) {
-    *pointer = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return *pointer ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+    size_t whole = (bytes + 4095) / 4096 * 4096;
+    *pointer = aligned_alloc(4096, whole);
+    if (!*pointer) return failed(cudaErrorMemoryAllocation);
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    pinned[(char *)*pointer] = whole;
+    return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaFreeHost(void *pointer) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    pinned.erase((char *)pointer);
     free(pointer);
     return cudaSuccess;
 }

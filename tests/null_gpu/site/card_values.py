@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,6 +29,8 @@ class CardValues(TorchDispatchMode):
     """Gives operators on CUDA tensors their values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs or {})
         if any(each.__torch_dispatch__ is not _PLAIN for each in types):
             return NotImplemented  # a subclass: its own operators on plain tensors come here next
         if _RUNTIME.null_gpu_launched() != getattr(_computed, "kernels", 0):
