@@ -62,6 +62,7 @@ def compare(card: Path, host: Path, trainer: TrainerName) -> None:
     for one, other in zip(here, there, strict=True):
         numbers = {key: one[key] for key in COMPARED if key in one}
         assert {"loss", "grad_norm"} <= numbers.keys()
+        print("DIFF", trainer, one["step"], {k: (v, abs(float(other[k]) - float(v))) for k, v in numbers.items()})
         assert {key: other[key] for key in numbers} == pytest.approx(numbers, rel=CLOSE, abs=CLOSE)
     if trainer in ("grpo", "rloo"):
         assert completions(card) == completions(host)
