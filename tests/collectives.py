@@ -1,6 +1,7 @@
-"""One rank on the null GPU's NCCL: `python tests/collectives.py NAME FOLDER RANK RANKS`; ends with an error if it fails."""
+"""One rank on the null GPU's NCCL: `python tests/collectives.py NAME FOLDER RANK RANKS`. A failure is its exit code."""
 
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -65,24 +66,33 @@ def moves(folder: Path) -> None:
 
 
 def waits(folder: Path) -> None:
-    """A rank waits for the others, and memory that nobody wrote is not touched. For a null GPU without values."""
+    """A rank waits for the others in an operation and before it ends; memory that nobody wrote is not touched.
+
+    For a null GPU without values.
+    """
     large = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     before = psutil.Process().memory_info().rss
     if dist.get_rank() == 1:
+        time.sleep(1)
         (folder / "came").touch()
     dist.all_reduce(large)
     assert (folder / "came").exists()
     assert psutil.Process().memory_info().rss - before < 100 << 20
+    if dist.get_rank() == 0:
+        time.sleep(1)
+        (folder / "ended").touch()
+    dist.destroy_process_group()
+    assert (folder / "ended").exists()
 
 
 def is_alone(folder: Path) -> None:
     """An operation to which no other rank comes ends."""
+    said = ""
     try:
         dist.all_reduce(torch.ones(1, device="cuda"))
     except dist.DistBackendError as error:
-        assert "a rank of the null NCCL did not come" in str(error)
-    else:
-        raise AssertionError("nobody came, and all went well")
+        said = str(error)
+    assert "a rank of the null NCCL did not come" in said
 
 
 if __name__ == "__main__":

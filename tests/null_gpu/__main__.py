@@ -1,4 +1,4 @@
-"""`python tests/null_gpu [--cards N] [--values] [--home FOLDER] COMMAND...`: run a command that sees N cards of the null GPU."""
+"""`python tests/null_gpu [--cards N] [--values] [--home FOLDER] COMMAND...`: run a command on N cards of the null GPU."""
 
 import argparse
 import os
@@ -14,7 +14,9 @@ from null_gpu.build import CannotBuild, NullGpu, build, h100s
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/null_gpu", description=__doc__)
     parser.add_argument("--cards", type=int, default=1, help="as many H100s of 80 GB")
-    parser.add_argument("--values", action="store_true", help="the CPU computes every tensor's values: small models only")
+    parser.add_argument(
+        "--values", action="store_true", help="the CPU computes every tensor's values: small models only"
+    )
     parser.add_argument("--home", type=Path, help="the folder of what is compiled (default: a fresh one)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()

@@ -160,6 +160,8 @@ EXPORTED ncclResult_t ncclCommSplit(ncclComm_t group, int color, int key, ncclCo
     return joined(made, name, own - same.begin(), same.size());
 }
 
+EXPORTED ncclResult_t ncclCommFinalize(ncclComm_t group) { return meet(group); }
+
 EXPORTED ncclResult_t ncclCommDestroy(ncclComm_t group) {
     munmap(group->shared, group->shared_bytes());
     delete group;

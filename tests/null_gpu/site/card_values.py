@@ -35,9 +35,10 @@ class CardValues(TorchDispatchMode):
             return NotImplemented  # a subclass: its own operators on plain tensors come here next
         if _RUNTIME.null_gpu_launched() != getattr(_computed, "kernels", 0):
             raise NotImplementedError(f"a kernel without values was started outside of an operator, before {func}")
-        out = _with_values(func, args, kwargs or {})
-        _computed.kernels = _RUNTIME.null_gpu_launched()
-        return out
+        try:
+            return _with_values(func, args, kwargs or {})
+        finally:
+            _computed.kernels = _RUNTIME.null_gpu_launched()
 
 
 _computed = threading.local()  # kernels: those of this thread that were part of an operator

@@ -6,7 +6,7 @@ too. Here each completion has all the tokens that it may have, as in a probe. `h
 row, so that TRL's chunked loss computed nothing: whole numbers and masks have their values (host_values.py). Triton's
 kernels are not compiled; they do nothing, as all others.
 
-With NULL_GPU_VALUES=1 every tensor has its values (card_values.py), and there is no Triton: its kernels would have none.
+With NULL_GPU_VALUES=1 every tensor has its values (card_values.py). Then there is no Triton: its kernels have none.
 """
 
 import importlib.abc
