@@ -110,12 +110,21 @@ def test_a_knob_changes_nothing_of_that(changes: dict[str, object], trained: Tra
     compare(trained, "sft", Launch(), **changes)
 
 
+DROPOUT = """
+x = torch.ones(1, 2, 4, 8, device="cuda")
+torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+"""
+UNSEEN = """
+with torch.utils._python_dispatch._disable_current_modes():
+    x = torch.ones(2, device="cuda")
+x + 1
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "told"),
-    [("x = torch.ones(1, 2, 4, 8, device='cuda')\n"
-      "torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)", "efficient_attention.default has no values"),
-     ("with torch.utils._python_dispatch._disable_current_modes(): x = torch.ones(2, device='cuda')\nx + 1",
-      "a kernel without values was started outside of an operator")],
+    [(DROPOUT, "efficient_attention.default has no values"),
+     (UNSEEN, "a kernel without values was started outside of an operator")],
     ids=["operator", "kernel"],
 )  # fmt: skip
 def test_what_has_no_values_ends_the_program_with_its_name(code: str, told: str, null_gpu: NullGpu) -> None:

@@ -91,7 +91,8 @@ def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_host, args), tree_map(_host, kwargs)
     kwargs.pop("pin_memory", None)
     try:
-        return _OTHER_ON_CPU.get(func.overloadpacket, func)(*args, **kwargs)
+        other = _OTHER_ON_CPU.get(func) or _OTHER_ON_CPU.get(func.overloadpacket)
+        return (other or func)(*args, **kwargs)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise NotImplementedError(f"{func} has no values on the null GPU: {error}") from error
 
@@ -186,6 +187,19 @@ def _log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: object) -
     return _aten.log_sigmoid_backward(grad, x, _aten.log_sigmoid_forward(x)[1])
 
 
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+
+
+def _in_dtype(product: Any) -> Callable[..., Any]:
+    """A product whose sums have a dtype of their own: the CPU's, of matrices in that dtype."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        *matrices, dtype = args
+        return product(*(each.to(dtype) for each in matrices), **kwargs)
+
+    return computed
+
+
 _OTHER_ON_CPU: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
@@ -193,4 +207,6 @@ _OTHER_ON_CPU: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     _aten.log_sigmoid_forward: _log_sigmoid,
     _aten.log_sigmoid_backward: _log_sigmoid_backward,
+    **{packet.dtype: _in_dtype(packet.default) for packet in _PRODUCTS},
+    **{packet.dtype_out: _in_dtype(packet.out) for packet in _PRODUCTS},
 }
