@@ -8,7 +8,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-LONG = 3 << 18  # more elements than a piece of the shared memory has bytes
+LONG = 300_000  # elements: in float32 they are shown in more than one piece
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 REDUCED = {"SUM": torch.sum, "PRODUCT": torch.prod, "MIN": torch.amin, "MAX": torch.amax}
