@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,12 @@ import torch.distributed as dist
 LONG = 300_000  # elements: in float32 they are shown in more than one piece
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
-REDUCED = {"SUM": torch.sum, "PRODUCT": torch.prod, "MIN": torch.amin, "MAX": torch.amax}
+REDUCED: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.sum,
+    "PRODUCT": torch.prod,
+    "MIN": torch.amin,
+    "MAX": torch.amax,
+}
 
 
 def moves(folder: Path) -> None:
@@ -29,7 +35,7 @@ def moves(folder: Path) -> None:
         assert torch.equal(whole.cpu(), torch.cat(given)), dtype
         part = torch.empty(LONG // ranks, dtype=dtype, device="cuda")
         dist.reduce_scatter_tensor(part, own)
-        assert torch.equal(part.cpu(), sum(given).chunk(ranks)[rank]), dtype
+        assert torch.equal(part.cpu(), all_of_them.sum(0).to(dtype).chunk(ranks)[rank]), dtype
         mixed = torch.empty_like(own)
         dist.all_to_all_single(mixed, own)
         assert torch.equal(mixed.cpu(), torch.cat([each.chunk(ranks)[rank] for each in given])), dtype

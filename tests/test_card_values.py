@@ -50,8 +50,8 @@ def trained(null_gpu: NullGpu, on_card: ForkServer, fork_server: ForkServer, tin
         null_gpu.has(h100s(launch.ranks))
         server = on_card if device == "cuda" else fork_server
         assert server.is_ready()
-        runs = Runs(server, tiny_model, tmp_path)
-        folder = runs.folder(device, launch, trainer=trainer, device=device, **changes)
+        runs = Runs(server, tiny_model, tmp_path, device=device)
+        folder = runs.folder(device, launch, trainer=trainer, **changes)
         (folder / "tiny_rewards.py").write_text(REWARD)
         assert runs.train(folder, "run" if launch.is_alone else "run_rank") is not None, logs(folder)
         return folder

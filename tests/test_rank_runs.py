@@ -33,15 +33,14 @@ SAME = ("step", "loss", "grad_norm", "learning_rate")
 class Runs:
     """Full runs of one recipe; their ranks are forked, which takes a second where a new process takes ten."""
 
-    def __init__(self, server: ForkServer, model: Path, home: Path) -> None:
-        self._server, self._model, self._home = server, model, home
+    def __init__(self, server: ForkServer, model: Path, home: Path, *, device: str = "cpu") -> None:
+        self._server, self._model, self._home, self._device = server, model, home, device
 
-    def folder(
-        self, name: str, launch: Launch, *, trainer: str = "sft", device: str = "cpu", **changes: object
-    ) -> Path:
+    def folder(self, name: str, launch: Launch, *, trainer: str = "sft", **changes: object) -> Path:
         """The folder of a run that has not begun."""
         folder = self._home / name
         folder.mkdir()
+        device = self._device
         generates = trainer in ("grpo", "rloo")
         if generates:
             path = tiny.write_recipe(folder, self._model, **changes)

@@ -1,4 +1,4 @@
-"""`python tests/null_gpu [--cards N] [--values] [--home FOLDER] COMMAND...`: run a command on N cards of the null GPU."""
+"""`python tests/null_gpu [--cards N] [--values] COMMAND...`: run a command that sees N cards of the null GPU."""
 
 import argparse
 import os

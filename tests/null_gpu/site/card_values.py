@@ -28,6 +28,9 @@ _CHANGES_NO_VALUE = {_aten.set_, _aten.resize_, _aten.record_stream}
 class CardValues(TorchDispatchMode):
     """Gives operators on CUDA tensors their values."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs or {})
@@ -53,7 +56,8 @@ def start() -> None:
             run(self)
 
     threading.Thread.run = with_values  # type: ignore[method-assign]
-    CardValues().__enter__()
+    here: Any = CardValues()
+    here.__enter__()
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
