@@ -193,7 +193,7 @@ def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
     assert result.status is ProbeStatus.FIT, result.reason
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers that the null NCCL does not move
+@pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers, which are zeros without values
 @pytest.mark.parametrize("trainer", ["sft", "grpo"])
 def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
