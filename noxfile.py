@@ -115,7 +115,7 @@ def cuda(session: nox.Session) -> None:
     rest = Path(session.create_tmp()) / "constraints.txt"
     rest.write_text("\n".join(pin for pin in pins if pin and not pin.startswith("torch==")))
     session.install("-c", str(rest), "-e", ".[dev]", env={"PIP_CONSTRAINT": os.devnull})
-    session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/test_null_gpu.py"]))
+    session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/test_null_gpu.py", "tests/test_card_values.py"]))
 
 
 @nox.session

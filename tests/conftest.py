@@ -1,4 +1,4 @@
-"""Fixtures that cost seconds and are shared: the tiny model, and one fork server. Which tests share a worker."""
+"""Fixtures that cost seconds and are shared: the tiny model, one fork server, ... Which tests share a worker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import command_line
 import durations
 import pytest
 import tiny
+from null_gpu.build import NullGpu, build
+from null_gpu.build import missing as no_null_gpu
 from slurm_cluster import Cluster, cluster, missing
 
 from autofit.cluster.slurm import Queue
@@ -124,6 +126,15 @@ def warm(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's fork server answers the calls of commands that run in this process: they start none."""
     assert fork_server.is_ready()
     monkeypatch.setattr(kept_server, "_here", fork_server.socket_path)
+
+
+@pytest.fixture(scope="session")
+def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> NullGpu:
+    reason = no_null_gpu()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("null-gpu")
+    return NullGpu(libraries=build(folder / "libraries"), home=folder)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from null_gpu.build import NullGpu, build, h100s, missing
+from null_gpu.build import NullGpu, h100s
 from test_rank_probes import Killer, no_process_names
 
 from autofit.probing.fork_server import ForkServer
@@ -27,15 +27,6 @@ pytestmark = pytest.mark.cuda
 MIB, GB = 1 << 20, 10**9
 ROOT = Path(__file__).parents[1]
 TRAINERS: tuple[TrainerName, ...] = ("sft", "dpo", "reward", "grpo", "rloo")
-
-
-@pytest.fixture(scope="session")
-def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> NullGpu:
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("null-gpu")
-    return NullGpu(libraries=build(folder / "libraries"), home=folder)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +80,23 @@ def slots_of(count: int) -> tuple[str, ...]:
     return tuple(f"cuda-{line.split(';')[2]}" for line in h100s(count))
 
 
+def ranks_end(
+    null_gpu: NullGpu, operation: str, folder: Path, *, values: bool, ranks: int = 2, missing: int = 0
+) -> None:
+    """Run `operation` of collectives.py on its ranks, less the `missing` last ones, to their ends."""
+    null_gpu.has(h100s(ranks))
+    env = {**os.environ, **null_gpu.env(values=values), **({"NULL_NCCL_WAIT_S": "2"} if missing else {})}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "collectives.py"), operation, str(folder), str(rank), str(ranks)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks - missing)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), told
+
+
 def printed(null_gpu: NullGpu, code: str) -> tuple[int, str]:
     """(the process, what it printed) of Python that runs `code` on the null GPU to its end."""
     process = subprocess.Popen(
@@ -128,6 +136,20 @@ def test_a_measured_probe_starts_with_an_empty_allocator_as_a_run_does(null_gpu:
         "os._exit(0)\n"
     )
     assert printed(null_gpu, code)[1].split() == ["0", "0"]
+
+
+def test_every_operation_of_the_null_nccl_brings_the_numbers_of_all_ranks(null_gpu: NullGpu, tmp_path: Path) -> None:
+    ranks_end(null_gpu, "moves", tmp_path, values=True)
+
+
+def test_without_values_ranks_wait_for_each_other_and_untouched_memory_stays_so(
+    null_gpu: NullGpu, tmp_path: Path
+) -> None:
+    ranks_end(null_gpu, "waits", tmp_path, values=False)
+
+
+def test_a_rank_that_does_not_come_ends_the_others_with_an_error(null_gpu: NullGpu, tmp_path: Path) -> None:
+    ranks_end(null_gpu, "is_alone", tmp_path, values=False, missing=1)
 
 
 def test_a_sample_of_operators_takes_the_bytes_of_torchs_own_dispatch(null_gpu: NullGpu) -> None:
@@ -171,7 +193,7 @@ def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
     assert result.status is ProbeStatus.FIT, result.reason
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers that the null NCCL does not move
+@pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers, which are zeros without values
 @pytest.mark.parametrize("trainer", ["sft", "grpo"])
 def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,

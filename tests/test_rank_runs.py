@@ -33,26 +33,28 @@ SAME = ("step", "loss", "grad_norm", "learning_rate")
 class Runs:
     """Full runs of one recipe; their ranks are forked, which takes a second where a new process takes ten."""
 
-    def __init__(self, server: ForkServer, model: Path, home: Path) -> None:
-        self._server, self._model, self._home = server, model, home
+    def __init__(self, server: ForkServer, model: Path, home: Path, *, device: str = "cpu") -> None:
+        self._server, self._model, self._home, self._device = server, model, home, device
 
     def folder(self, name: str, launch: Launch, *, trainer: str = "sft", **changes: object) -> Path:
         """The folder of a run that has not begun."""
         folder = self._home / name
         folder.mkdir()
-        if trainer == "grpo":
+        device = self._device
+        generates = trainer in ("grpo", "rloo")
+        if generates:
             path = tiny.write_recipe(folder, self._model, **changes)
         else:
             path = tiny.write_offline_recipe(trainer, folder, self._model, **changes)
-        values = {**yaml.safe_load(path.read_text()), "output_dir": str(folder / "out"), "use_cpu": True}
-        values |= {LAUNCH: launch.to_values()}
+        values = {**yaml.safe_load(path.read_text()), "output_dir": str(folder / "out"), "use_cpu": device == "cpu"}
+        values |= {} if launch.is_alone else {LAUNCH: launch.to_values()}
         ladder = Ladder(  # of a micro-batch that cannot be smaller: an OOM is met with the same settings
-            trial=0, trainer=trainer, device="cpu", keys=BatchKeys(length="max_length"), compared=(), values=values,
+            trial=0, trainer=trainer, device=device, keys=BatchKeys(length="max_length"), compared=(), values=values,
             resolved={**values, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         )  # fmt: skip
         request = {
-            "folder": str(folder), "device": "cpu", "trainer": trainer, "output_dir": str(folder / "out"),
-            "generates": trainer == "grpo", "values": values, "ladder": ladder.to_json(), "cwd": str(folder),
+            "folder": str(folder), "device": device, "trainer": trainer, "output_dir": str(folder / "out"),
+            "generates": generates, "values": values, "ladder": ladder.to_json(), "cwd": str(folder),
             "slots": ["cpu-0"], "study_folder": str(folder), "study": "none", "trial": 0,
         }  # fmt: skip
         write_json(folder / "request.json", request)

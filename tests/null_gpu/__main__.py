@@ -1,4 +1,4 @@
-"""`python tests/null_gpu [--cards N] [--home FOLDER] COMMAND...`: run a command that sees N cards of the null GPU."""
+"""`python tests/null_gpu [--cards N] [--values] COMMAND...`: run a command that sees N cards of the null GPU."""
 
 import argparse
 import os
@@ -14,6 +14,9 @@ from null_gpu.build import CannotBuild, NullGpu, build, h100s
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/null_gpu", description=__doc__)
     parser.add_argument("--cards", type=int, default=1, help="as many H100s of 80 GB")
+    parser.add_argument(
+        "--values", action="store_true", help="the CPU computes every tensor's values: small models only"
+    )
     parser.add_argument("--home", type=Path, help="the folder of what is compiled (default: a fresh one)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
@@ -24,7 +27,7 @@ def main() -> None:
         sys.exit(str(error))
     gpu.has(h100s(given.cards))
     if given.command:
-        os.environ.update(gpu.env())
+        os.environ.update(gpu.env(values=given.values))
         os.execvp(given.command[0], given.command)
 
 

@@ -15,9 +15,10 @@ LIBRARIES = {
     "libcudart.so.13": (("process.cpp", "memory.cpp", "device.cpp", "kernels.cpp"), ("cuda", "__cuda")),
     "libcublas.so.13": (("blas.c",), ("cublas",)),
     "libcublasLt.so.13": (("blas.c",), ("cublasLt",)),
-    "libnccl.so.2": (("nccl.c",), ("nccl",)),
+    "libnccl.so.2": (("nccl.cpp",), ("nccl",)),
 }
 OF_DRIVER = {"nvml.c": "libnvidia-ml.so.1", "cuda.c": "libcuda.so.1"}
+HEADERS = {"cu13/include": ("cuda_runtime_api.h", "crt/host_defines.h"), "nccl/include": ("nccl.h",)}
 _UNVERSIONED = "libnccl.so.2"
 
 
@@ -37,11 +38,13 @@ class NullGpu:
         (self.home / "held").mkdir(parents=True, exist_ok=True)
         (self.home / "cards").write_text("".join(lines))
 
-    def env(self) -> dict[str, str]:
-        """What a process's environment has besides, to see the cards."""
+    def env(self, *, values: bool = False) -> dict[str, str]:
+        """What a process's environment has besides, to see the cards; with `values` its tensors have theirs."""
         loaded = os.pathsep.join(str(self.libraries / name) for name in LIBRARIES)
         path = os.pathsep.join(filter(None, [str(HERE / "site"), os.environ.get("PYTHONPATH")]))
+        own = {"NULL_GPU_VALUES": "1", "TORCHDYNAMO_DISABLE": "1"} if values else {}
         return {
+            **own,
             "LD_PRELOAD": loaded, "LD_LIBRARY_PATH": str(self.libraries), "FAKE_CARDS": str(self.home / "cards"),
             "FAKE_HELD": str(self.home / "held"), "FAKE_CUDA_ORDER": "visible", "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": path, "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN does not start here
@@ -62,7 +65,7 @@ def missing() -> str | None:
     torch = _package("torch")
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
         return "needs the CUDA build of torch, and this is another: nox -s cuda"
-    if _headers() is None:
+    if not _headers():
         return "needs CUDA's headers: pip install nvidia-cuda-runtime nvidia-cuda-crt==13.0.88"
     programs = [name for name in ("gcc", "g++", "nm") if shutil.which(name) is None]
     return f"is compiled, and there is no {' and no '.join(programs)}: apt-get install g++" if programs else None
@@ -91,13 +94,13 @@ def _package(name: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def _headers() -> Path | None:
+def _headers() -> list[Path]:
+    """The folders of CUDA's and NCCL's headers; none where one is missing."""
     spec = find_spec("nvidia")
     for place in () if spec is None else spec.submodule_search_locations or ():
-        found = Path(place) / "cu13" / "include"
-        if (found / "cuda_runtime_api.h").exists() and (found / "crt" / "host_defines.h").exists():
-            return found
-    return None
+        if all((Path(place) / folder / name).exists() for folder, names in HEADERS.items() for name in names):
+            return [Path(place) / folder for folder in HEADERS]
+    return []
 
 
 def _needed() -> set[tuple[str, str]]:
@@ -123,7 +126,8 @@ def _doing_nothing(names: Iterable[str]) -> str:
 def _object(source: Path, folder: Path) -> Path:
     found = folder / f"{source.name}.o"
     compiler = "g++" if source.suffix == ".cpp" else "gcc"
-    _run(compiler, "-O1", "-w", "-fPIC", f"-I{DRIVER}", f"-I{_headers()}", "-c", source, "-o", found)
+    places = [f"-I{place}" for place in (DRIVER, *_headers())]
+    _run(compiler, "-O1", "-w", "-fPIC", *places, "-c", source, "-o", found)
     return found
 
 

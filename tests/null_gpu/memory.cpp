@@ -1,6 +1,6 @@
 /* Memory of the null GPU: addresses are mapped, never written, and so take no memory of the host.
 
-   A copy to the card changes nothing there; a copy from the card brings zeros. What a program allocates, frees and
+   A copy to the card changes nothing there; a copy from the card brings zeros (values.hpp: unless it has values). What a program allocates, frees and
    maps (the driver's virtual memory, for torch's expandable segments) is counted against the card as a card would. */
 #include <sys/mman.h>
 
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "process.hpp"
+#include "values.hpp"
 
 struct Block {
     size_t bytes;
@@ -17,18 +18,23 @@ struct Block {
 static const size_t PAGE = (size_t)2 << 20;
 static std::map<char *, Block> blocks;   // of cudaMalloc
 static std::map<char *, size_t> ranges;  // addresses that the virtual memory reserved
+static std::map<char *, size_t> pinned;  // of the host
 
 static char *mapped(size_t bytes) {
     void *found = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return found == MAP_FAILED ? nullptr : (char *)found;
 }
 
+static bool is_in(const std::map<char *, size_t> &places, char *address) {
+    auto place = places.upper_bound(address);
+    return place != places.begin() && address < std::prev(place)->first + std::prev(place)->second;
+}
+
 static bool is_on_card(const void *pointer) {
     char *address = (char *)pointer;
     auto block = blocks.upper_bound(address);
     if (block != blocks.begin() && address < std::prev(block)->first + std::prev(block)->second.bytes) return true;
-    auto range = ranges.upper_bound(address);
-    return range != ranges.begin() && address < std::prev(range)->first + std::prev(range)->second;
+    return is_in(ranges, address);
 }
 
 EXPORTED cudaError_t cudaMalloc(void **pointer, size_t bytes) {
@@ -73,10 +79,10 @@ EXPORTED cudaError_t cudaMemGetInfo(size_t *free_there, size_t *whole) {
 
 EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    bool there = is_on_card(pointer);
+    bool there = is_on_card(pointer), is_pinned = is_in(pinned, (char *)pointer);
     auto block = blocks.find((char *)pointer);
     memset(found, 0, sizeof *found);
-    found->type = there ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    found->type = there ? cudaMemoryTypeDevice : is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
     found->device = block == blocks.end() ? current_card() : block->second.card;
     found->devicePointer = there ? (void *)pointer : nullptr;
     return cudaSuccess;
@@ -87,7 +93,13 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, cons
 static cudaError_t copy(void *to, const void *from, size_t bytes) {
     if (cudaError_t error = context()) return error;
     std::lock_guard<std::recursive_mutex> guard(lock);
-    if (!is_on_card(to)) memcpy(to, from, bytes);
+    if (has_values() || !is_on_card(to)) memmove(to, from, bytes);
+    return cudaSuccess;
+}
+
+static cudaError_t set(void *to, int byte, size_t bytes) {
+    if (cudaError_t error = context()) return error;
+    if (has_values()) memset(to, byte, bytes);
     return cudaSuccess;
 }
 
@@ -95,17 +107,26 @@ EXPORTED cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMe
 EXPORTED cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     return copy(to, from, bytes);
 }
-EXPORTED cudaError_t cudaMemset(void *, int, size_t) { return context(); }
-EXPORTED cudaError_t cudaMemsetAsync(void *, int, size_t, cudaStream_t) { return context(); }
+EXPORTED cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t) {
+    return copy(to, from, bytes);
+}
+EXPORTED cudaError_t cudaMemset(void *to, int byte, size_t bytes) { return set(to, byte, bytes); }
+EXPORTED cudaError_t cudaMemsetAsync(void *to, int byte, size_t bytes, cudaStream_t) { return set(to, byte, bytes); }
 
 // -- memory of the host -----------------------------------------------------------------------------------------------
 
 EXPORTED cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned) {
-    *pointer = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return *pointer ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+    size_t whole = (bytes + 4095) / 4096 * 4096;
+    *pointer = aligned_alloc(4096, whole);
+    if (!*pointer) return failed(cudaErrorMemoryAllocation);
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    pinned[(char *)*pointer] = whole;
+    return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaFreeHost(void *pointer) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    pinned.erase((char *)pointer);
     free(pointer);
     return cudaSuccess;
 }

@@ -5,10 +5,13 @@ tokens, which it does not make on a card where nothing is padded. Nor would a ro
 too. Here each completion has all the tokens that it may have, as in a probe. `hidden[labels != -100]` would have no
 row, so that TRL's chunked loss computed nothing: whole numbers and masks have their values (host_values.py). Triton's
 kernels are not compiled; they do nothing, as all others.
+
+With NULL_GPU_VALUES=1 every tensor has its values (card_values.py). Then there is no Triton: its kernels have none.
 """
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -77,11 +80,20 @@ def _of_triton(jit: ModuleType) -> None:
     jit.JITFunction.run = lambda *_, **__: None
 
 
+def _of_torch_with_values(_: ModuleType) -> None:
+    import card_values  # type: ignore[import-not-found]
+
+    card_values.start()
+
+
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch": _of_torch, "transformers.masking_utils": _of_transformers,
     "transformers.generation.stopping_criteria": _of_criteria, "transformers.generation.utils": _of_generation,
     "triton.runtime.jit": _of_triton,
 }  # fmt: skip
+if os.environ.get("NULL_GPU_VALUES") == "1":
+    _CHANGES = {"torch": _of_torch_with_values}
+    sys.modules["triton"] = None  # type: ignore[assignment]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
