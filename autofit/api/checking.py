@@ -119,6 +119,8 @@ class Check(Shown):
 
     def _over(self, crash: Crash) -> str:
         """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
+        if self.result.least_capacity_bytes is None:  # it stopped before all was asked for
+            return f"; {self.result.reason}" if self.result.reason else ""
         over = f"{format_bytes(crash.over_bytes)} over"
         phases = {phase.name: phase.peak_allocated_bytes for phase in self.result.phases}
         last = max(phases, key=lambda name: phases[name], default=crash.phase)

@@ -30,6 +30,11 @@ _MAY_HELP = {
 }  # fmt: skip
 _OF_FSDP2 = ((OFFLOAD, "parameters"), (SYNC_EACH_BATCH, True), (QUANT_STORAGE, "bfloat16"))
 _ENGINES = ("use_vllm", "use_transformers_continuous_batching")  # which need less memory where they are not used
+# Settings that change what is held once the models are loaded: the others cannot mend what runs out before a batch.
+OF_LOAD = frozenset({
+    "dtype", QUANTIZATION, "use_peft", "precompute_ref_log_probs", *_ENGINES, SHARE, "vllm_max_model_length", SHARDING,
+    OFFLOAD, QUANT_STORAGE,
+})  # fmt: skip
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
 Assignment = Mapping[str, Value]  # {setting: value}, for settings that differ from the recipe's
