@@ -165,6 +165,7 @@ def check(
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
     on_typical: Callable[[Check], None] | None = None,
+    on_advice: Callable[[float], None] | None = None,
 ) -> Check:  # fmt: skip
     """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
 
@@ -202,6 +203,8 @@ def check(
         if safe or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)
+        if on_advice is not None:
+            on_advice(advice_s)
         return replace(
             found,
             advice=made.within(
