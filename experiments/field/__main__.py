@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="a thread's name, may be given again; replaces its result")
     parser.add_argument("--again", action="store_true", help="estimate every thread again")
     parser.add_argument("--no-advice", action="store_true", help="the symptom only")
+    parser.add_argument(
+        "--advice-time", type=float, default=20.0, help="seconds of advice; a loaded machine needs more"
+    )
     parser.add_argument("--limit-s", type=float, default=600, help="seconds after which a thread is given up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument("--table", action="store_true", help="write the table of what is there, and estimate nothing")
@@ -41,7 +44,8 @@ def main() -> None:
         kept = table.read(arguments.results, thread)
         wanted = thread.name in arguments.only if arguments.only else arguments.again or not done(kept, arguments)
         if wanted:
-            found = estimate(thread, advice=not arguments.no_advice, limit_s=arguments.limit_s)
+            advice_s = 0.0 if arguments.no_advice else arguments.advice_time
+            found = estimate(thread, advice_s=advice_s, limit_s=arguments.limit_s)
             if "error" in found and kept and "fits" in kept and not arguments.again:
                 found = {**kept, **found}  # the symptom of an earlier run stays
             arguments.results.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ def done(kept: dict[str, object] | None, arguments: argparse.Namespace) -> bool:
     return kept is not None and ("error" in kept or arguments.no_advice or "advice" in kept)
 
 
-def estimate(thread: Thread, *, advice: bool, limit_s: float) -> dict[str, object]:
+def estimate(thread: Thread, *, advice_s: float, limit_s: float) -> dict[str, object]:
     """The thread's answer or the last line of its error, with seconds of wall clock and of CPU, and the versions."""
     command = [sys.executable, "-m", "experiments.field.estimating", thread.name]
     load = os.getloadavg()[0]
@@ -65,13 +69,13 @@ def estimate(thread: Thread, *, advice: bool, limit_s: float) -> dict[str, objec
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "answer.json"
         cold = {"AUTOFIT_CACHE": str(Path(scratch) / "cache")}
-        found = _run([*command, str(out), *([] if advice else ["--no-advice"])], out, limit_s, cold)
+        found = _run([*command, str(out), str(advice_s)], out, limit_s, cold)
     since = {
         f"{name}_s": round(cast(float, found.pop(f"{name}_at_s")) - began, 1)
         for name in ("verdict", "advised") if f"{name}_at_s" in found
     }  # fmt: skip
     return {
-        **found, **since, "load": round(load, 2),
+        **found, **since, "load": round(load, 2), "advice_time_s": advice_s,
         "wall_s": round(time.monotonic() - began, 1), "cpu_s": round(_child_cpu_s() - used, 1),
         "date": datetime.date.today().isoformat(), "autofit": _commit(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
