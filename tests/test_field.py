@@ -92,8 +92,8 @@ def test_the_table_says_how_long_verdicts_and_advice_took_and_beside_what_load()
     quick = {**slow, "verdict_s": 4.0, "advised_s": 20.0, "load": 9.0}
     found = table.times([slow, quick, {"fits": True}])
     assert found == [
-        "Seconds of 2 cold commands, nothing kept (load 0.5 to 9 when each began): verdict 31 in the middle, 31 at worst; "
-        "all advice 52, 52 at worst."
+        "Seconds of 2 cold commands, nothing kept (load 0.5 to 9 when each began): verdict 31 in the middle, 31 at "
+        "worst; all advice 52, 52 at worst."
     ]
     assert table.times([{"fits": True}]) == []
     assert "| 31.0 | 52.0 | 9.0 |" in table.row(thread, slow)

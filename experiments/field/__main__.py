@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="a thread's name, may be given again; replaces its result")
     parser.add_argument("--again", action="store_true", help="estimate every thread again")
     parser.add_argument("--no-advice", action="store_true", help="the symptom only")
-    parser.add_argument(
-        "--advice-time", type=float, default=20.0, help="seconds of advice; a loaded machine needs more"
-    )
+    parser.add_argument("--advice-time", type=float, default=20.0, help="seconds; a loaded machine needs more")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds after which a thread is given up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument("--table", action="store_true", help="write the table of what is there, and estimate nothing")
@@ -57,8 +55,8 @@ def main() -> None:
 
 
 def done(kept: dict[str, object] | None, arguments: argparse.Namespace) -> bool:
-    """Whether the kept result has what is asked for; an error is kept too."""
-    return kept is not None and ("error" in kept or arguments.no_advice or "advice" in kept)
+    """Whether the kept result has what is asked for, its seconds too; an error is kept as well."""
+    return kept is not None and ("error" in kept or arguments.no_advice or {"advice", "verdict_s"} <= kept.keys())
 
 
 def estimate(thread: Thread, *, advice_s: float, limit_s: float) -> dict[str, object]:

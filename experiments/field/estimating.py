@@ -1,4 +1,4 @@
-"""One thread's estimate, in a process of its own: `python -m experiments.field.estimating NAME OUT SECONDS`, of advice (0: none)."""
+"""One thread's estimate, in a process of its own: `python -m experiments.field.estimating NAME OUT ADVICE_S`."""
 
 from __future__ import annotations
 
