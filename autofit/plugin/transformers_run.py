@@ -117,8 +117,9 @@ class TransformersRun:
 
     @property
     def rollout_every(self) -> int:
-        """Micro-batches of a rollout, which are all alike; 0 where they may differ."""
-        return 0
+        """Micro-batches in a row that are all alike: of a rollout, or of a step on one sample; 0 if they may differ."""
+        one_row = getattr(self.trainer, "repeats_one_row", False)
+        return int(self.trainer.args.gradient_accumulation_steps) if one_row else 0
 
     @property
     def last_step(self) -> int:
