@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_closest_and_its_bytes_are_told() -> None:
     asked: list[Values] = []
     found = advice(1 * GB, asked)
     assert found.changes == ()
-    assert found.closest is None or found.closest.least_capacity_bytes > 1 * GB
+    assert found.closest is None or (found.closest.least_capacity_bytes or 0) > 1 * GB
     assert len(asked) <= 2
 
 
@@ -243,3 +243,53 @@ def test_settings_of_the_phase_that_is_too_large_are_tried_first() -> None:
     found = advice(70 * GB, asked, law=rollouts, gap_bytes=15 * GB)
     assert "steps_per_generation" in found.changes[0].changes
     assert cast(int, asked[1]["steps_per_generation"]) < 4
+
+
+def test_a_recipe_that_never_loads_is_offered_what_changes_the_load_and_nothing_of_the_batch_is_tried() -> None:
+    """An engine that finds no room for one sequence, and with a shorter one none beside the trainer's weights."""
+    asked: list[Values] = []
+    recipe = replace(
+        grpo_recipe(
+            use_peft=True, dtype="bfloat16", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.7,
+            vllm_enable_sleep_mode=False, vllm_max_model_length=None, vllm_tensor_parallel_size=1,
+            use_transformers_continuous_batching=False,
+        ),
+        weights_bytes=8 * GB,
+    )  # fmt: skip
+
+    def probe(values: Values) -> ProbeResult:
+        asked.append(values)
+        held = {"load": {"weights": 8 * GB, "vLLM": 20 * GB}} if values.get("vllm_max_model_length") else {}
+        if not values.get("use_vllm"):
+            held = {"update": {"weights": 8 * GB, "activations": GB}}
+        nbytes = CONTEXT + sum(sum(part.values()) for part in held.values()) if held else None
+        fits = nbytes is not None and nbytes <= 15 * GB
+        return ProbeResult(
+            status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device="sim:h100", oom_phase=None if fits else "load",
+            device_used_bytes=nbytes, least_capacity_bytes=nbytes, step_s=(1.0,) if fits else (), categories=held,
+        )  # fmt: skip
+
+    base = probe(recipe.values)
+    found = cheapest_changes(recipe, "sim:h100", probe, capacity_bytes=15 * GB, base=base, workers=1)
+    assert found.changes[0].changes["use_vllm"] is False
+    changed = [{key for key in values if recipe.values.get(key) != values[key]} for values in asked[1:]]
+    of_load = {"use_vllm", "vllm_gpu_memory_utilization", "vllm_max_model_length", "load_in_4bit"}
+    assert all(keys & of_load for keys in changed)
+    assert len(asked) <= 7
+
+
+def test_where_one_change_alone_suffices_two_others_together_are_offered_beside_it() -> None:
+    """Weights are 8 and activations 64 of 48 GB: checkpointing alone suffices, and what else is there only in pairs."""
+
+    def stubborn(values: Values) -> dict[str, dict[str, int]]:
+        held = law(values)
+        micro = cast(int, values["per_device_train_batch_size"])
+        length = cast(int, values["max_completion_length"])
+        few = {8: 64, 4: 56, 2: 50, 1: 44}[micro] * (256 + length) // 512
+        held["update"]["activations"] = (12 if values.get("gradient_checkpointing") else few) * GB
+        return held
+
+    found = advice(48 * GB, law=stubborn).changes
+    assert found[0].changes == {"gradient_checkpointing": True}
+    assert len(found) > 1
+    assert {change.settings for change in found} == {1, 2}

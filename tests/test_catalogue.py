@@ -47,14 +47,35 @@ def test_the_models_of_the_field_notes_are_known_and_one_that_never_was_is_not()
         ("NousResearch/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
         ("unsloth/gemma-2-9b-it", "google/gemma-2-9b-it"),
         ("LLM-Research/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
-        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", None),  # its weights are in 4 bits
         ("somebody/Llama-2-7b-hf", None),
+        ("unsloth/Qwen3-9B-bnb-4bit", None),
     ],
 )
 def test_a_mirror_has_the_shape_of_the_model_that_it_copies(mirror: str, model: str | None) -> None:
     found, expected = catalogue.architecture(mirror), None if model is None else catalogue.architecture(model)
     assert (found is None) == (model is None)
     assert found is None or (expected is not None and found.config == expected.config)
+
+
+@pytest.mark.parametrize("end", ["bnb-4bit", "unsloth-bnb-4bit"])
+def test_a_copy_in_4_bits_has_the_models_shape_and_says_its_quantisation(end: str) -> None:
+    found, model = catalogue.architecture(f"unsloth/Qwen3-8B-{end}"), catalogue.architecture("Qwen/Qwen3-8B")
+    assert found is not None
+    assert model is not None
+    stored = dict(found.config)
+    assert stored.pop("quantization_config") == catalogue._NF4
+    assert (stored, found.parameters) == (model.config, model.parameters)
+    assert found.name.endswith(end)  # where the name goes on, so does the quantisation
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["01-ai/Yi-1.5-9B-Chat", "deepseek-ai/deepseek-coder-6.7b-instruct", "zai-org/glm-4-9b-chat-hf",
+     "facebook/opt-1.3b", "google/gemma-3-4b-it", "Qwen/Qwen1.5-7B-Chat", "Qwen/Qwen2-7B-Instruct",
+     "codellama/CodeLlama-7b-hf", "gpt2"],
+)  # fmt: skip
+def test_the_families_that_people_name_are_known(name: str) -> None:
+    assert catalogue.architecture(name) is not None
 
 
 def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:

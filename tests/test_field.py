@@ -10,7 +10,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.units import parse_bytes
 from experiments.field import estimating, judge, table
-from experiments.field.threads import Thread, read_threads
+from experiments.field.threads import SEED, Thread, read_seeds, read_threads
 
 THREADS = read_threads()
 
@@ -74,6 +74,31 @@ def test_the_newer_name_of_checkpointing_is_the_same_fix() -> None:
     assert judge.fix_found(named("openrl-99-a100"), {"advice": [{"activation_checkpointing": True}]}) is not None
 
 
+def test_field_notes_are_timed_only_and_their_model_is_found_from_anywhere() -> None:
+    seeds = read_seeds()
+    assert {"000_before", "002_recommended", "004_7b"} <= {seed.name for seed in seeds}
+    assert len([thread for thread in THREADS if thread.counts]) + len(seeds) == 40
+    assert all(not seed.accepted and seed.need == SEED for seed in seeds)
+    (d16,) = {str(seed.recipe["model_name_or_path"]) for seed in seeds if seed.name.startswith("002")}
+    assert (Path(d16) / "config.json").is_file()
+
+
+def test_the_table_says_how_long_verdicts_and_advice_took_and_beside_what_load() -> None:
+    thread = named("litgpt-781-a100")
+    slow: dict[str, object] = {
+        "fits": False, "least_capacity_bytes": 50, "capacity_bytes": 40, "advice": [], "verdict_s": 31.0,
+        "advised_s": 52.0, "load": 0.5, "advice_time_s": 20.0, "cpu_s": 9.0,
+    }  # fmt: skip
+    quick = {**slow, "verdict_s": 4.0, "advised_s": 20.0, "load": 9.0}
+    found = table.times([slow, quick, {"fits": True}])
+    assert found == [
+        "Seconds of 2 cold commands, nothing kept (load 0.5 to 9 when each began): verdict 31 in the middle, 31 at "
+        "worst; all advice 52, 52 at worst."
+    ]
+    assert table.times([{"fits": True}]) == []
+    assert "| 31.0 | 52.0 | 9.0 |" in table.row(thread, slow)
+
+
 def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:
     thread = replace(
         named("litgpt-781-a100"), gpu="t4", prompt_tokens=24,
@@ -83,7 +108,7 @@ def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:
         },
         symptom={"fits": True},
     )  # fmt: skip
-    answer = estimating.answer(thread, advice=False)
+    answer = estimating.answer(thread, advice_s=0.0)
     assert judge.symptom_predicted(thread, answer) is True
     assert answer["own"] == {"per_device_train_batch_size": 2}
     assert f"| [{thread.name}]({thread.url}) |" in table.table([thread], {thread.name: answer})

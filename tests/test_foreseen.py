@@ -1,5 +1,7 @@
 """The front holds no trial that a candidate without a probe is known to dominate."""
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +12,18 @@ from test_front_plot import law, legend
 from test_frontier import GB, trial
 
 from autofit.api.results import read_result
-from autofit.errors import ConfigError
+from autofit.cluster.executor import LOCAL
+from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
-from autofit.probing.result import Fidelity, ProbeRequest
+from autofit.probing.result import Cause, Fidelity, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.promotion.joining import as_a_trial
 from autofit.promotion.promotion import choose
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED
+from autofit.tuning.record import record_of
 from autofit.tuning.search import FRONT_TRIALS, Plan, Search, open_study
-from autofit.tuning.study import FOR_FRONT, load_study
+from autofit.tuning.study import FOR_FRONT, load_study, trials_of
 
 
 def foreseen(step_s: float, used_gb: float) -> Foreseen:
@@ -49,13 +54,14 @@ def test_a_candidate_that_dominates_a_trial_takes_its_place_on_the_front() -> No
 
 
 def test_a_probed_front_names_what_is_predicted_to_be_ahead_of_it_and_draws_it(tmp_path: Path) -> None:
-    searched(tmp_path, lawful.at_once, trials=2)
+    searched(tmp_path, lawful.at_once, trials=1)
     found = read_result(tmp_path, "law")
     assert found.foreseen
     both = [(t.step_s or 0, t.device_used_bytes or 0) for t in found.front]
     both += [(f.step_s, f.device_used_bytes) for f in found.foreseen]
     assert not any(a != b and a[0] <= b[0] and a[1] <= b[1] for a in both for b in both)
-    assert str(found).count("not probed") == len(found.foreseen)
+    assert str(found).count("predicted, not probed") == len(found.foreseen)
+    assert all(f"trial {point.name}\n" in str(found) or f" {point.name} " in str(found) for point in found.foreseen)
     assert "predicted, on the front" in legend(found.plot())
 
 
@@ -76,3 +82,60 @@ def test_a_trial_is_named_by_its_number_or_as_the_best_or_the_leanest() -> None:
         choose(trials, "leannest", SPEED)
     with pytest.raises(ConfigError, match="no leanest trial: no trial fits yet"):
         choose([], "leanest", SPEED)
+
+
+def joined(folder: Path, asked: str, probe: object, said: list[str]) -> str:
+    study = load_study(folder, "law")
+    launcher = Launcher(probe)  # type: ignore[arg-type]
+    return as_a_trial(asked, study, folder, executor=LOCAL, say=said.append, launcher=launcher)
+
+
+def test_a_point_known_by_prediction_only_is_probed_as_the_trials_were_before_it_is_promoted(tmp_path: Path) -> None:
+    searched(tmp_path, lawful.at_once, trials=1)
+    points, said = read_result(tmp_path, "law").foreseen, list[str]()
+    assert joined(tmp_path, "p1", lawful.at_once, said) == "1"
+    assert said[0].startswith("p1 is known by prediction only (")
+    assert said[0].endswith("so it is probed first, as trial 1")
+    assert re.fullmatch(r"trial 1: .* GB, .* s a step", said[1])
+    now = trials_of(load_study(tmp_path, "law"))[1]
+    assert now.changes == points[0].changes
+    assert choose(trials_of(load_study(tmp_path, "law")), "1", SPEED) == now
+    requests = [ProbeRequest.read(tmp_path / f"probes/law/trial-000{n}-1/request.json") for n in (0, 1)]
+    assert replace(requests[0], folder=Path(), values={}) == replace(requests[1], folder=Path(), values={})
+    names = [point.name for point in record_of(load_study(tmp_path, "law")).points_ahead]
+    assert names == [point.name for point in points[1:]]  # the others keep their names
+
+
+def test_the_leanest_is_probed_where_only_a_prediction_says_that_it_is(tmp_path: Path) -> None:
+    searched(tmp_path, lawful.at_once, trials=1)
+    expected = min(read_result(tmp_path, "law").foreseen, key=lambda point: point.device_used_bytes)
+    said: list[str] = []
+    assert joined(tmp_path, "leanest", lawful.at_once, said) == "leanest"
+    assert said[0].startswith(f"{expected.name} is known by prediction only")
+    assert choose(trials_of(load_study(tmp_path, "law")), "leanest", SPEED).number == len(said) // 2
+    assert joined(tmp_path, "leanest", lawful.at_once, said := []) == "leanest"
+    assert said == []
+
+
+def killed_once(request_path: str) -> None:
+    """The first attempt of a probe is lost, and so is the second: nothing is told."""
+    request = ProbeRequest.read(Path(request_path))
+    found = ProbeResult(status=ProbeStatus.LOST, device=request.device, reason="killed", cause=Cause.KILLED)
+    write_json(request.answer_path, found.to_json())
+
+
+def test_a_point_whose_probe_was_killed_is_the_same_trial_the_next_time(tmp_path: Path) -> None:
+    searched(tmp_path, lawful.at_once, trials=1)
+    with pytest.raises(EnvironmentFault, match="the probe of p1 was killed; run the same command again"):
+        joined(tmp_path, "p1", killed_once, [])
+    assert joined(tmp_path, "p1", lawful.at_once, []) == "1"
+
+
+def test_a_trial_needs_no_probe_and_a_study_without_its_probes_says_what_to_do(tmp_path: Path) -> None:
+    searched(tmp_path, lawful.at_once, trials=1)
+    assert [joined(tmp_path, name, killed_once, []) for name in ("0", "best", "nonsense")] == ["0", "best", "nonsense"]
+    with pytest.raises(ConfigError, match="known by prediction only is probed by `autofit promote` alone"):
+        choose(trials_of(load_study(tmp_path, "law")), "p1", SPEED)
+    shutil.rmtree(tmp_path / "probes")
+    with pytest.raises(ConfigError, match="run its `autofit search` again"):
+        joined(tmp_path, "p1", lawful.at_once, [])

@@ -9,6 +9,7 @@ import torch
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.left_out import leave_out_repeated
 from autofit.plugin.protocol import Report
+from autofit.plugin.transformers_run import TransformersRun
 from autofit.trainers.grpo import RolloutRun
 
 
@@ -55,6 +56,22 @@ def test_of_a_step_that_is_one_rollout_three_and_the_last_are_computed() -> None
     assert heard.said == 2 * [*[False] * 3, *[True] * 12, False]
 
 
+def test_a_trainer_that_does_not_generate_counts_its_micro_batches_by_its_steps() -> None:
+    found: list[int] = []
+
+    def training_step(*_: Any) -> torch.Tensor:
+        found.append(len(found))
+        return torch.ones(())
+
+    args = SimpleNamespace(gradient_accumulation_steps=8, device="cpu")
+    trainer: Any = SimpleNamespace(training_step=training_step, args=args)
+    leave_out_repeated(trainer, heard := Heard(), rollout_every=8, kinds=lambda: [None] * 8)
+    for _ in range(16):
+        trainer.training_step(None, {}, None)
+    assert len(found) == 8
+    assert heard.said == 2 * [*[False] * 3, *[True] * 4, False]
+
+
 def test_each_rollout_of_a_step_begins_a_new_row() -> None:
     assert computed(16, 8)[0] == [n + r for r in (0, 8, 16, 24) for n in (0, 1, 2, 7)]
 
@@ -87,3 +104,12 @@ def test_nothing_is_left_out_where_each_step_generates_anew() -> None:
     every = [RolloutRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1).rollout_every
              for facts in ({}, {"generates_each_step": True})]  # fmt: skip
     assert every == [8, 0]
+
+
+def test_the_micro_batches_of_a_step_are_alike_where_a_probe_repeats_one_sample() -> None:
+    def every(**facts: bool) -> int:
+        args = SimpleNamespace(gradient_accumulation_steps=32)
+        return TransformersRun(SimpleNamespace(args=args, **facts), phases={}, samples_per_step=1).rollout_every
+
+    assert every(repeats_one_row=True) == 32
+    assert every() == 0

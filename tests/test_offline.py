@@ -52,6 +52,28 @@ def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: P
     assert offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
 
 
+def test_weights_that_are_stored_in_4_bits_are_read_so_whatever_says_it(tiny_recipe: Path, tiny_model: Path) -> None:
+    """The name of a copy in the catalogue, or a folder's config.json: the recipe need not say load_in_4bit."""
+    named = inspected(
+        tiny_recipe, prompt_tokens=9, model_name_or_path="unsloth/Qwen3-0.6B-bnb-4bit", dataset_name="a/b"
+    )
+    config = json.loads((tiny_model / "config.json").read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    (tiny_model / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    local = inspected(tiny_recipe)
+    (tiny_model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    other = inspected(tiny_recipe)
+    (tiny_model / "config.json").write_text(json.dumps(config))
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+    for found, wanted in ((named, settings), (local, {"load_in_8bit": True}), (other, {"load_in_4bit": False})):
+        assert settings.keys() <= found["resolved"].keys()  # type: ignore[attr-defined]
+        assert wanted.items() <= found["resolved"].items()  # type: ignore[attr-defined]
+    assert settings.items() <= named["values"].items()  # type: ignore[attr-defined]
+    assert "holds weights of 4 bits, so the recipe is read with load_in_4bit: true" in str(named["notes"])
+    assert "holds gptq weights, which are simulated in 16 bits" in str(other["notes"])
+    assert named["weights_bytes"] < 0.8 * 2 * named["model_parameters"]  # type: ignore[operator]
+
+
 def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model: Path, tmp_path: Path) -> None:
     assert stand_in_model(str(tiny_model), tmp_path) == str(tiny_model)
     bare = tmp_path / "bare"
@@ -95,6 +117,10 @@ def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
             "catalogue; got 'Qwen/Qwen3-1.8B'; similar names: Qwen/Qwen3-1.7B",
         ),
         ({"model_name_or_path": "qwen3_8b"}, "similar names: .*Qwen/Qwen3-8B"),
+        (
+            {"model_name_or_path": "baichuan-inc/Baichuan2-7B-Base"},
+            "save https://huggingface.co/baichuan-inc/Baichuan2-7B-Base/raw/main/config.json into a folder and give",
+        ),
         ({"lora_target_modules": ["wq", "wk"]}, "wk, wq matches none; it has q_proj, k_proj, v_proj, o_proj"),
         ({"lora_target_modules": ["q_prj", "v_prj"]}, "matches none; the nearest valid one is 'q_proj'"),
         ({"lora_target_modules": ["q_proj"]}, r"a pattern for the whole path of a module: write '\.\*q_proj'"),

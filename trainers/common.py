@@ -224,7 +224,9 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
 def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
     """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
     with random_weights(module):
-        return made(kind, config, train_dataset=repeated(row, config), **more)
+        trainer = made(kind, config, train_dataset=repeated(row, config), **more)
+    trainer.repeats_one_row = True
+    return trainer
 
 
 def repeated(row: Mapping[str, Any], config: TrlConfig) -> Dataset:

@@ -101,6 +101,7 @@ class HfTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
+        trainer.repeats_one_row = True
         if padded(config, worst_case) and not config.training.packing:
             trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer

@@ -7,6 +7,7 @@ transformers.
 import difflib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -211,13 +212,46 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
             f"{key} must be a folder with a config.json or a name on the model hub; got {name!r}, but "
             f"the hub does not answer; a simulated card does not need it: --gpu NAME"
         )
-    names = {n.lower(): n for n in catalogue.names()} | {n.lower().split("/")[1]: n for n in catalogue.names()}
+    names = {n.lower(): n for n in catalogue.names()} | {n.lower().rpartition("/")[2]: n for n in catalogue.names()}
     close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
     near = f"; similar names: {', '.join(close)}" if close else ""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    give = (
+        f"; to simulate it, save https://huggingface.co/{name}/raw/main/config.json into a folder and give the folder, "
+        "with the model's own .py files if it has any (as Baichuan and InternLM have), and trust_remote_code: true"
+    )
     return (
         f"{key} must be a folder with a config.json, a name on the model hub (if reachable) or a name in "
-        f"autofit's catalogue; got {name!r}{near}"
+        f"autofit's catalogue; got {name!r}{near}{give if on_hub else ''}"
     )
+
+
+def quantised_already(name: str, **loading: Any) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The settings ({load_in_4bit: True, ...}) that the weights of the model `name` are stored by already; and notes.
+
+    Empty where its config has no quantisation, or none is at hand.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, **loading).to_dict()
+    except (OSError, ValueError, KeyError, TypeError):
+        known = catalogue.architecture(name)
+        config = {} if known is None else dict(known.config)
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return {}, ()
+    if found.get("quant_method") != "bitsandbytes":
+        method = printable(str(found.get("quant_method")), 40)
+        return {}, (f"{name} holds {method} weights, which are simulated in 16 bits or as dtype says: an upper bound",)
+    bits = "4bit" if found.get("load_in_4bit") else "8bit"
+    settings: dict[str, object] = {f"load_in_{bits}": True}
+    if bits == "4bit":
+        settings["bnb_4bit_quant_type"] = found.get("bnb_4bit_quant_type", "fp4")
+        settings["use_bnb_nested_quant"] = bool(found.get("bnb_4bit_use_double_quant", False))
+    words = ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.items())
+    skipped = " (the layers that it leaves in 16 bits are counted in 4)" if "unsloth-bnb" in name.lower() else ""
+    return settings, (f"{name} holds weights of {bits[0]} bits{skipped}, so the recipe is read with {words}",)
 
 
 def read_config(folder: Path) -> dict[str, object]:

@@ -117,6 +117,11 @@ class TrlTrainer:
         config = self.parse(given, overrides=device)
         named = one_name_each(self.name, given, config.resolved)
         given, resolved = dict(named.values), named.resolved
+        stored, of_weights = self._stored(config, resolved)
+        if stored:
+            given |= stored
+            config = self.parse(given, overrides=device)
+            resolved = {**resolved, **stored}
         if inspection.simulated:
             config = with_stand_ins(self.name, given, config, inspection)
         model = model_facts(config, self.architecture(config), simulated=inspection.simulated)
@@ -135,7 +140,8 @@ class TrlTrainer:
             tiers=tiers,
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
             tile_tokens=self.tile_tokens, forecasts=not model.sees,
-            other_names=named.other_names, notes=(*moved, *named.notes, *model.notes, *notes, *note_of_ranks(tiers)),
+            other_names=named.other_names,
+            notes=(*moved, *named.notes, *of_weights, *model.notes, *notes, *note_of_ranks(tiers)),
             version=installed(),
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
@@ -143,6 +149,14 @@ class TrlTrainer:
             vocab_size=model.vocab_size, embedding_parameters=model.embedding_parameters,
             **longest,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    def _stored(self, config: TrlConfig, resolved: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
+        """The settings by which the model's weights are quantised already, where the recipe says none; and notes."""
+        name = config.model.model_name_or_path
+        if not name or resolved.get("load_in_4bit") or resolved.get("load_in_8bit"):
+            return {}, ()
+        trust = bool(config.training.trust_remote_code)
+        return offline.quantised_already(name, revision=config.model.model_revision, trust_remote_code=trust)
 
     def build(self, values: Mapping[str, object], task: Task) -> TrlRun:
         if task.worst_case is None:

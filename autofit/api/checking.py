@@ -118,6 +118,8 @@ class Check(Shown):
 
     def _over(self, crash: Crash) -> str:
         """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
+        if self.result.least_capacity_bytes is None:  # it stopped before all was asked for
+            return f"; {self.result.reason}" if self.result.reason else ""
         over = f"{format_bytes(crash.over_bytes)} over"
         phases = {phase.name: phase.peak_allocated_bytes for phase in self.result.phases}
         last = max(phases, key=lambda name: phases[name], default=crash.phase)
@@ -162,6 +164,7 @@ def check(
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
     on_typical: Callable[[Check], None] | None = None,
+    on_advice: Callable[[float], None] | None = None,
 ) -> Check:  # fmt: skip
     """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
 
@@ -199,6 +202,8 @@ def check(
         if safe or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)
+        if on_advice is not None:
+            on_advice(advice_s)
         return replace(
             found,
             advice=made.within(

@@ -190,7 +190,8 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                 say=lambda text: tell(Event(text=text)),
             )  # fmt: skip
             stated.check()
-            tell(Event(text=f"{stated.model} on {describe_device(device, capacity, stated.launch.cards)}"))
+            where = describe_device(device, capacity, stated.launch.cards)
+            tell(Event(text=f"{stated.model} on {where}", read=True))
             if not stated.launch.is_plain:
                 tell(Event(label="launch", text=stated.launch.words))
             if choice := about_choice(device, asked.gpu, asked_bytes, needs):
@@ -257,6 +258,7 @@ def estimate(
     on_event: OnEvent | None = None,
     on_result: Callable[[Estimate], None] | None = None,
     on_typical: Callable[[Estimate], None] | None = None,
+    on_advice: Callable[[float], None] | None = None,
 ) -> Estimate:  # fmt: skip
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 
@@ -268,9 +270,10 @@ def estimate(
     `lengths` says how long samples are (for a trainer that generates, completions): "300,900,2048" (median, 95 % and
     longest, in tokens), a file, or the numbers; by default some samples of a dataset at hand, and "off" leaves them.
     By them the typical step and the whole run stand beside the worst case.
-    `on_result` hears the estimate before both, `on_typical` before the advice. Ctrl-C ends the search for advice and
-    keeps what was found, with `interrupted` set. `as_of` names older libraries ("trl 0.14"): what they did with the
-    recipe that the installed ones do not is said too. `deadline` (seconds, or "15m") bounds one simulation.
+    `on_result` hears the estimate before both, `on_typical` before the advice, `on_advice` its seconds as it begins.
+    Ctrl-C ends the search for advice and keeps what was found, with `interrupted` set. `as_of` names older libraries
+    ("trl 0.14"): what they did with the recipe that the installed ones do not is said too. `deadline` (seconds, or
+    "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
@@ -300,6 +303,8 @@ def estimate(
         if not advice or not advice_s:
             return found
         tell_left_out(made.recipe, made.device, tell)
+        if on_advice is not None:
+            on_advice(advice_s)
         return replace(
             found,
             advice=made.within(

@@ -103,6 +103,7 @@ class Event:
     label: str = ""  # of the text: model, device, effective batch, predicted, ...
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
+    read: bool = False  # the recipe has been read: what is said of it follows
 
     def __str__(self) -> str:
         return f"{self.label:>16}: {self.text}" if self.label else self.text

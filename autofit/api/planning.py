@@ -129,8 +129,9 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     choice = about_choice(device, asked.gpu, size("--target-vram", asked.target_vram), needs)
     choice = choice if node is None else f"{node.kind}, on the nodes of the cluster; no other kind takes a probe"
     card = [("card", choice)] if choice else []
-    for label, text in (*recipe.describe(), *card, ("device", describe_device(device, target, recipe.launch.cards))):
+    for label, text in (*recipe.describe(), *card):
         on_event(Event(label=label, text=text))
+    on_event(Event(label="device", text=describe_device(device, target, recipe.launch.cards), read=True))
     knobs = space_knobs(recipe, asked.space)
     space = Space.of(recipe, knobs, allow=asked.allow, device=device, card=None if node is None else node.kind)
     if space.left_out:

@@ -77,7 +77,8 @@ def front_table(
 ) -> Table:  # fmt: skip
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up.
 
-    A row of `foreseen` has no number and is marked as predicted; `beside` is the baseline where it is not on the front.
+    A row of `foreseen` has a name of its own and is marked as predicted; `beside` is the baseline where it is not on
+    the front.
     """
     where = f" on {device_name}" if device_name else ""
     table = Folding(title=f"Pareto front (step time, device-used), {fidelity}{where}", from_width=_LEAST_FRONT)
@@ -115,9 +116,9 @@ def _predicted(
     one: Foreseen, original: Mapping[str, object], target_bytes: int | None, base_s: float | None
 ) -> tuple[str, ...]:
     return (
-        "not probed",
+        one.name or "-",
         one.tier,
-        escape(f"{describe_changes(one.changes, original)}: predicted"),
+        escape(f"{describe_changes(one.changes, original)}: predicted, not probed"),
         format_bytes(one.device_used_bytes),
         _share(one.device_used_bytes, target_bytes),
         "-",

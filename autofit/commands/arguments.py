@@ -139,7 +139,12 @@ def parser() -> argparse.ArgumentParser:
     _shared(verify, "trial", "--study", "--json")
 
     promote = _command(commands, "promote", "write a trial's YAML and launch its full run")
-    _shared(promote, "trial", "--study")
+    promote.add_argument(
+        "trial", metavar="TRIAL",
+        help="a trial's number, `best`, `leanest`, or p1, p2, ...: a point of the front that is known by prediction "
+        "only, which is simulated or probed first",
+    )  # fmt: skip
+    _shared(promote, "--study")
     promote.add_argument("--out", type=Path, metavar="FILE", help="also write the tuned YAML here")
     promote.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                          help="where the run trains (default: where the search measured)")  # fmt: skip

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from autofit.commands.bar import Bar, words_of
 from autofit.commands.common import (
     DONE,
     INTERRUPTED,
@@ -28,10 +29,12 @@ from autofit.commands.common import (
 from autofit.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
-    from autofit.api import Check, Estimate
+    from autofit.api import Check, Estimate, Event
     from autofit.frontends.foreign import Explanation
 
 Answer = TypeVar("Answer", "Check", "Estimate")
+READING, SIMULATING = "reading the recipe", "simulating the recipe"  # steps of a prediction
+LENGTHS, ADVICE = "simulating steps by length", "looking for changes"
 
 
 def check(options: argparse.Namespace) -> int:
@@ -129,23 +132,41 @@ def _answered(
 ) -> int:  # fmt: skip
     """Ask for a prediction, with what is the command's own, and show it as it becomes known; its exit code."""
 
+    bar = Bar(options.command, words_of([options.recipe, options.gpu, options.trainer]), shown=not options.stream)
+
+    def hear(event: "Event") -> None:
+        (streams if options.stream else hears)(event)
+        if event.read:
+            bar.begin(SIMULATING)
+
     def shown(found: Answer) -> None:
+        bar.end()
         first(found)
         if options.stream:
             stream("verdict", found.to_dict())
         elif not options.json:
             show(found)
+        if options.command == "estimate" or not found.fits:
+            bar.begin(LENGTHS)
 
     def then_typical(found: Answer) -> None:
+        bar.end()
         if not (options.stream or options.json):
             show_lines(found.of_typical)
 
+    def looks(limit_s: float) -> None:
+        bar.begin(ADVICE, most_s=limit_s)
+
     terminate_like_interrupt()
-    found = ask(
-        options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
-        **launch_arguments(options),
-        changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
-        advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths,
-        on_event=streams if options.stream else hears, on_result=shown, on_typical=then_typical, **own,
-    )  # fmt: skip
+    bar.begin(READING)
+    try:
+        found = ask(
+            options.recipe, gpu=options.gpu, target_vram=options.target_vram, trainer=options.trainer,
+            **launch_arguments(options),
+            changes=settings(options.set), prompt_tokens=options.prompt_tokens, deadline=options.deadline,
+            advice_time=options.advice_time, as_of=options.as_of, lengths=options.lengths,
+            on_event=hear, on_result=shown, on_typical=then_typical, on_advice=looks, **own,
+        )  # fmt: skip
+    finally:
+        bar.close()
     return ended(found, as_json=options.json or options.stream)

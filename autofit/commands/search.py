@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autofit.commands.bar import Bar, words_of
 from autofit.commands.common import (
     begin_server,
     executor_option,
@@ -17,6 +18,7 @@ from autofit.commands.common import (
     streams,
     terminate_like_interrupt,
 )
+from autofit.commands.predict import READING
 from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from autofit.api import Event, Progress
 
 _DEMO_TRIALS = 6
+PREDICTING = "predicting every candidate"
 
 
 def search(options: argparse.Namespace) -> int:
@@ -42,7 +45,10 @@ def search(options: argparse.Namespace) -> int:
     from autofit import api
 
     terminate_like_interrupt()
-    with _display(live=where.kind != "debug", streaming=options.stream) as display:
+    live = where.kind != "debug"
+    about = words_of([options.recipe, options.gpu, options.target_vram, options.trainer, options.allow])
+    bar = Bar("search", about, shown=live and not options.stream)
+    with _display(bar, live=live, streaming=options.stream) as display:
         result = api.search(
             _demo_recipe if options.demo else options.recipe,
             target_vram=options.target_vram, device=options.device, gpu=options.gpu,
@@ -82,11 +88,13 @@ def _demo_recipe() -> Path:
 class _Display:
     """A live line on a terminal, unless a debugger may want it, plain lines elsewhere, both on stderr; or a stream."""
 
-    def __init__(self, *, live: bool, streaming: bool) -> None:
+    def __init__(self, bar: Bar, *, live: bool, streaming: bool) -> None:
         from rich.console import Console
 
         self._console, self._live, self._streaming = Console(stderr=True), live and not streaming, streaming
         self._status: Status | None = None
+        self._bar = bar
+        bar.begin(READING)
 
     @property
     def on_progress(self) -> "Callable[[Progress], None] | None":
@@ -101,27 +109,34 @@ class _Display:
         if event.trial is not None and self._console.is_terminal:
             self._console.print(event.text, markup=False, highlight=False)
             return
-        self.close()
+        self._still()
         say(str(event))
+        if event.read:
+            self._bar.begin(PREDICTING)
 
     def _update(self, progress: "Progress") -> None:
         from rich.text import Text
 
+        self._bar.end()
         if self._status is None:
             self._status = self._console.status("starting")
             self._status.start()
         self._status.update(Text(str(progress)))
 
     def close(self) -> None:
-        """End the live line."""
+        """End the live lines."""
+        self._bar.close()
+        self._still()
+
+    def _still(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
 
 
 @contextlib.contextmanager
-def _display(*, live: bool, streaming: bool) -> Iterator[_Display]:
-    display = _Display(live=live, streaming=streaming)
+def _display(bar: Bar, *, live: bool, streaming: bool) -> Iterator[_Display]:
+    display = _Display(bar, live=live, streaming=streaming)
     try:
         yield display
     finally:

@@ -24,7 +24,8 @@ from autofit.forecast.ending import Ending
 from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
 from autofit.hardware.hardware import Device
-from autofit.probing.result import ProbeResult
+from autofit.plugin.protocol import LOAD
+from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
@@ -60,7 +61,8 @@ def cheapest_changes(
     except ConfigError:
         return Advice()
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
-    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers)
+    unloaded = base is not None and base.status is ProbeStatus.OOM and base.oom_phase == LOAD
+    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, unloaded=unloaded)
     if base is not None:
         search.learn({}, base)
     return search.run()
@@ -72,6 +74,7 @@ class _Search:
     trier: Trier
     wanted: int
     workers: int
+    unloaded: bool  # whether the recipe runs out of memory before there is a batch
     results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     found: dict[frozenset[str], Change] = field(default_factory=dict)
@@ -84,19 +87,25 @@ class _Search:
         with contextlib.suppress(Cancelled), ThreadPoolExecutor(self.workers) as pool:
             half = pool.submit(self._halve)
             for tier in TIERS:
-                names = [n for n in self.levers.strengths if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
-                self._try_sizes(pool, names, tier)
+                self._try_sizes(pool, self._names(tier), tier)
                 half.result()
                 if self._enough:
                     break
+            for tier in TIERS if self.found else ():  # a choice of more, where what suffices alone is too little of one
+                self._try(pool, self._names(tier), 2, tier)
             proven = not self.found and self._is_beaten()
         best = sorted(self.found.values(), key=lambda change: change.cost)[: self.wanted]
         found = sorted([*best, *(c for c in self.halved.values() if c not in best)], key=lambda change: change.cost)
         tried = self.results.values()
-        missed = [change for change in tried if not change.failure]
-        closest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes), default=None) if not found else None
+        missed = [c for c in tried if not c.failure and (c.fits or c.least_capacity_bytes is not None)]
+        nearest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes or 0), default=None)
+        closest = None if found else nearest
         untried = tuple(change for change in tried if change.failure)
         return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
+
+    def _names(self, tier: Tier) -> list[str]:
+        """The settings of `tier` and of those above it."""
+        return [n for n in self.levers.strengths if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
 
     def _halve(self) -> None:
         """Settle weights of 16 bits in place of float32; where they do not suffice, with checkpoints."""
@@ -114,11 +123,18 @@ class _Search:
         return not at or not (self._ask(at).fits or self._ask(at).failure)
 
     def _try_sizes(self, pool: ThreadPoolExecutor, names: Sequence[str], tier: Tier) -> None:
-        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three."""
+        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three.
+
+        Nothing is tried where all of them together are known not to suffice.
+        """
+        if self._is_hopeless(frozenset(names)):
+            return
         self._try(pool, names, 1, tier)
         if self.found:
             return
         every = [n for n in names if frozenset({n}) not in self.broken]
+        if self._is_hopeless(frozenset(every)):  # by what was learned since
+            return
         for within in dict.fromkeys((frozenset(every) - {QUANTIZATION}, frozenset(every))):
             if len(within) > 1 and not self.found and self._is_open(within):
                 self._settle(within, self._start(within))
@@ -155,8 +171,15 @@ class _Search:
             return False
         if any(b <= names for b in self.broken):
             return False
+        if self.unloaded and not any(self.levers.traits(name).loads for name in names):
+            return False
         at = self.levers.strongest(names)
         return bool(at) and self._least_bytes(at) <= self._room
+
+    def _is_hopeless(self, names: frozenset[str]) -> bool:
+        """Whether these settings at their strongest, and so any of them, are known not to suffice."""
+        at = self.levers.strongest(names)
+        return bool(at) and self._least_bytes(at) > self._room
 
     def _tier_of(self, name: str) -> Tier:
         return self.levers.tier_of(name)

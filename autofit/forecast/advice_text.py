@@ -105,7 +105,7 @@ def _miss(closest: Change, recipe: Recipe, capacity_bytes: int) -> str:
     if closest.fits:
         spare = format_bytes(capacity_bytes - closest.device_used_bytes)
         return f"leaves {spare}, less than the prediction may be off: {what}"
-    return f"exceeds the limit by {format_bytes(closest.least_capacity_bytes - capacity_bytes)}: {what}"
+    return f"exceeds the limit by {format_bytes((closest.least_capacity_bytes or 0) - capacity_bytes)}: {what}"
 
 
 def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> str:

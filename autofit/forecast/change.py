@@ -26,7 +26,7 @@ class Change:
     tier: Tier
     settings: int  # number of changed settings; derived keys do not count
     device_used_bytes: int
-    least_capacity_bytes: int
+    least_capacity_bytes: int | None  # None where it ran out before all was asked for
     step_s: float | None
     fits: bool
     tight: bool = False  # it fits with less to spare than the prediction may be off
@@ -44,7 +44,7 @@ class Change:
         fits = result.status is ProbeStatus.FIT
         return cls(
             changes=changes, given=given, tier=tier, settings=settings, device_used_bytes=used or 0,
-            least_capacity_bytes=1 << 62 if least is None else least, step_s=result.median_step_s, fits=fits,
+            least_capacity_bytes=least, step_s=result.median_step_s, fits=fits,
             tight=is_tight(result, capacity_bytes), own=own,
             failure="" if tried else result.reason or str(result.status),
         )  # fmt: skip
@@ -78,7 +78,8 @@ class Change:
         if self.failure:
             return "could not be tried"
         if not self.fits:
-            return f"does not fit: it needs {format_bytes(self.least_capacity_bytes)}"
+            least = self.least_capacity_bytes
+            return "does not fit" if least is None else f"does not fit: it needs {format_bytes(least)}"
         spare = "leaves too little to spare" if self.tight else "fits"
         return f"{spare}: {format_bytes(self.device_used_bytes)}{self.step_words}"
 

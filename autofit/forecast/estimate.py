@@ -195,7 +195,9 @@ def _categories(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
-    least = result.least_capacity_bytes or 0
+    least = result.least_capacity_bytes
+    if result.status is not ProbeStatus.FIT and (least is None or not result.phases):
+        return f"it does not fit: {result.reason or f'out of memory in {result.oom_phase}'}."
     top = max(result.phases, key=lambda p: p.peak_allocated_bytes)
     held = result.categories.get(top.name, {})
     largest = max(held, key=lambda name: held[name]) if held else "?"
@@ -203,7 +205,8 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
         verdict = "is tight" if is_tight(result, capacity_bytes) else "fits"
         verdict += f": {used_words(result, capacity_bytes)}"
     else:
-        verdict = f"does not fit: it needs {format_bytes(least)}, {format_bytes(least - capacity_bytes)} over the limit"
+        over = format_bytes((least or 0) - capacity_bytes)
+        verdict = f"does not fit: it needs {format_bytes(least or 0)}, {over} over the limit"
     step_s = result.median_step_s
     times = ""
     if step_s is not None:

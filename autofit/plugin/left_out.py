@@ -17,26 +17,30 @@ def leave_out_repeated(
 ) -> None:
     """Let the trainer compute only some micro-batches between two rollouts or optimizer steps, and tell `report`.
 
-    `rollout_every` is the number of micro-batches of a rollout, which TRL counts in `_step`. `kinds` gives the kind of
-    each of them once the rollout is there: neighbours of one kind are alike.
+    `rollout_every` is the number of micro-batches in a row; a trainer that generates counts them in `_step`. `kinds`
+    gives the kind of each of them, once a rollout is there: neighbours of one kind are alike.
     """
     original, done, dtype = trainer.training_step, count(), torch.float32
+    generates, of_each = hasattr(trainer, "_step"), list[object]()
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal dtype
+        nonlocal dtype, of_each
         each = int(trainer.args.gradient_accumulation_steps)
-        in_step, in_rollout = next(done) % each, int(trainer._step) % rollout_every
+        number = next(done)
+        in_step, in_rollout = number % each, int(trainer._step if generates else number) % rollout_every
         before, left = min(in_step, in_rollout), min(each - in_step, rollout_every - in_rollout)
         if before + left < _LEAST:
             return original(*args, **kwargs)
-        if in_rollout:  # the first micro-batch makes the rollout
-            of_each = kinds()
+        if in_rollout == 1:  # the first micro-batch makes the rollout
+            of_each = list(kinds())
+        if in_rollout:
             before = min(before, _alike(of_each[in_rollout], reversed(of_each[:in_rollout])))
             left = min(left, _alike(of_each[in_rollout], of_each[in_rollout:]))
         left_out = before >= COMPUTED and left > 1
         report.micro_step_begins(left_out=left_out)
         if left_out:
-            trainer._step += 1
+            if generates:
+                trainer._step += 1
             return torch.zeros((), dtype=dtype, device=trainer.args.device)
         loss = original(*args, **kwargs)
         dtype = loss.dtype

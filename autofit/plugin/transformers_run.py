@@ -117,11 +117,12 @@ class TransformersRun:
 
     @property
     def rollout_every(self) -> int:
-        """Micro-batches of a rollout; 0 where none may be left out."""
-        return 0
+        """Micro-batches in a row: of a rollout, or of a step on one sample; 0 where none may be left out."""
+        one_row = getattr(self.trainer, "repeats_one_row", False)
+        return int(self.trainer.args.gradient_accumulation_steps) if one_row else 0
 
     def kinds(self) -> list[object]:
-        """The kind of each micro-batch of the rollout at hand: those of one kind have the same shapes and masks."""
+        """The kind of each micro-batch of the row at work: those of one kind have the same shapes and masks."""
         return [None] * self.rollout_every
 
     @property

@@ -121,6 +121,17 @@ class ProbeSetup:
     server_socket: str | None
     least_of_fits: bool = True
     recipe_hash: str | None = None
+    cwd: Path = field(default_factory=Path.cwd)
+
+    @classmethod
+    def of(cls, earlier: ProbeRequest, *, server_socket: str | None) -> "ProbeSetup":
+        """The settings of an earlier probe."""
+        return cls(
+            trainer=earlier.trainer, device=earlier.device, limit_bytes=earlier.limit_bytes,
+            worst_case=earlier.worst_case, deadline_s=earlier.deadline_s, measured_steps=earlier.measured_steps,
+            parallel=len(earlier.slots), server_socket=server_socket, least_of_fits=earlier.least_of_fits,
+            recipe_hash=earlier.recipe_hash, cwd=earlier.cwd,
+        )  # fmt: skip
 
     def request(self, folder: Path, values: Mapping[str, object], *, measured_steps: int | None = None) -> ProbeRequest:
         """The request to probe the recipe `values` in `folder`; the deadline grows with the measured steps."""
@@ -129,7 +140,7 @@ class ProbeSetup:
             folder=folder, trainer=self.trainer, values=values, device=self.device, limit_bytes=self.limit_bytes,
             worst_case=self.worst_case, measured_steps=steps, deadline_s=self.deadline_s * steps / self.measured_steps,
             server_socket=self.server_socket, slots=slot_names(self.device, self.parallel),
-            least_of_fits=self.least_of_fits, recipe_hash=self.recipe_hash,
+            least_of_fits=self.least_of_fits, recipe_hash=self.recipe_hash, cwd=self.cwd,
         )  # fmt: skip
 
 

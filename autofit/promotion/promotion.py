@@ -18,6 +18,7 @@ from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place
 from autofit.promotion.checkpoints import checkpoints
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
+from autofit.promotion.joining import as_a_trial
 from autofit.promotion.ladder import Ladder
 from autofit.promotion.place import (
     check_found,
@@ -41,7 +42,7 @@ from autofit.recipe.recipe import merge
 from autofit.recipe.server import Server
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.describe import describe_changes
-from autofit.tuning.frontier import Rule, Trial, leanest, winner
+from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
@@ -79,7 +80,7 @@ def _said(record: StudyRecord, key: str) -> str:
     return quoted(record.values[key], 40) if key in record.values else "not given"
 
 
-NAMES = ("best", "leanest")  # of trials, beside their numbers
+NAMES = (BEST, LEANEST)
 _YEAR_S = 365 * 24 * 3600.0
 
 
@@ -120,16 +121,17 @@ def plan_promotion(
 ) -> Promotion:  # fmt: skip
     """The promotion of `trial` (see `choose`) of a study in `folder`, after its proof; writes its tuned YAML.
 
-    `device` is where its run trains, with `executor` on machines of Slurm. Raises ConfigError, and writes nothing, for
-    a trial that claims to be neutral and is not, and, where the run is to be launched, for a study of a card that this
-    machine lacks.
+    A point of the front that is known by prediction only is probed first, and so becomes a trial. `device` is where its
+    run trains, with `executor` on machines of Slurm. Raises ConfigError, and writes nothing, for a trial that claims to
+    be neutral and is not, and, where the run is to be launched, for a study of a card that this machine lacks.
     """
     study = load_study(folder, study_name)
     check_is_of(database_of(folder))
     keep_storage(database_of(folder))  # for the run, and those who look at it
     record = record_of(study)
     say(f"study {study.study_name}{' (used last)' if study_name is None else ''}")
-    chosen = choose(trials_of(study), trial, record.rule)
+    named = as_a_trial(trial, study, folder, executor=executor, say=say)
+    chosen = choose(trials_of(study), named, record.rule)
     home = folder / "promoted" / f"{study.study_name}-trial-{chosen.number}"
     cwd = working_folder(record.cwd, folder, record.values)
     if launch and record.trains_on_data:
@@ -209,7 +211,7 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     Raises ConfigError if there is none or it does not fit.
     """
     if asked in NAMES:
-        found = winner(trials, **rule) if asked == "best" else leanest(trials)
+        found = winner(trials, **rule) if asked == BEST else leanest(trials)
         if found is None:
             raise ConfigError(f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end first")
         return found
@@ -217,7 +219,7 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     if asked not in numbers:
         raise ConfigError(
             f"TRIAL must be {', '.join(f'`{name}`' for name in NAMES)} or the number of a trial of this study (0 to "
-            f"{len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}"
+            f"{len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}{_of_point(asked)}"
         )
     chosen = trials[numbers.index(asked)]
     if fitting and not chosen.fits:
@@ -232,6 +234,12 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
             f"only a trial that fits can be promoted, but trial {chosen.number} {state}; choose another trial"
         )
     return chosen
+
+
+def _of_point(asked: str) -> str:
+    """What to do with the name of a point that is known by prediction only; "" for another name."""
+    is_point = asked.startswith("p") and asked[1:].isdecimal()
+    return "; a point of the front known by prediction only is probed by `autofit promote` alone" if is_point else ""
 
 
 def launch(

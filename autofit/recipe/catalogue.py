@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,9 +13,15 @@ import yaml
 from autofit.files import read_json
 
 Config = Mapping[str, object]
-# Owners whose models are copies of others' under the same name, or with "Meta-" before it. Copies in 4 bits are other
-# files: their config.json says so, and a plain config would be taken for 16 bits.
+# Owners whose models are copies of others' under the same name, or with "Meta-" before it.
 _MIRRORS = ("unsloth", "nousresearch", "llm-research", "ai-modelscope", "modelscope")
+# Ends of the names of copies in 4 bits, the longest first, and what their config.json says of their weights. The first
+# leaves some layers in 16 bits, which differ from model to model.
+_IN_4_BITS = ("-unsloth-bnb-4bit", "-bnb-4bit")
+_NF4: Config = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +39,20 @@ def names() -> tuple[str, ...]:
 
 
 def architecture(name: str) -> Architecture | None:
-    """The entry of the model `name`, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B), or None."""
+    """The entry of the model `name`, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B), or None.
+
+    A copy in 4 bits (unsloth/Qwen3-8B-bnb-4bit) has the model's shape and a quantization_config.
+    """
     found = _all()
     if name in found:
         return found[name]
     owner, _, model = name.lower().partition("/")
+    plain = next((name[: -len(end)] for end in _IN_4_BITS if model.endswith(end)), None)
+    if plain is not None:
+        copied = architecture(plain)
+        if copied is None:
+            return None
+        return replace(copied, name=name, config={**copied.config, "quantization_config": _NF4})
     if owner not in _MIRRORS:
         return {key.lower(): value for key, value in found.items()}.get(name.lower())
     same = [value for key, value in found.items() if _without_owner(key) == model.removeprefix("meta-")]

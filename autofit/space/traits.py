@@ -42,6 +42,7 @@ class Traits:
     less: Less | tuple[object, ...] | None = None  # values that may need less memory, where no order of memory says it
     than: tuple[object, ...] | None = None  # the recipe's values than which those may need less; None: any
     frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: what a batch makes
+    loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
     speed: Speed | None = None  # when it is tried for its speed; None: after the others, `none`: never
@@ -100,7 +101,7 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of `Traits` that an `entry` gives, checked. Raises ConfigError."""
     given = {name: entry[name] for name in NAMES if name in entry}
     kinds: Mapping[str, tuple[type, ...]] = {
-        "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,), "beside": (dict,),
+        "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,), "loads": (bool,), "beside": (dict,),
         "also": (list, tuple), "than": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():

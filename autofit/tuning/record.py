@@ -1,7 +1,7 @@
 """The typed record of a study in Optuna, and why its search ended. No other module knows the attributes' names."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -135,6 +135,12 @@ class StudyRecord:
 
 def record_of(study: Attributed) -> StudyRecord:
     return StudyRecord.from_json(study.user_attrs)
+
+
+def forget_foreseen(study: Keeping, name: str) -> None:
+    """Take the predicted point `name` off the study's record, as it is a trial now; the others keep their names."""
+    record = record_of(study)
+    keep_record(study, replace(record, foreseen=[one for one in record.foreseen if one.get("name") != name]))
 
 
 def is_own(study: Attributed) -> bool:

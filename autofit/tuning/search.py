@@ -263,10 +263,11 @@ class Search:
         space, candidates = self.plan.space, self._sampler.grid.candidates
         ahead = [
             Foreseen(
-                tier=space.tier(candidates[place]), changes=space.changes(candidates[place]), step_s=step_s,
-                device_used_bytes=round(used),
+                name=f"p{number}", tier=space.tier(candidates[place]), changes=space.changes(candidates[place]),
+                step_s=step_s, device_used_bytes=round(used), params=space.params(candidates[place]),
+                yaml_changes=space.yaml_changes(candidates[place]), needs=space.packages(candidates[place]),
             ).to_json()
-            for place, step_s, used in self._sampler.ahead(self.study)
+            for number, (place, step_s, used) in enumerate(self._sampler.ahead(self.study), start=1)
         ]  # fmt: skip
         cloud, screened = self._sampler.cloud(self.study), self._sampler.read(self.study).screened
         keep_record(

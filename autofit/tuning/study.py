@@ -19,6 +19,7 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest,
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
+from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Trial
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
@@ -257,10 +258,34 @@ def note_candidate(
 
     `for_front`: it is probed only for its place on the front.
     """
-    stored: dict[str, object] = {"tier": tier, "changes": dict(changes), "yaml_changes": dict(yaml_changes)}
-    stored |= {"needs": list(needs), **({FOR_FRONT: True} if for_front else {})}
+    stored = _stored(tier=tier, changes=changes, yaml_changes=yaml_changes, needs=needs, for_front=for_front)
     for name, value in stored.items():
         trial.set_user_attr(name, value)
+
+
+def _stored(
+    *, tier: Tier, changes: Mapping[str, object], yaml_changes: Mapping[str, object], needs: Sequence[str],
+    for_front: bool,
+) -> dict[str, object]:  # fmt: skip
+    about: dict[str, object] = {"tier": tier, "changes": dict(changes), "yaml_changes": dict(yaml_changes)}
+    return about | {"needs": list(needs), **({FOR_FRONT: True} if for_front else {})}
+
+
+def begin_foreseen(study: optuna.Study, point: Foreseen) -> Trial:
+    """A running trial of the predicted `point`: a new one, or that of an earlier command that was killed."""
+    frozen = study.get_trials(deepcopy=False)
+    begun = next((t for t in frozen if not t.state.is_finished() and t.params == point.params), None)
+    if begun is not None:
+        return to_trial(begun)
+    about = _stored(
+        tier=point.tier, changes=point.changes, yaml_changes=point.yaml_changes, needs=point.needs, for_front=True
+    )
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=TrialState.RUNNING, params=dict(point.params), distributions=frozen[0].distributions, user_attrs=about
+        )
+    )
+    return to_trial(study.get_trials(deepcopy=False)[-1])
 
 
 def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes: int | None) -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from autofit.files import write_json
 from experiments.field import table
-from experiments.field.threads import HERE, Thread, read_threads
+from experiments.field.threads import HERE, Thread, read_seeds, read_threads
 
 REPOSITORY = HERE.parents[1]
 RESULTS = HERE / "results"
@@ -30,16 +32,18 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="a thread's name, may be given again; replaces its result")
     parser.add_argument("--again", action="store_true", help="estimate every thread again")
     parser.add_argument("--no-advice", action="store_true", help="the symptom only")
+    parser.add_argument("--advice-time", type=float, default=20.0, help="seconds; a loaded machine needs more")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds after which a thread is given up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument("--table", action="store_true", help="write the table of what is there, and estimate nothing")
     arguments = parser.parse_args()
-    threads = read_threads()
+    threads = (*read_threads(), *read_seeds())
     for thread in () if arguments.table else threads:
         kept = table.read(arguments.results, thread)
         wanted = thread.name in arguments.only if arguments.only else arguments.again or not done(kept, arguments)
         if wanted:
-            found = estimate(thread, advice=not arguments.no_advice, limit_s=arguments.limit_s)
+            advice_s = 0.0 if arguments.no_advice else arguments.advice_time
+            found = estimate(thread, advice_s=advice_s, limit_s=arguments.limit_s)
             if "error" in found and kept and "fits" in kept and not arguments.again:
                 found = {**kept, **found}  # the symptom of an earlier run stays
             arguments.results.mkdir(parents=True, exist_ok=True)
@@ -51,26 +55,33 @@ def main() -> None:
 
 
 def done(kept: dict[str, object] | None, arguments: argparse.Namespace) -> bool:
-    """Whether the kept result has what is asked for; an error is kept too."""
-    return kept is not None and ("error" in kept or arguments.no_advice or "advice" in kept)
+    """Whether the kept result has what is asked for, its seconds too; an error is kept as well."""
+    return kept is not None and ("error" in kept or arguments.no_advice or {"advice", "verdict_s"} <= kept.keys())
 
 
-def estimate(thread: Thread, *, advice: bool, limit_s: float) -> dict[str, object]:
+def estimate(thread: Thread, *, advice_s: float, limit_s: float) -> dict[str, object]:
     """The thread's answer or the last line of its error, with seconds of wall clock and of CPU, and the versions."""
     command = [sys.executable, "-m", "experiments.field.estimating", thread.name]
+    load = os.getloadavg()[0]
     began, used = time.monotonic(), _child_cpu_s()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "answer.json"
-        found = _run([*command, str(out), *([] if advice else ["--no-advice"])], out, limit_s)
+        cold = {"AUTOFIT_CACHE": str(Path(scratch) / "cache")}
+        found = _run([*command, str(out), str(advice_s)], out, limit_s, cold)
+    since = {
+        f"{name}_s": round(cast(float, found.pop(f"{name}_at_s")) - began, 1)
+        for name in ("verdict", "advised") if f"{name}_at_s" in found
+    }  # fmt: skip
     return {
-        **found, "wall_s": round(time.monotonic() - began, 1), "cpu_s": round(_child_cpu_s() - used, 1),
+        **found, **since, "load": round(load, 2), "advice_time_s": advice_s,
+        "wall_s": round(time.monotonic() - began, 1), "cpu_s": round(_child_cpu_s() - used, 1),
         "date": datetime.date.today().isoformat(), "autofit": _commit(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }  # fmt: skip
 
 
-def _run(command: list[str], out: Path, limit_s: float) -> dict[str, object]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _run(command: list[str], out: Path, limit_s: float, settings: Mapping[str, str]) -> dict[str, object]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **settings}
     child = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

@@ -1,0 +1,112 @@
+"""The line of a long step: what is done and about how long it takes, on a terminal of any width and nowhere else."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import tiny
+
+from autofit.commands.bar import Bar, Step, keep_pace, paces
+
+WORDS = "simulating the recipe"
+DRIVER = """
+import sys, time
+from autofit.commands.bar import Bar
+bar = Bar("check", "r.yaml")
+bar.begin("reading the recipe")
+time.sleep(0.4)
+bar.begin("looking for changes", most_s=20)
+print("trying one change, said beside the bar", file=sys.stderr)
+time.sleep(0.6)
+bar.end()
+print("the verdict")
+"""
+
+
+def in_terminal(command: list[str], columns: int, **environment: str) -> str:
+    """What a pseudo-terminal of `columns` shows of `command`."""
+    ours, theirs = pty.openpty()
+    size = {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **size, **environment},
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    with suppress(OSError):  # Linux says EIO at the terminal's end
+        while new := os.read(ours, 4096):
+            said += new
+    os.close(ours)
+    process.wait(60)
+    return said.decode()
+
+
+def frames(text: str) -> list[str]:
+    """The lines that the terminal showed one after the other, without what moves the cursor."""
+    return [one for one in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)) if one.strip()]
+
+
+def test_a_step_says_how_long_it_takes_yet_by_the_last_time_or_by_its_limit() -> None:
+    def line(**known: float) -> str:
+        return Step(words=WORDS, began_s=10.0, **known).line(13.0, width=80)
+
+    assert line(last_s=12.0) == "[#####...............] simulating the recipe, 3 s, about 9 s left"
+    assert line(most_s=20.0) == "[###.................] simulating the recipe, 3 s, at most 17 s left"
+    assert line(last_s=2.0).endswith("] simulating the recipe, 3 s, more than the last 2 s")
+    assert re.fullmatch(r"\[\.*#\.*\] simulating the recipe, 3 s", line())
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
+def test_a_line_is_no_wider_than_the_terminal_and_drops_the_bar_first(width: int) -> None:
+    shown = Step(words=WORDS, began_s=0.0).line(3.0, width=width)
+    assert len(shown) <= width
+    assert shown.endswith(f"{WORDS}, 3 s")
+
+
+def test_the_seconds_of_the_last_time_are_kept_and_the_oldest_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "paces.json"
+    for number in range(250):
+        keep_pace(f"step {number}", number, path)
+    known = paces(path)
+    assert len(known) == 200
+    assert (known["step 249"], "step 49" in known) == (249.0, False)
+    path.write_text("{torn")
+    assert paces(path) == {}
+    keep_pace("step", 3.0, path)
+    assert paces(path) == {"step": 3.0}
+
+
+def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Bar("check", "r.yaml")
+    bar.begin(WORDS)
+    bar.end()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_line_is_on_the_terminal_while_a_step_runs_beside_what_is_said(tmp_path: Path) -> None:
+    text = in_terminal([sys.executable, "-c", DRIVER], 80, AUTOFIT_CACHE=str(tmp_path))
+    shown = frames(text)
+    assert any(re.fullmatch(r"\[\.*#\.*\] reading the recipe, 0 s", one.strip()) for one in shown)
+    assert any(one.strip().endswith("looking for changes, 0 s, at most 20 s left") for one in shown)
+    assert "trying one change, said beside the bar" in [one.strip() for one in shown]
+    assert shown[-1].strip() == "the verdict"
+    assert max(map(len, shown)) <= 80
+
+
+@pytest.mark.slow
+def test_check_draws_it_in_80_columns_and_leaves_the_verdict(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model_name_or_path: {tiny.write_model(tmp_path / 'model')}\nmax_length: 24\n")
+    options = ["--trainer", "sft", "--gpu", "h100", "--prompt-tokens", "24"]
+    command = [sys.executable, "-m", "autofit", "check", str(recipe), *options]
+    shown = frames(in_terminal(command, 80, AUTOFIT_CACHE=str(tmp_path / "cache"), AUTOFIT_SERVER="0"))
+    for words in ("reading the recipe", WORDS):
+        assert any(words in one for one in shown)
+    assert any(one.startswith("fits: ") for one in shown)
+    assert max(map(len, shown)) <= 80
+    assert any(name.endswith("reading the recipe") for name in paces(tmp_path / "cache" / "paces.json"))
