@@ -166,9 +166,7 @@ with mock.patch.object(RolloutRun, "rollout_every", 0):
 
 
 @pytest.mark.slow
-def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
     """Of 24, the one of the longest prompt has no padding; the others have a mask."""
     changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 24, "bf16": True}
     path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)

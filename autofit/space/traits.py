@@ -101,7 +101,8 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of `Traits` that an `entry` gives, checked. Raises ConfigError."""
     given = {name: entry[name] for name in NAMES if name in entry}
     kinds: Mapping[str, tuple[type, ...]] = {
-        "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,), "loads": (bool,), "beside": (dict,),
+        "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,),
+        "loads": (bool,), "beside": (dict,),
         "also": (list, tuple), "than": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():
