@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from autofit import __version__
 from autofit.commands.help import SHELLS, epilog, overview
@@ -31,6 +31,10 @@ class _Parser(argparse.ArgumentParser):
             hint = nearest(wrong[0], self._options()) if wrong else ""
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        """As argparse prints helps and the version, but what cannot be written raises OSError."""
+        print(message, end="", file=file, flush=True)
 
     def _options(self) -> list[str]:
         """The options of this parser and of its commands."""
