@@ -2,13 +2,16 @@
 
 import argparse
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autofit import __version__
 from autofit.commands.help import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
 from autofit.recipe.starting import TRAINERS
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _UNKNOWN = "unrecognized arguments: "
 _SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean the same by
@@ -32,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """As argparse prints helps and the version, but what cannot be written raises OSError."""
         print(message, end="", file=file, flush=True)
 

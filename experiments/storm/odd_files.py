@@ -80,7 +80,8 @@ _OF_RECIPE: dict[str, Callable[[random.Random], object]] = {
 
 def write_files(home: Path, dice: random.Random) -> str:
     """Write the files of an input into `home`; what is odd about them, in words."""
-    values = dict(yaml.safe_load((home / "run.yaml").read_text()))
+    recipe = dice.choice(["run.yaml", "sft/run.yaml", "sft/run.yaml"])  # a rollout is simulated in seconds
+    values = dict(yaml.safe_load((home / recipe).read_text()))
     for name in dice.sample(sorted(_OF_RECIPE), dice.choice([0, 0, 1, 2])):
         values[name] = _OF_RECIPE[name](dice)
     files: dict[str, object] = {**_BASES, "run.yaml": values, "foreign.yaml": dice.choice(_FOREIGN)}
