@@ -1,6 +1,7 @@
 """The options of every command. Imports nothing heavy, so that `autofit --help` answers at once."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """As argparse prints helps and the version, but what cannot be written raises OSError."""
-        print(message, end="", file=file, flush=True)
+        (file or sys.stderr).write(message)
+        sys.stdout.flush()
 
     def _options(self) -> list[str]:
         """The options of this parser and of its commands."""
