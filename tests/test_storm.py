@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from postgres_server import missing
 from storm.commands import kill_mirrors, kill_servers
+from storm.databases import kill_postgres
 from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
 from storm.neighbours import NAME, meet_neighbours
+from storm.pages import ask_pages
+from storm.pipelines import kill_pipelines
+from storm.quota import reach_quotas
 from storm.readers import READERS
 from storm.results import Result, Results, table
 from storm.torn import tear_files
@@ -54,12 +59,34 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kill",
-    [kill_mirrors, kill_servers, kill_runs],
-    ids=["mirrors", "servers", "full runs"],
+    [kill_mirrors, kill_servers, kill_runs, kill_pipelines],
+    ids=["mirrors", "servers", "full runs", "pipelines"],
 )
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
     found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried.total() == 2
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(missing() is not None, reason="Postgres is not installed")
+def test_kills_of_a_postgres_and_of_searches_in_it_lose_nothing(tmp_path: Path) -> None:
+    found = kill_postgres(tmp_path, kills=3, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried["kills of a Postgres"] == 3
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_a_quota_that_is_reached_is_told_and_once_lifted_nothing_was_lost(tmp_path: Path) -> None:
+    found = reach_quotas(tmp_path, quotas=4, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried["quotas"] >= 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_hostile_questions_to_the_page_end_in_an_answer_and_shut_nobody_out(tmp_path: Path) -> None:
+    found = ask_pages(tmp_path, questions=20, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried["questions to the page"] >= 5
     assert not found.wrong
 
 

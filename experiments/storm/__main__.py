@@ -26,12 +26,18 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
 from storm.commands import kill_mirrors, kill_servers  # noqa: E402
+from storm.databases import kill_postgres  # noqa: E402
 from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
+from storm.pages import NAME as PAGES  # noqa: E402
+from storm.pages import ask_pages  # noqa: E402
+from storm.pipelines import kill_pipelines  # noqa: E402
 from storm.places import NAME as PLACES  # noqa: E402
 from storm.places import call_from_places  # noqa: E402
+from storm.quota import NAME as QUOTAS  # noqa: E402
+from storm.quota import reach_quotas  # noqa: E402
 from storm.readers import READERS  # noqa: E402
 from storm.results import FILE, Result, Results, commit, today  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
@@ -40,9 +46,17 @@ from storm.whole import attack_commands  # noqa: E402
 
 KILLS = {
     "kills of creations": kill_creations, "kills of searches": kill_searches, "kills of mirrors": kill_mirrors,
-    "kills of servers": kill_servers, "kills of full runs": kill_runs,
+    "kills of servers": kill_servers, "kills of full runs": kill_runs, "kills of pipelines": kill_pipelines,
+    "kills of a Postgres": kill_postgres,
 }  # fmt: skip
-_ONCE = {WHOLE: 400, PLACES: 400, "torn files": 8, "torn checkpoints": 4}  # tried before their results are written down
+_ONCE = {
+    WHOLE: 300,
+    PLACES: 300,
+    "torn files": 8,
+    "torn checkpoints": 4,
+    PAGES: 100,
+    QUOTAS: 6,
+}  # tried before their results are written down
 _KILLS_ONCE = 8
 Attack = Callable[[Path, int, int, float], Found]  # (folder, how many, number of the first, until)
 
@@ -55,6 +69,8 @@ def main() -> int:
     parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
     parser.add_argument("--calls", type=int, default=200, help="commands from other folders, as other users; by root")
     parser.add_argument("--commands", type=int, default=200, help="whole commands with hostile options and files")
+    parser.add_argument("--questions", type=int, default=50, help="requests to the page of `autofit web`")
+    parser.add_argument("--quotas", type=int, default=4, help="searches and commands that reach a quota of the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -105,6 +121,12 @@ def _attacks(seed: int) -> dict[str, Attack]:
         PLACES: lambda folder, count, first, until: call_from_places(
             folder, calls=count, first=first, dice=random.Random(seed), until=until
         ),
+        PAGES: lambda folder, count, first, until: ask_pages(
+            folder, questions=count, dice=dice(PAGES, first), until=until
+        ),
+        QUOTAS: lambda folder, count, first, until: reach_quotas(
+            folder, quotas=count, dice=dice(QUOTAS, first), until=until
+        ),
         NAME: lambda folder, count, first, until: meet_neighbours(
             folder, meetings=count, dice=dice(NAME, first), until=until
         ),
@@ -116,7 +138,8 @@ def _count(name: str, options: argparse.Namespace) -> int:
     if name in (PLACES, NAME) and os.geteuid() != 0:
         return 0
     known = {
-        WHOLE: options.commands, PLACES: options.calls, NAME: options.meetings,
+        WHOLE: options.commands, PLACES: options.calls, NAME: options.meetings, PAGES: options.questions,
+        QUOTAS: options.quotas,
         "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
         **dict.fromkeys(KILLS, options.kills // len(KILLS)),
     }  # fmt: skip
