@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -169,7 +170,7 @@ def test_a_command_without_standard_streams_leaves_the_database_whole(tmp_path: 
 def test_a_connection_that_an_interrupt_closed_shows_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cursor = sqlite3.connect(":memory:").cursor()
+    cursor: Any = sqlite3.connect(":memory:").cursor()
     cursor.connection.close()
     storage = open_storage(tmp_path, create=True)
     with storage.engine.connect() as connection:
