@@ -50,7 +50,7 @@ KILLS = {
     "kills of a Postgres": kill_postgres,
 }  # fmt: skip
 _ONCE = {
-    WHOLE: 300,
+    WHOLE: 200,
     PLACES: 300,
     "torn files": 8,
     "torn checkpoints": 4,

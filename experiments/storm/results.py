@@ -5,6 +5,7 @@
 
 import datetime
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,7 @@ _HEAD = (
     "inputs a second",
 )
 
+_PLACE = re.compile(r"(?:/[\w.+-]+)+/(?=site-packages/|autofit/|experiments/|tests/)")  # of whose machine it was
 _TEXT = """\
 # What the storms have tried so far
 
@@ -71,7 +73,7 @@ class Results:
 
     def add(self, result: Result) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+            file.write(_PLACE.sub("", json.dumps(asdict(result))) + "\n")
 
 
 def today() -> str:
