@@ -120,7 +120,7 @@ def cuda(session: nox.Session) -> None:
 
 @nox.session
 def storm(session: nox.Session) -> None:
-    """Attack autofit: -- --inputs N --torn N --kills N --seed S --minutes M (default: a few minutes)."""
+    """Attack autofit: -- --inputs N --torn N --kills N --seed S --minutes M, or -- --on to add to what was tried."""
     session.install(*INSTALL)
     session.run("python", "-m", "experiments.storm", *session.posargs)
 

@@ -117,7 +117,8 @@ def is_full(folder: Path) -> bool:
 def cannot_write(path: Path, error: OSError) -> str:
     """One line: the reason why `path` could not be written, and the change that helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left to write {path}; free some space or choose another folder (--dir)"
+        left = "no space left" if error.errno == errno.ENOSPC else "your disk quota leaves no space"  # df shows some
+        return f"{left} to write {path}; free some space or choose another folder (--dir)"
     if error.errno == errno.EISDIR:
         return f"cannot write {path}: it must be a file, and is a folder; move that away"
     return f"cannot write {path}: {error.strerror or error}; choose another place (--dir, --out)"

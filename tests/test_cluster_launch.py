@@ -90,6 +90,26 @@ def test_an_answer_wins_over_any_state_of_its_job(cluster: Cluster) -> None:
     assert result.status is ProbeStatus.FIT
 
 
+def test_an_answer_that_comes_after_its_job_has_completed_is_waited_for(cluster: Cluster) -> None:
+    cluster.tell("COMPLETED")
+    assert cluster.result() is None
+    assert cluster.pool.running()
+    write_json(cluster.request.answer_path, lawful.result_of(cluster.request).to_json())
+    result = cluster.result()
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+
+
+def test_a_job_that_completed_with_a_probe_and_left_no_answer_is_repeated_after_a_while(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_launch, "_LATE_S", 0.0)
+    cluster.tell("COMPLETED")
+    result = cluster.result()
+    assert result is not None
+    assert (result.status, result.ended_with_job) == (ProbeStatus.LOST, True)
+
+
 def test_a_job_out_of_host_memory_is_the_probes_own_fault(cluster: Cluster) -> None:
     cluster.tell("OUT_OF_MEMORY")
     result = cluster.result()

@@ -103,6 +103,16 @@ def test_an_output_that_is_full_is_one_line(command: list[str], tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize("words", [["--help"], ["estimate", "--help"], ["--version"]], ids=" ".join)
+def test_a_help_that_cannot_be_written_is_one_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith("autofit: the output cannot be written: No space left on device")
+
+
 def test_ctrl_c_before_the_command_has_begun_is_an_interrupt_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Files that are none: pipes, devices, folders and floods in the place of a file that an option names."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import TornFile, read_json, regular_bytes, write_atomically
+from autofit.files import TornFile, cannot_write, read_json, regular_bytes, write_atomically
 from autofit.recipe.launch import Launch
 from autofit.recipe.launch_keys import read_deepspeed_file
 from autofit.tuning.storage import database_of, use_storage
@@ -90,3 +91,9 @@ def test_the_path_of_a_deepspeed_json_in_the_place_of_a_mapping_is_refused_for_e
     config = {"distributed_type": kind, "num_processes": 2, "deepspeed_config": "ds.json"}
     with pytest.raises(ConfigError, match=r"deepspeed_config must be a mapping; got .ds\.json.; a JSON file"):
         Launch.of_accelerate(config, what="the accelerate config a.yaml")
+
+
+def test_a_quota_that_is_reached_is_not_told_as_a_full_disk() -> None:
+    told = {number: cannot_write(Path("out"), OSError(number, "")) for number in (errno.ENOSPC, errno.EDQUOT)}
+    assert told[errno.ENOSPC].startswith("no space left to write out;")
+    assert told[errno.EDQUOT].startswith("your disk quota leaves no space to write out;")

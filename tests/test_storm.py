@@ -7,15 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from postgres_server import missing
 from storm.commands import kill_mirrors, kill_servers
+from storm.databases import kill_postgres
 from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
 from storm.neighbours import NAME, meet_neighbours
+from storm.pages import ask_pages
+from storm.pipelines import kill_pipelines
+from storm.quota import reach_quotas
 from storm.readers import READERS
+from storm.results import Result, Results, table
 from storm.torn import tear_files
 from storm.whole import NAME as WHOLE
-from storm.whole import Ledger, attack_commands
+from storm.whole import attack_commands
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
@@ -53,12 +59,34 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kill",
-    [kill_mirrors, kill_servers, kill_runs],
-    ids=["mirrors", "servers", "full runs"],
+    [kill_mirrors, kill_servers, kill_runs, kill_pipelines],
+    ids=["mirrors", "servers", "full runs", "pipelines"],
 )
 def test_kills_after_a_search_lose_nothing(tmp_path: Path, kill: Callable[..., Found]) -> None:
     found = kill(tmp_path, kills=2, dice=random.Random(17), until=time.monotonic() + 60)
     assert found.tried.total() == 2
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(missing() is not None, reason="Postgres is not installed")
+def test_kills_of_a_postgres_and_of_searches_in_it_lose_nothing(tmp_path: Path) -> None:
+    found = kill_postgres(tmp_path, kills=3, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried["kills of a Postgres"] == 3
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_a_quota_that_is_reached_is_told_and_once_lifted_nothing_was_lost(tmp_path: Path) -> None:
+    found = reach_quotas(tmp_path, quotas=4, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried["quotas"] >= 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_hostile_questions_to_the_page_end_in_an_answer_and_shut_nobody_out(tmp_path: Path) -> None:
+    found = ask_pages(tmp_path, questions=20, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried["questions to the page"] >= 5
     assert not found.wrong
 
 
@@ -79,9 +107,24 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.json")
-    for first in (0, 8):
-        assert ledger.next_of(17) == first
-        found = attack_commands(tmp_path, inputs=8, seed=17, until=time.monotonic() + 300, ledger=ledger)
-        assert found.tried[WHOLE] == 8
-        assert not found.wrong
+    found = attack_commands(tmp_path, inputs=16, seed=17, first=8, until=time.monotonic() + 300)
+    assert found.tried[WHOLE] == 16
+    assert not found.wrong
+
+
+def test_a_storm_goes_on_where_the_last_one_of_its_seed_ended_and_its_table_has_all_of_them(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    assert results.next_of("kills of searches", 1) == 0
+    for seed, first, tried, commit in ((1, 0, 8, "a"), (2, 0, 4, "a"), (1, 8, 3, "b")):
+        wrong = {"a traceback": 2} if commit == "b" else {}
+        results.add(
+            Result(
+                kind="kills of searches", seed=seed, first=first, tried=tried, refused=0, seconds=1.5, wrong=wrong,
+                date="2026-11-26", commit=commit,
+            )
+        )  # fmt: skip
+    assert results.next_of("kills of searches", 1) == 11
+    assert results.next_of("kills of mirrors", 1) == 0
+    lines = table(results.all()).splitlines()
+    assert "| **kills**, all | 15 | 2,000 | 1: 11, 2: 4 | 2 | b: 3 | 2 | 3.33 |" in lines
+    assert "- 2026-11-26, b, seed 1, kills of searches 8 to 11: a traceback (2x)" in lines

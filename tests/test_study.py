@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -164,3 +165,15 @@ def test_a_command_without_standard_streams_leaves_the_database_whole(tmp_path: 
         done = subprocess.run(f"{autofit} {command} --dir . <&- >&- 2>&-", shell=True, cwd=tmp_path, check=False)
         assert done.returncode == 0
     assert len(load_study(tmp_path, "law").trials) == 2
+
+
+def test_a_connection_that_an_interrupt_closed_shows_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cursor: Any = sqlite3.connect(":memory:").cursor()
+    cursor.connection.close()
+    storage = open_storage(tmp_path, create=True)
+    with storage.engine.connect() as connection:
+        connection._safe_close_cursor(cursor)
+    assert not caplog.records
+    storage.engine.dispose()

@@ -55,6 +55,7 @@ kept_server.IDLE_S = float(sys.argv[1])
 sys.modules["edited"] = type(sys)("edited")
 sys.modules["edited"].__file__ = sys.argv[2]
 kept_place.ask_for_one()
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as autofit.probing.fork_server does
 kept_server.stay(str(kept_place.socket_path()), began_s=time.time() + 1, keep_call=lambda *_: None)
 """
 _ASKS = """
@@ -222,6 +223,16 @@ def test_ctrl_c_goes_to_the_command_and_its_exit_code_comes_back(server: Server)
         out, _ = asked.communicate(timeout=30)
     assert asked.returncode == 130
     assert out == "interrupted\n"
+
+
+def test_ctrl_c_right_after_the_command_was_let_go_is_not_lost(server: Server) -> None:
+    line = kept_place.connected(server.sockets[0])
+    assert line is not None
+    with line, open(os.devnull, "r+") as nothing:
+        line.settimeout(10)
+        assert kept_server.is_taken(line, ["wait"], Path(), streams=[nothing.fileno()] * 3)
+        line.sendall(kept_server.GO + bytes([signal.SIGINT]))
+        assert json.loads(line.recv(64)) == {"code": 130}
 
 
 def test_a_command_that_a_signal_ends_ends_its_caller_the_same_way(server: Server) -> None:

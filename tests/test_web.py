@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from autofit.web.allowed import allowed
 from autofit.web.files import FILES, examples
 from autofit.web.pasted import read, without_files, write_config
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
-from autofit.web.server import Access, Full, PageServer, Queue
+from autofit.web.server import Access, Connections, Full, PageServer, Queue
 from autofit.web.simulator import Simulator
 
 if TYPE_CHECKING:
@@ -232,6 +232,43 @@ def test_a_request_that_dribbles_in_is_dropped_and_others_are_answered() -> None
         assert not told.ended
         for connection in slow:
             connection.close()
+
+
+def test_requests_that_dribble_in_give_way_to_others_and_to_no_answer_that_is_made() -> None:
+    with served(replace(ALONE, request_s=60, connections=4)) as (server, told):
+        found: list[tuple[int, Mapping[str, str], str]] = []
+        at_work = threading.Thread(target=lambda: found.append(asked(server, body=question("slow"))))
+        at_work.start()
+        while not told.at_work:
+            time.sleep(0.01)
+        slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(12)]
+        for connection in slow:
+            with suppress(OSError):  # it has given way already
+                connection.sendall(b"POST /answer HTTP/1.1\r\n")
+        for _ in range(6):
+            began = time.monotonic()
+            assert asked(server, "/health", method="GET")[0] == 200
+            assert time.monotonic() - began < 10
+        told.may_end.set()
+        at_work.join(timeout=20)
+        assert found[0][0] == 200
+        assert '"done"' in found[0][2]
+        for connection in slow:
+            connection.close()
+
+
+def test_with_all_places_at_work_a_new_connection_is_closed() -> None:
+    places = Connections(1)
+    (ours, other), (late, far) = socket.socketpair(), socket.socketpair()
+    assert places.take(ours, "1.2.3.4")
+    assert places.has_asked(ours)
+    assert not places.take(late, "1.2.3.4")
+    places.release(ours)
+    assert places.take(late, "1.2.3.4")
+    assert places.take(ours, "5.6.7.8")  # it has the place of one whose request is still arriving
+    assert not places.has_asked(late)
+    for end in (ours, other, late, far):
+        end.close()
 
 
 def test_the_examples_of_the_page_are_questions_and_are_prepared_in_their_turn() -> None:

@@ -1,14 +1,18 @@
 """The options of every command. Imports nothing heavy, so that `autofit --help` answers at once."""
 
 import argparse
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autofit import __version__
 from autofit.commands.help import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.secrets import without_secrets
 from autofit.recipe.starting import TRAINERS
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _UNKNOWN = "unrecognized arguments: "
 _SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean the same by
@@ -31,6 +35,11 @@ class _Parser(argparse.ArgumentParser):
             hint = nearest(wrong[0], self._options()) if wrong else ""
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """As argparse prints helps and the version, but what cannot be written raises OSError."""
+        (file or sys.stderr).write(message)
+        sys.stdout.flush()
 
     def _options(self) -> list[str]:
         """The options of this parser and of its commands."""

@@ -20,6 +20,9 @@ from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 
 _LOOK_S = 0.25  # between two listings of the shared folder
 _SUBMIT_S = 1.0  # least time between two calls of sbatch: jobs that are missing meanwhile are one array
+# An answer may come this much later than its job's end: NFS looks at a folder anew after 60 s at most (acdirmax of
+# nfs(5)), and until then a file that was looked for and not found is taken for missing.
+_LATE_S = 60.0
 _MISSING_S = 5.0  # a probe that is nowhere for this long was lost between two files
 _BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
 _IDLE_S = 20.0
@@ -85,7 +88,7 @@ class ClusterLauncher(Launcher):
         job = self._seen.running.get(name)
         if job is not None:
             ended = self._ended(name, job)
-            return None if ended is None else self._concluded(folder, job, ended)
+            return None if ended is None or self._is_late(folder, ended) else self._concluded(folder, job, ended)
         found = answer_in(folder) or self._lost_in(folder)
         if found is None and time.monotonic() - self._missing.setdefault(name, time.monotonic()) < _MISSING_S:
             return None
@@ -128,6 +131,13 @@ class ClusterLauncher(Launcher):
         if state.name not in ("", self._name):
             return JobState(state="ENDED")  # Slurm has begun to count anew
         return state if state.waits or not state.is_alive else None
+
+    def _is_late(self, folder: Path, state: JobState) -> bool:
+        """Whether the answer may still be on its way: a job that completed had written one."""
+        if state.state != "COMPLETED" or answer_in(folder) is not None:
+            return False
+        now = time.monotonic()
+        return now - self._missing.setdefault(folder.name, now) < _LATE_S
 
     def _concluded(self, folder: Path, job: str, state: JobState) -> ProbeResult:
         """The result of a probe whose job ended while it had the probe."""

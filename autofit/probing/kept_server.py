@@ -388,10 +388,12 @@ def _keep_command(connection: socket.socket, message: Mapping[str, Any], descrip
         return
     connection.settimeout(None)
     keeper = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # the server ignores SIGINT: one that comes now waits
     pid = os.fork()
     if pid == 0:
         connection.close()
         _run_command(message, descriptors, keeper, path)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     for descriptor in descriptors:
@@ -432,6 +434,7 @@ def _run_command(message: Mapping[str, Any], descriptors: list[int], keeper: int
             signal.signal(number, signal.SIG_IGN if number in message["ignored"] else signal.SIG_DFL)
         if signal.SIGINT not in message["ignored"]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         sys.argv = ["autofit", *message["command"]]
         for stream in (sys.stdout, sys.stderr):
             cast(Any, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())

@@ -99,6 +99,7 @@ def damage(folder: Path, error: Exception) -> EnvironmentFault:
 
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
+logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # a traceback of what Ctrl-C or a lost server closed
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 FOR_FRONT = "for_front"  # attribute of a trial that was probed only for its place on the front

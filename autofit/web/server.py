@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -93,6 +94,44 @@ class Access:
         return None
 
 
+@dataclass(slots=True)
+class Connections:
+    """The connections that are open, at most `most`. One whose request is still arriving gives way to a new one."""
+
+    most: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _arriving: dict[socket.socket, str] = field(default_factory=dict)  # {connection: address}, the oldest first
+    _asked: set[socket.socket] = field(default_factory=set)
+
+    def take(self, connection: socket.socket, address: str) -> bool:
+        """Whether there is a place; the oldest request of the address with most of them loses its own for it."""
+        with self._lock:
+            if len(self._arriving) + len(self._asked) >= self.most:
+                if not self._arriving:
+                    return False
+                count = Counter(self._arriving.values())
+                oldest = max(self._arriving, key=lambda other: count[self._arriving[other]])
+                del self._arriving[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and closes it
+            self._arriving[connection] = address
+            return True
+
+    def has_asked(self, connection: socket.socket) -> bool:
+        """Whether the connection, whose request has arrived, still has its place; it keeps that until its end."""
+        with self._lock:
+            if self._arriving.pop(connection, None) is None:
+                return connection in self._asked
+            self._asked.add(connection)
+            return True
+
+    def release(self, connection: socket.socket) -> None:
+        """Give up its place."""
+        with self._lock:
+            self._arriving.pop(connection, None)
+            self._asked.discard(connection)
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page on `address`. Raises OSError where that is taken."""
 
@@ -108,7 +147,7 @@ class PageServer(ThreadingHTTPServer):
         self.access, self.limits = access, limits
         self.line = Queue(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
         self.rate = Rate(limits.a_minute)
-        self._connections = threading.BoundedSemaphore(limits.connections)
+        self.connections = Connections(limits.connections)
         super().__init__(address, Handler)
 
     def prepare(self, questions: Iterable[Question]) -> None:
@@ -119,8 +158,8 @@ class PageServer(ThreadingHTTPServer):
                     pass
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take the connection if there are not too many; a thread of its own answers it."""
-        if not self._connections.acquire(blocking=False):
+        """Take the connection if there is a place for it; a thread of its own answers it."""
+        if not self.connections.take(request, str(client_address[0])):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -129,7 +168,7 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._connections.release()
+            self.connections.release(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Silent: what goes wrong here is the other end's connection."""
@@ -177,6 +216,8 @@ class Handler(BaseHTTPRequestHandler):
         self._file(body=False)
 
     def _file(self, *, body: bool) -> None:
+        if not self.server.connections.has_asked(self.connection):
+            return
         if (why := self._refusal()) is not None:
             self._refuse(HTTPStatus.FORBIDDEN, why)
             return
@@ -214,8 +255,11 @@ class Handler(BaseHTTPRequestHandler):
         if wait_s:
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS, f"too many questions; ask again in {wait_s:.0f} s", wait_s)
             return None
+        body = self.rfile.read(int(told))
+        if not self.server.connections.has_asked(self.connection):
+            return None
         try:
-            return Question.from_json(json.loads(self.rfile.read(int(told)).decode("utf-8")))
+            return Question.from_json(json.loads(body.decode("utf-8")))
         except AutofitError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except (ValueError, RecursionError):

@@ -1,5 +1,7 @@
 """The attack on autofit: `nox -s storm -- [--inputs N] [--torn N] [--kills N] [--seed S] [--minutes M]`.
 
+`... --on --seed S --minutes M` goes on towards the goals of issue 37 instead, over days: see storm.results.
+
 Hostile input, torn files and kills at random moments, and afterwards the question whether anything was mishandled:
 a traceback, a hang, a flood, an error that is not one line, a trial or step lost or done twice. Exit code 1 if so.
 """
@@ -9,11 +11,12 @@ import contextlib
 import io
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,21 +26,39 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
 from storm.commands import kill_mirrors, kill_servers  # noqa: E402
+from storm.databases import kill_postgres  # noqa: E402
 from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
 from storm.inputs import Found, Reader, attack  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
+from storm.pages import NAME as PAGES  # noqa: E402
+from storm.pages import ask_pages  # noqa: E402
+from storm.pipelines import kill_pipelines  # noqa: E402
 from storm.places import NAME as PLACES  # noqa: E402
 from storm.places import call_from_places  # noqa: E402
+from storm.quota import NAME as QUOTAS  # noqa: E402
+from storm.quota import reach_quotas  # noqa: E402
 from storm.readers import READERS  # noqa: E402
+from storm.results import FILE, Result, Results, commit, today  # noqa: E402
 from storm.torn import tear_files  # noqa: E402
 from storm.whole import NAME as WHOLE  # noqa: E402
-from storm.whole import Ledger, attack_commands  # noqa: E402
+from storm.whole import attack_commands  # noqa: E402
 
 KILLS = {
     "kills of creations": kill_creations, "kills of searches": kill_searches, "kills of mirrors": kill_mirrors,
-    "kills of servers": kill_servers, "kills of full runs": kill_runs,
+    "kills of servers": kill_servers, "kills of full runs": kill_runs, "kills of pipelines": kill_pipelines,
+    "kills of a Postgres": kill_postgres,
 }  # fmt: skip
+_ONCE = {
+    WHOLE: 200,
+    PLACES: 300,
+    "torn files": 8,
+    "torn checkpoints": 4,
+    PAGES: 100,
+    QUOTAS: 6,
+}  # tried before their results are written down
+_KILLS_ONCE = 8
+Attack = Callable[[Path, int, int, float], Found]  # (folder, how many, number of the first, until)
 
 
 def main() -> int:
@@ -48,42 +69,102 @@ def main() -> int:
     parser.add_argument("--meetings", type=int, default=1, help="searches beside a hostile user; only root can try it")
     parser.add_argument("--calls", type=int, default=200, help="commands from other folders, as other users; by root")
     parser.add_argument("--commands", type=int, default=200, help="whole commands with hostile options and files")
-    parser.add_argument(
-        "--ledger", type=Path, help="file with the number of commands tried by seed; goes on from there"
-    )
+    parser.add_argument("--questions", type=int, default=50, help="requests to the page of `autofit web`")
+    parser.add_argument("--quotas", type=int, default=4, help="searches and commands that reach a quota of the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
+    parser.add_argument(
+        "--on", action="store_true",
+        help=f"go on towards the goals, part by part, from where {FILE.name} ends, and add to it",
+    )  # fmt: skip
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores Ctrl-C
     until = time.monotonic() + 60 * options.minutes
-    dice = random.Random(options.seed)
-    total = Found()
     with tempfile.TemporaryDirectory(prefix="storm-", ignore_cleanup_errors=True) as home:
         folder = Path(home)
         os.environ |= {"AUTOFIT_CACHE": str(folder / "cache"), "MLFLOW_TRACKING_URI": ""}
         os.environ.pop("MLFLOW_TRACKING_URI")
-        chances: dict[str, Callable[..., Found]] = {r.name: partial(_attack, r, options) for r in READERS} | {
-            "torn files": partial(tear_files, files=options.torn - options.torn // 5, dice=dice),
-            "torn checkpoints": partial(tear_checkpoints, files=options.torn // 5, dice=dice),
-            **{name: partial(kill, kills=options.kills // len(KILLS), dice=dice) for name, kill in KILLS.items()},
-            WHOLE: partial(
-                attack_commands,
-                inputs=options.commands,
-                seed=options.seed,
-                ledger=None if options.ledger is None else Ledger(options.ledger.resolve()),
-            ),
-            PLACES: partial(call_from_places, calls=options.calls if os.geteuid() == 0 else 0, dice=dice),
-            NAME: partial(meet_neighbours, meetings=options.meetings if os.geteuid() == 0 else 0, dice=dice),
-        }
-        for name in options.only or chances:
-            total += _told(partial(chances[name], folder, until=until))
+        every = _attacks(options.seed)
+        if options.on:
+            return _go_on({name: every[name] for name in options.only or (*_ONCE, *KILLS)}, folder, options.seed, until)
+        total = Found()
+        for name in options.only or every:
+            total += _told(partial(every[name], folder, _count(name, options), 0, until))
     print(f"{total.tried.total():,} attacks, seed {options.seed}: {total.times_wrong.total()} mishandled")
     return 1 if total.wrong else 0
 
 
-def _attack(reader: Reader, options: argparse.Namespace, folder: Path, *, until: float) -> Found:
-    return attack(reader, folder, inputs=options.inputs // len(READERS), seed=options.seed, until=until)
+def _attacks(seed: int) -> dict[str, Attack]:
+    """All attacks by name. The same seed and number give the same attack, as far as processes allow."""
+
+    def dice(name: str, first: int) -> random.Random:
+        return random.Random(f"{seed}:{name}:{first}")
+
+    def reads(reader: Reader) -> Attack:
+        return lambda folder, count, first, until: attack(reader, folder, inputs=count, seed=seed + first, until=until)
+
+    def tears(name: str, tear: Callable[..., Found]) -> Attack:
+        return lambda folder, count, first, until: tear(folder, files=count, dice=dice(name, first), until=until)
+
+    def kills(name: str, kill: Callable[..., Found]) -> Attack:
+        return lambda folder, count, first, until: kill(folder, kills=count, dice=dice(name, first), until=until)
+
+    return {
+        **{reader.name: reads(reader) for reader in READERS},
+        "torn files": tears("torn files", tear_files),
+        "torn checkpoints": tears("torn checkpoints", tear_checkpoints),
+        **{name: kills(name, kill) for name, kill in KILLS.items()},
+        WHOLE: lambda folder, count, first, until: attack_commands(
+            folder, inputs=count, seed=seed, first=first, until=until
+        ),
+        PLACES: lambda folder, count, first, until: call_from_places(
+            folder, calls=count, first=first, dice=random.Random(seed), until=until
+        ),
+        PAGES: lambda folder, count, first, until: ask_pages(
+            folder, questions=count, dice=dice(PAGES, first), until=until
+        ),
+        QUOTAS: lambda folder, count, first, until: reach_quotas(
+            folder, quotas=count, dice=dice(QUOTAS, first), until=until
+        ),
+        NAME: lambda folder, count, first, until: meet_neighbours(
+            folder, meetings=count, dice=dice(NAME, first), until=until
+        ),
+    }
+
+
+def _count(name: str, options: argparse.Namespace) -> int:
+    """How many of that name the options ask for."""
+    if name in (PLACES, NAME) and os.geteuid() != 0:
+        return 0
+    known = {
+        WHOLE: options.commands, PLACES: options.calls, NAME: options.meetings, PAGES: options.questions,
+        QUOTAS: options.quotas,
+        "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
+        **dict.fromkeys(KILLS, options.kills // len(KILLS)),
+    }  # fmt: skip
+    return int(known.get(name, options.inputs // len(READERS)))
+
+
+def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float) -> int:
+    """Attack part by part, each in turn, and add what each found to the results; 1 where anything was mishandled."""
+    results, wrong, part = Results(), 0, 0
+    while time.monotonic() < until:
+        name = list(attacks)[part % len(attacks)]
+        own = folder if name == WHOLE else folder / f"part-{part}"
+        own.mkdir(exist_ok=True)
+        first, began, at = results.next_of(name, seed), time.monotonic(), commit()
+        found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
+        results.add(Result(
+            kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
+            wrong=dict(found.times_wrong), smallest=found.wrong, seconds=round(time.monotonic() - began, 1),
+            slowest_s=round(found.slowest_s, 1), date=today(), commit=at,
+        ))  # fmt: skip
+        wrong += found.times_wrong.total()
+        part += 1
+        if own != folder:
+            shutil.rmtree(own, ignore_errors=True)
+    return 1 if wrong else 0
 
 
 def _told(attacks: Callable[[], Found]) -> Found:

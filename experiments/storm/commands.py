@@ -129,13 +129,14 @@ def autofit_command(home: Path, *words: str, stdout: int | None = None) -> "subp
     with (home / "log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autofit", *words, "--dir", str(home)],
-            stdout=log if stdout is None else stdout, stderr=log, env=os.environ.copy(),
+            stdout=log if stdout is None else stdout, stderr=log, env=os.environ.copy(), cwd=home,
         )  # fmt: skip
 
 
 def run_folder(home: Path) -> Path:
-    """The folder of the full run."""
-    return next((home / "promoted").glob("*"), home / "promoted" / "none")
+    """The folder of the full run, or of the newest of them."""
+    started = sorted((home / "promoted").glob("*/started.json"), key=lambda path: path.stat().st_mtime)
+    return started[-1].parent if started else next((home / "promoted").glob("*"), home / "promoted" / "none")
 
 
 def _are_gone(home: Path) -> bool:

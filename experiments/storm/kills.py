@@ -18,8 +18,8 @@ from autofit.tuning.study import load_study
 from storm.inputs import Found
 
 TESTS = Path(__file__).parents[2] / "tests"
-_TRIALS = 12
-_END_S = 300.0
+TRIALS = 12
+END_S = 300.0
 
 
 def kill_searches(folder: Path, *, kills: int, dice: random.Random, until: float) -> Found:
@@ -30,8 +30,8 @@ def kill_searches(folder: Path, *, kills: int, dice: random.Random, until: float
         for _ in range(min(8, kills - found.tried["kills of searches"])):
             found.tried["kills of searches"] += 1
             _kill_once(home, dice)
-        code = _driver(home).wait(timeout=_END_S)
-        for what in (*([f"the last search ended with code {code}"] if code else []), *_lost(home)):
+        code = driver_of(home).wait(timeout=END_S)
+        for what in (*([f"the last search ended with code {code}"] if code else []), *lost(home)):
             found.add_wrong(f"kills of searches: {what}", home.name)
     return found
 
@@ -44,7 +44,7 @@ def kill_creations(folder: Path, *, kills: int, dice: random.Random, until: floa
         found.tried["kills of creations"] += 4
         told = subprocess.run(
             [sys.executable, TESTS / "birth_driver.py", "killed", home, "4"], capture_output=True, text=True,
-            timeout=_END_S,
+            timeout=END_S,
         )  # fmt: skip
         if told.returncode or '"codes": [0, 0, 0, 0, 0]' not in told.stdout or "broken" in told.stdout:
             found.add_wrong(f"kills of creations: code {told.returncode}", told.stderr[-500:] + told.stdout)
@@ -52,7 +52,7 @@ def kill_creations(folder: Path, *, kills: int, dice: random.Random, until: floa
 
 
 def _kill_once(home: Path, dice: random.Random) -> None:
-    driver = _driver(home)
+    driver = driver_of(home)
     time.sleep(dice.uniform(0.3, 4.0))
     victim = dice.choice(["driver", "driver", "interrupt", "jobs"])
     if victim == "jobs":
@@ -61,20 +61,27 @@ def _kill_once(home: Path, dice: random.Random) -> None:
             if str(home) in words and "submitit" in words:
                 job.kill()
     driver.send_signal(signal.SIGINT if victim == "interrupt" else signal.SIGKILL)
-    driver.wait(timeout=_END_S)
+    driver.wait(timeout=END_S)
 
 
-def _driver(home: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, str(TESTS / "search_driver.py"), str(home), str(_TRIALS)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ.copy())
+def driver_of(home: Path, **env: str) -> "subprocess.Popen[bytes]":
+    """A search of 12 trials in `home` at work; what it says is in the file beside `home`."""
+    command = [sys.executable, str(TESTS / "search_driver.py"), str(home), str(TRIALS)]
+    with said_by(home).open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
 
 
-def _lost(home: Path) -> list[str]:
+def said_by(home: Path) -> Path:
+    """The file of what the searches in `home` said."""
+    return home.with_name(f"{home.name}.log")
+
+
+def lost(home: Path) -> list[str]:
     """What is wrong with the study in `home`, a phrase each."""
     trials = load_study(home, "law").trials
     params = Counter(tuple(sorted(t.params.items(), key=str)) for t in trials)
     checks = {
-        "not 12 trials": len(trials) != _TRIALS,
+        "not 12 trials": len(trials) != TRIALS,
         "a trial that did not end": not all(t.state.is_finished() for t in trials),
         "a trial without an answer": any(t.state is TrialState.COMPLETE and not _answered(t) for t in trials),
         "a candidate that was tried twice": max(params.values()) > 1,

@@ -39,7 +39,7 @@ _BASES: dict[str, dict[str, object]] = {
     "config.json": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 99,
                     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
 }  # fmt: skip
-_FOREIGN: list[dict[str, object]] = [
+FOREIGN: list[dict[str, object]] = [
     {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "stage": "sft", "finetuning_type": "lora", "do_train": True,
      "template": "qwen", "dataset": "identity", "cutoff_len": 2048, "per_device_train_batch_size": 1, "lora_rank": 8,
      "deepspeed": "ds.json"},
@@ -52,7 +52,7 @@ _FOREIGN: list[dict[str, object]] = [
                            "rollout": {"name": "vllm", "n": 4, "gpu_memory_utilization": 0.4}},
      "algorithm": {"adv_estimator": "grpo"}, "trainer": {"n_gpus_per_node": 4, "nnodes": 1}},
 ]  # fmt: skip
-_SCRIPTS = [
+SCRIPTS = [
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=x.parquet data.train_batch_size=64 "
     "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B actor_rollout_ref.actor.ppo_mini_batch_size=32 "
     "actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=4 trainer.nnodes=1\n",
@@ -80,20 +80,21 @@ _OF_RECIPE: dict[str, Callable[[random.Random], object]] = {
 
 def write_files(home: Path, dice: random.Random) -> str:
     """Write the files of an input into `home`; what is odd about them, in words."""
-    values = dict(yaml.safe_load((home / "run.yaml").read_text()))
+    recipe = dice.choice(["run.yaml", "sft/run.yaml", "sft/run.yaml"])  # a rollout is simulated in seconds
+    values = dict(yaml.safe_load((home / recipe).read_text()))
     for name in dice.sample(sorted(_OF_RECIPE), dice.choice([0, 0, 1, 2])):
         values[name] = _OF_RECIPE[name](dice)
-    files: dict[str, object] = {**_BASES, "run.yaml": values, "foreign.yaml": dice.choice(_FOREIGN)}
+    files: dict[str, object] = {**_BASES, "run.yaml": values, "foreign.yaml": dice.choice(FOREIGN)}
     if dice.random() < 0.9:
         del files["executor.yaml"]  # every command of a folder reads it
     odd = set(dice.choices(sorted(files) + ["run.yaml"] * 8 + ["foreign.yaml"] * 4, k=dice.choice([0, 1, 1, 2, 3])))
     for name, content in files.items():
-        changed = _changed(content, dice) if name in odd else content
-        text = json.dumps(changed) if name.endswith(".json") else yaml.safe_dump(changed, allow_unicode=True)
+        given = changed(content, dice) if name in odd else content
+        text = json.dumps(given) if name.endswith(".json") else yaml.safe_dump(given, allow_unicode=True)
         data = text.encode("utf-8", "surrogatepass")
-        (home / name).write_bytes(_torn(data, dice) if name in odd and dice.random() < 0.3 else data)
-    script = dice.choice(_SCRIPTS)
-    (home / "foreign.sh").write_bytes(_torn(script.encode(), dice) if dice.random() < 0.5 else script.encode())
+        (home / name).write_bytes(torn(data, dice) if name in odd and dice.random() < 0.3 else data)
+    script = dice.choice(SCRIPTS)
+    (home / "foreign.sh").write_bytes(torn(script.encode(), dice) if dice.random() < 0.5 else script.encode())
     (home / "trainer.py").write_text(dice.choice(_TRAINER))
     (home / "storage").write_text(dice.choice(["postgresql://u:pw@127.0.0.1:9/x", "", "x" * 5000, "\x00"]))
     (home / "deep.yaml").write_text("[" * 3000)
@@ -111,7 +112,7 @@ def write_files(home: Path, dice: random.Random) -> str:
     return ", ".join(sorted(odd))
 
 
-def _changed(content: object, dice: random.Random) -> object:
+def changed(content: object, dice: random.Random) -> object:
     """`content` with a hostile value, or an unknown or missing key, somewhere inside."""
     if isinstance(content, dict) and content and dice.random() < 0.95:
         copy = dict(content)
@@ -122,15 +123,15 @@ def _changed(content: object, dice: random.Random) -> object:
         elif how < 0.2:
             copy[dice.choice(["x", "", "lora_rank", "a.b", "\u202e", "é" * 99])] = dice.choice(_ODD)
         else:
-            copy[key] = _changed(copy[key], dice) if isinstance(copy[key], dict | list) else dice.choice(_ODD)
+            copy[key] = changed(copy[key], dice) if isinstance(copy[key], dict | list) else dice.choice(_ODD)
         return copy
     if isinstance(content, list) and content and dice.random() < 0.6:
         at = dice.randrange(len(content))
-        return [_changed(one, dice) if n == at else one for n, one in enumerate(content)]
+        return [changed(one, dice) if n == at else one for n, one in enumerate(content)]
     return dice.choice(_ODD)
 
 
-def _torn(data: bytes, dice: random.Random) -> bytes:
+def torn(data: bytes, dice: random.Random) -> bytes:
     at = dice.randint(0, len(data))
     piece = dice.choice([b"", b"\t", b"- ", b": ", b"*a", b"&a [*a]", b"!!python/object/apply:os.system ['id']",
                          b"<<: ", b"\x00", b"\xff\xfe", b"---\n", b"'", b"\"", b"${", b"`id`", b"\r"])  # fmt: skip

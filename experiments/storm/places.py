@@ -61,9 +61,9 @@ def cases() -> list[Case]:
 
 
 def call_from_places(
-    folder: Path, *, calls: int, dice: random.Random, until: float, without: tuple[str, ...] = ()
+    folder: Path, *, calls: int, dice: random.Random, until: float, first: int = 0, without: tuple[str, ...] = ()
 ) -> Found:
-    """`calls` cases, each user and each state of the folder as often as any other; `without` these commands."""
+    """`calls` cases from `first` on, each user and state as often as any other; `without` these commands."""
     found = Found()
     if not calls:
         return found
@@ -72,7 +72,7 @@ def call_from_places(
     every = [case for case in cases() if case.command[0] not in without]
     dice.shuffle(every)
     every.sort(key=_turns(every).__getitem__)
-    for case in every[:calls]:
+    for case in every[first : first + calls]:
         if time.monotonic() > until:
             break
         with _project(folder / "study", case) as (home, studies):

@@ -1,26 +1,22 @@
-"""Whole commands with hostile options and files, each forked by one warm server, as an interrupted shell's are too.
+"""Whole commands with hostile options and files, each a fork of one process, some with Ctrl-C at a random moment.
 
-Input N of a seed is always the same, so a storm goes on where the last one ended: `Ledger` keeps the counts.
+Input N of a seed is always the same, so a storm goes on where the last one ended (storm.results).
 A server that leaks, hangs or dies under them is one of the things that are looked for.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import tiny
 import yaml
@@ -28,7 +24,7 @@ from search_driver import main as drive
 
 from autofit.cli import main
 from autofit.commands.arguments import parser
-from autofit.files import read_json, write_json
+from storm.forks import forking
 from storm.inputs import Found
 from storm.odd_files import ODD_WORDS as ODD
 from storm.odd_files import SECRET, write_files
@@ -50,36 +46,20 @@ _USED = {"run": "pipeline.yaml", "--accelerate_config": "accelerate.yaml", "--pr
 _SET = ("lora_r", "env.A", "launch.ranks", "max_steps", "deepspeed", "x.y", "model_name_or_path")
 _WORKS = ("search", "check", "estimate", "advise", "run", "verify")  # a whole one may take minutes: it is interrupted
 _LONGEST_S = {True: 30.0, False: 90.0}
-_SECONDS, _INTERRUPTED_AFTER_S = 90.0, 2.5
-_WARM_S = 300.0
+_SECONDS = 90.0
+_INTERRUPTED_AT = (-2.5, 0.5)  # exponents of ten of the seconds: most commands end in less than one
 _LONGEST_LINE = 1000
 
 
-@dataclass(slots=True)
-class Ledger:
-    """How many inputs of each seed were tried, in a file that the next storm reads."""
-
-    path: Path
-
-    def next_of(self, seed: int) -> int:
-        return int(str((read_json(self.path) or {}).get(str(seed), 0)))
-
-    def keep(self, seed: int, count: int) -> None:
-        write_json(self.path, (read_json(self.path) or {}) | {str(seed): count})
-
-
-def attack_commands(folder: Path, *, inputs: int, seed: int, until: float, ledger: Ledger | None = None) -> Found:
-    """`inputs` whole commands, from where `ledger` says the last storm of `seed` ended."""
+def attack_commands(folder: Path, *, inputs: int, seed: int, until: float, first: int = 0) -> Found:
+    """`inputs` whole commands of the seed, from the number `first` on."""
     found = Found()
-    first = ledger.next_of(seed) if ledger is not None else 0
     template = _template(folder)
-    with _warm(folder) as server:
+    with forking() as (forks, kept):
         for number in range(first, first + inputs):
             if time.monotonic() > until:
                 break
-            _try(server, template, folder / "input", seed, number, found)
-            if ledger is not None and (number % 20 == 19 or number == first + inputs - 1):
-                ledger.keep(seed, number + 1)
+            _try((forks, kept), template, folder / "input", seed, number, found)
     return found
 
 
@@ -109,6 +89,7 @@ def _chance(command: str, option: str) -> float:
     return 0.05
 
 
+@functools.cache
 def _parsers() -> dict[str, argparse.ArgumentParser]:
     group = next(one for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
     return {name: one for name, one in group.choices.items() if name not in _NOT}
@@ -152,13 +133,15 @@ def _option(action: argparse.Action, dice: random.Random) -> list[str]:
 # -- one input --------------------------------------------------------------------------------------------------------
 
 
-def _try(server: Path, template: Path, home: Path, seed: int, number: int, found: Found) -> None:
+def _try(servers: tuple[Path, Path], template: Path, home: Path, seed: int, number: int, found: Found) -> None:
+    """Try an input at the first server, a tenth of them at the other one, which is the product's own."""
     dice = random.Random(f"{seed}:{number}")
+    server = servers[dice.random() < 0.1]
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(template, home, symlinks=True)
     changed = write_files(home, dice)
     words = arguments(dice)
-    interrupted_s = dice.uniform(0, _INTERRUPTED_AFTER_S) if words[0] in _SERVES or dice.random() < 0.1 else None
+    interrupted_s = 10 ** dice.uniform(*_INTERRUPTED_AT) if dice.random() < _interruptions(words[0]) else None
     began = time.monotonic()
     code, said = _called(server, words, home, interrupted_s)
     found.tried[NAME] += 1
@@ -167,6 +150,11 @@ def _try(server: Path, template: Path, home: Path, seed: int, number: int, found
     interrupted = interrupted_s is not None or words[0] in _WORKS
     for what in _wrong(code, said, home, interrupted=interrupted):
         found.add_wrong(f"{words[0] if words else ''}: {what}", (seed, number, words, changed, said[-1500:]))
+
+
+def _interruptions(command: str) -> float:
+    """How often the command gets Ctrl-C at a random moment: a whole simulation takes as long as a hundred refusals."""
+    return 1.0 if command in _SERVES else 0.75 if command in _WORKS else 0.2
 
 
 def _called(server: Path, words: Sequence[str], home: Path, interrupted_s: float | None) -> tuple[int, str]:
@@ -250,34 +238,5 @@ def _template(folder: Path) -> Path:
         values = yaml.safe_load((template / "run.yaml").read_text())
         values |= {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
         (template / "run.yaml").write_text(yaml.safe_dump(values))
+        tiny.write_offline_recipe("sft", template / "sft", Path("model"), dataset_name="sft/data", output_dir="out")
     return template
-
-
-@contextmanager
-def _warm(folder: Path) -> Iterator[Path]:
-    """The socket of a kept server of this storm's own, in an environment that ends with it."""
-    own = Path(tempfile.mkdtemp(prefix="w-", dir="/tmp"))  # a socket's path has at most 107 characters
-    path = own / "kept"
-    (own / "first").mkdir()  # the server deletes it when it goes over to `path`
-    with (
-        mock.patch.dict(os.environ, {"TMPDIR": str(own), "AUTOFIT_SERVER": "1"}),
-        mock.patch.object(tempfile, "tempdir", str(own)),
-    ):
-        with (folder / "server.log").open("ab") as log:
-            server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "autofit.probing.fork_server", str(own / "first/warm"), f"stays={path}"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd=own,
-            )  # fmt: skip
-        try:
-            assert server.stdin is not None
-            server.stdin.close()
-            deadline = time.monotonic() + _WARM_S
-            while not path.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise AssertionError((folder / "server.log").read_text())
-                time.sleep(0.1)
-            yield path
-        finally:
-            server.kill()
-            server.wait()
-            shutil.rmtree(own, ignore_errors=True)
