@@ -306,9 +306,9 @@ def _autofit_read(out: str, row: Row) -> Said:
 
 
 PEERS = (
-    Peer(name="autofit estimate", requirement=(), distribution="autofit", command=_estimate, read=_autofit_read,
+    Peer(name="autofit estimate", requirement=(), distribution="autofit-llm", command=_estimate, read=_autofit_read,
          means="torch's peak allocated or reserved bytes of transformers' Trainer, as the row was measured", lacks="-"),
-    Peer(name="autofit fit-check", requirement=(), distribution="autofit", command=_fit_check, read=_autofit_read,
+    Peer(name="autofit fit-check", requirement=(), distribution="autofit-llm", command=_fit_check, read=_autofit_read,
          means="the same of a plain loop (programs/loop.py)", lacks="several cards"),
     Peer(name="torch MemTracker", requirement=(), distribution="torch", command=_torch,
          read=lambda out, row: Said(bytes=max(_json(out.strip().splitlines()[-1])["peaks"].values())),
