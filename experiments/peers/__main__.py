@@ -87,7 +87,12 @@ def run(rows: list[Row], peers: list[Peer], *, again: bool, until: float) -> Non
                     continue
                 known[peer.name] = answer(row, peer, address)
                 RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-                print(row.name, peer.name, {key: known[peer.name].get(key) for key in ("bytes", "cannot", "error")}, flush=True)
+                print(
+                    row.name,
+                    peer.name,
+                    {key: known[peer.name].get(key) for key in ("bytes", "cannot", "error")},
+                    flush=True,
+                )
 
 
 def answer(row: Row, peer: Peer, address: str) -> dict[str, Any]:

@@ -71,12 +71,24 @@ def _needs(row: Row, *, lora: bool = True, full: bool = True, four_bits: bool = 
 def _accelerate(row: Row, programs: str) -> list[str]:
     _needs(row, lora=False, ranks=False)
     dtype = "float16" if row.precision == "bf16" else "float32"  # it has no bfloat16, which is as large
-    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "estimate-memory", row.model, "--library_name", "transformers", "--dtypes", dtype]
+    return [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "estimate-memory",
+        row.model,
+        "--library_name",
+        "transformers",
+        "--dtypes",
+        dtype,
+    ]
 
 
 def _accelerate_read(out: str, row: Row) -> Said:
     units = {"KB": 2**10, "MB": MIB, "GB": GIB}
-    figures = re.findall(r"([\d.]+) (KB|MB|GB)", next(line for line in out.splitlines() if "float" in line and "B" in line))
+    figures = re.findall(
+        r"([\d.]+) (KB|MB|GB)", next(line for line in out.splitlines() if "float" in line and "B" in line)
+    )
     number, unit = figures[-1]  # the last column: training using Adam
     return Said(bytes=round(float(number) * units[unit]))
 
@@ -103,7 +115,9 @@ def _torch(row: Row, programs: str) -> list[str]:
 def _agilerl(row: Row, programs: str) -> list[str]:
     _needs(row, full=False, four_bits=False, encoders=False)
     if row.ranks > 1:
-        raise CannotSayError("several cards of a data-set algorithm (the page sizes a manifest's trainer ranks only with async rollouts)")
+        raise CannotSayError(
+            "several cards of a data-set algorithm (the page sizes a manifest's trainer ranks only with async rollouts)"
+        )
     targets = list(row.lora_targets)
     manifest = {
         "algorithm": {"name": "SFT", "batch_size": row.micro_batch, "micro_batch_size_per_gpu": row.micro_batch,
@@ -158,7 +172,9 @@ def _fitcheck(row: Row, programs: str) -> list[str]:
     words = [f"{programs}/fitcheck", row.model, "--precision", precision, "--batch-size", str(row.micro_batch),
              "--seq-len", str(row.tokens), "--optimizer", "adamw", "--vram-mib", str(round(row.card_gib * 1024)), "--json",
              "--optimizer-dtype", "fp32" if row.precision != "bf16" or (row.is_lora and row.adapter == "float32") else "bf16"]  # fmt: skip
-    words += ["--lora-r", str(row.lora_r), "--lora-targets", ",".join(row.lora_targets)] if row.is_lora else ["--no-lora"]
+    words += (
+        ["--lora-r", str(row.lora_r), "--lora-targets", ",".join(row.lora_targets)] if row.is_lora else ["--no-lora"]
+    )
     words += ["--grad-checkpoint"] if row.checkpointing else []
     return words + (["--flash-attn"] if row.attention != "eager" else [])
 

@@ -31,7 +31,13 @@ def write(results: Results) -> None:
               "| estimator | version | rows said | median | worst | autofit on the same rows: median, worst | seconds | processor s |",
               "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     lines += [_line(peer, rows, results) for peer in PEERS]
-    lines += ["", "## What each figure is, and what it has no words for", "", "| estimator | its figure | cannot say |", "|---|---|---|"]
+    lines += [
+        "",
+        "## What each figure is, and what it has no words for",
+        "",
+        "| estimator | its figure | cannot say |",
+        "|---|---|---|",
+    ]
     lines += [f"| {peer.name} | {peer.means} | {peer.lacks} |" for peer in PEERS]
     lines += ["", "## Row by row (error of the bytes; `-`: no words for it; `x`: it failed)", ""]
     lines += ["| row | measured | " + " | ".join(peer.name for peer in PEERS) + " |", "|---" * (len(PEERS) + 2) + "|"]

@@ -43,7 +43,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = forecast(told, Path(folder))
         path.write_text(written(found), encoding="utf-8")
-        print(f"{name}: {len(found['rows'])} candidates in {time.monotonic() - began:.0f} s, {path.stat().st_size:,} bytes", flush=True)
+        print(
+            f"{name}: {len(found['rows'])} candidates in {time.monotonic() - began:.0f} s, {path.stat().st_size:,} bytes",
+            flush=True,
+        )
 
 
 def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def main() -> None:
         return
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in arguments.only or [name for name in NAMES if name not in results]:
-        results[name] = ran(name, arguments.python)
+        outcome = ran(name, arguments.python)
+        results = {**(json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}), name: outcome}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, results[name], flush=True)
     (HERE / "table.md").write_text(table(results), encoding="utf-8")
@@ -76,7 +77,9 @@ def table(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     for name, row in results.items():
         if "error" in row:
-            lines.append(f"| {name} | did not run: {row['error']} | | | | | | | {row['wall_s']:.0f} | {row['cpu_s']:.0f} |")
+            lines.append(
+                f"| {name} | did not run: {row['error']} | | | | | | | {row['wall_s']:.0f} | {row['cpu_s']:.0f} |"
+            )
             continue
         same = "yes" if row["effective_batch"] == asked else "**no**"
         lines.append(

@@ -72,7 +72,9 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         return self.ends_s[-1] - self.ends_s[-2]
 
 
-def trainer(gpu: FakeGpu, micro: int, accumulation: int, *, finds: bool = False, steps: int = 2) -> tuple[Trainer, Steps]:
+def trainer(
+    gpu: FakeGpu, micro: int, accumulation: int, *, finds: bool = False, steps: int = 2
+) -> tuple[Trainer, Steps]:
     """transformers' Trainer of the task, and what it reports."""
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation,

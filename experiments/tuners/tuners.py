@@ -45,7 +45,7 @@ def find_executable_batch_size() -> Outcome:
                    samples_per_s=tried[-1] * ACCUMULATION / step_s)  # fmt: skip
 
 
-def optuna_alone(trials: int = 8) -> Outcome:
+def optuna_alone(trials: int = 5) -> Outcome:
     """Optuna's TPE over micro-batch and accumulation, an OOM a failed trial (`catch`), as its pages show for exceptions."""
     import optuna
 
@@ -115,17 +115,16 @@ def autofit_search() -> Outcome:
     )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "run.yaml").write_text(recipe, encoding="utf-8")
-        words = ["search", "run.yaml", "--trainer", "hf", "--gpu", CARD, "--prompt-tokens", str(task.TOKENS), "--json"]
+        words = ["search", "run.yaml", "--trainer", "hf", "--gpu", CARD, "--prompt-tokens", str(task.TOKENS), "--trials", "6",
+                 "--no-advice", "--no-confirm", "--no-mlflow", "--json"]  # fmt: skip
         done = subprocess.run([sys.executable, "-m", "autofit", *words], cwd=folder, capture_output=True, text=True)
-        if done.returncode not in (0, 1):
-            raise RuntimeError(done.stderr[-500:])
-        found = json.loads(done.stdout.splitlines()[-1])
-    trials, best = found["trials"], found["winner"]
-    told = {**found["recipe"]["values"], **best["params"]} if "recipe" in found else best["params"]
-    micro = int(told.get("per_device_train_batch_size", MICRO))
-    probed = [trial for trial in trials if trial.get("status")]
-    return Outcome(probes=len(probed), ooms=sum(trial["status"] == "oom" for trial in probed), micro_batch=micro,
-                   accumulation=MICRO * ACCUMULATION // micro, samples_per_s=MICRO * ACCUMULATION / best["step_s"])  # fmt: skip
+    if not done.stdout:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    best, counts = found["winner"], found["counts"]
+    told = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": ACCUMULATION, **best["changes"]}
+    return Outcome(probes=sum(counts.values()), ooms=counts.get("oom", 0), micro_batch=told["per_device_train_batch_size"],
+                   accumulation=told["gradient_accumulation_steps"], samples_per_s=MICRO * ACCUMULATION / best["step_s"])  # fmt: skip
 
 
 TUNERS: dict[str, Callable[[], Outcome]] = {

@@ -38,7 +38,9 @@ def built(row: SimpleNamespace, folder: Path) -> torch.nn.Module:
     return model.train()
 
 
-def stepper(row: SimpleNamespace, model: torch.nn.Module, device: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+def stepper(
+    row: SimpleNamespace, model: torch.nn.Module, device: str
+) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
     """The optimizer, and a function that does one step on random tokens."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=True)
