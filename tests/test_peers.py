@@ -1,4 +1,4 @@
-"""The estimators of experiments/peers see the same models, are told only what they have words for, and are read right."""
+"""The estimators of experiments/peers see the same models, and are told only what they have words for."""
 
 import json
 import urllib.request

@@ -1,4 +1,4 @@
-"""The estimators: how each is installed, told a row as its own page says, and read; what its figure means and what it cannot say."""
+"""The estimators: how each is installed, told a row as its page says, and read; its figure, and what it cannot say."""
 
 from __future__ import annotations
 
@@ -169,9 +169,11 @@ def _preflight_read(out: str, row: Row) -> Said:
 def _fitcheck(row: Row, programs: str) -> list[str]:
     _needs(row, ranks=False, encoders=False)
     precision = {"bf16": "bf16", "amp-bf16": "fp32", "amp-fp16": "fp32"}[row.precision]
+    states = "fp32" if row.precision != "bf16" or (row.is_lora and row.adapter == "float32") else "bf16"
     words = [f"{programs}/fitcheck", row.model, "--precision", precision, "--batch-size", str(row.micro_batch),
-             "--seq-len", str(row.tokens), "--optimizer", "adamw", "--vram-mib", str(round(row.card_gib * 1024)), "--json",
-             "--optimizer-dtype", "fp32" if row.precision != "bf16" or (row.is_lora and row.adapter == "float32") else "bf16"]  # fmt: skip
+             "--seq-len", str(row.tokens), "--optimizer", "adamw", "--json",
+             "--vram-mib", str(round(row.card_gib * 1024)),
+             "--optimizer-dtype", states]  # fmt: skip
     words += (
         ["--lora-r", str(row.lora_r), "--lora-targets", ",".join(row.lora_targets)] if row.is_lora else ["--no-lora"]
     )
@@ -207,7 +209,8 @@ def _canifinetune(row: Row, programs: str) -> list[str]:
     _needs(row, ranks=False, encoders=False)
     scope = "attention" if row.attention_only else "all_linear"
     words = [f"{programs}/canifinetune", "estimate", "--model", row.model, "--method", row.method, "--gpu-vram-gb",
-             str(row.card_gib), "--seq-len", str(row.tokens), "--micro-batch-size", str(row.micro_batch), "--base-dtype",
+             str(row.card_gib), "--seq-len", str(row.tokens), "--micro-batch-size", str(row.micro_batch),
+             "--base-dtype",
              "bf16" if row.precision == "bf16" else "fp32", "--optimizer", "adamw_torch", "--attn",
              row.attention, "--json"]  # fmt: skip
     words += ["--gradient-checkpointing" if row.checkpointing else "--no-gradient-checkpointing"]
@@ -332,9 +335,10 @@ PEERS = (
          lacks="seconds without a card, 4 bits, GRPO; a program must be written"),
     Peer(name="AgileRL", requirement=("agilerl-arena[hub]",), distribution="agilerl-arena", command=_agilerl,
          read=_agilerl_read, lacks="seconds, training of all weights, 4 bits",
-         means="the training bar of its own trainer (it errs high); without context, slack only where reserved was measured"),
-    Peer(name="vramcalc", requirement=("vramcalc[hf]",), distribution="vramcalc", command=_vramcalc, read=_vramcalc_read,
-         means="torch's peak allocated", lacks="seconds, 4 bits, several cards, GRPO; LoRA elsewhere than on q, k, v, o"),
+         means="its own trainer (it errs high), without context; slack only where reserved was measured"),
+    Peer(name="vramcalc", requirement=("vramcalc[hf]",), distribution="vramcalc", command=_vramcalc,
+         read=_vramcalc_read,
+         means="torch's peak allocated", lacks="seconds, 4 bits, several cards, GRPO, LoRA but on q, k, v, o"),
     Peer(name="fitcheck-llm", requirement=("fitcheck-llm",), distribution="fitcheck-llm", command=_fitcheck,
          read=_fitcheck_read, lacks="seconds, several cards, GRPO",
          means="tensors; with its overhead (context too) where reserved was measured"),

@@ -28,7 +28,7 @@ def write(results: Results) -> None:
     rows = read_rows()
     lines = ["# Estimators on measured rows", "", _when(results), ""]
     lines += ["## Bytes, each on the rows that it can say", "",
-              "| estimator | version | rows said | median | worst | autofit on the same rows: median, worst | seconds | processor s |",
+              "| estimator | version | rows said | median | worst | autofit on them: median, worst | seconds | processor s |",
               "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     lines += [_line(peer, rows, results) for peer in PEERS]
     lines += [
@@ -52,7 +52,8 @@ def _when(results: Results) -> str:
     found = [said for answers in results.values() for said in answers.values()]
     dates = sorted({said["date"] for said in found})
     commits = sorted({said["autofit"] for said in found})
-    return f"Made on {', '.join(dates)} by autofit at {', '.join(commits)}; the machine was shared, so wall seconds are upper bounds."
+    made = f"Made on {', '.join(dates)} by autofit at {', '.join(commits)}"
+    return f"{made}; the machine was shared, so wall seconds are upper bounds."
 
 
 def _line(peer: Peer, rows: Sequence[Row], results: Results) -> str:
@@ -64,8 +65,9 @@ def _line(peer: Peer, rows: Sequence[Row], results: Results) -> str:
     beside = [value for row, _ in pairs if (value := ours(row, results)) is not None]
     same = "" if peer.name.startswith("autofit") else _spread(beside)
     wall, cpu = (statistics.median(one[key] for one in took) for key in ("wall_s", "cpu_s"))
-    return (f"| {peer.name} | {took[0]['version']} | {len(pairs)} of {len(said)} | "
-            f"{_spread([value for _, value in pairs]).replace(', ', ' | ')} | {same} | {wall:.1f} | {cpu:.1f} |")  # fmt: skip
+    spread = _spread([value for _, value in pairs]).replace(", ", " | ")
+    said_rows = f"{len(pairs)} of {len(said)}"
+    return f"| {peer.name} | {took[0]['version']} | {said_rows} | {spread} | {same} | {wall:.1f} | {cpu:.1f} |"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""The tables: the predicted bytes and seconds of every candidate of each recipe, by the forecast that `autofit search` begins with.
+"""The tables: predicted bytes and seconds of every candidate, by the forecast that `autofit search` begins with.
 
 `python -m experiments.tabular.build` makes those that are not there yet; `--only NAME` makes one again.
 """
@@ -44,13 +44,13 @@ def main() -> None:
             found = forecast(told, Path(folder))
         path.write_text(written(found), encoding="utf-8")
         print(
-            f"{name}: {len(found['rows'])} candidates in {time.monotonic() - began:.0f} s, {path.stat().st_size:,} bytes",
+            f"{name}: {len(found['rows'])} candidates in {time.monotonic() - began:.0f} s",
             flush=True,
         )
 
 
 def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A table: knobs with their values, and a row for each candidate: indices of its values, MB, milliseconds, source."""
+    """A table: knobs with their values, and for each candidate the indices of its values, MB, milliseconds, source."""
     server = fork_server(folder)
     try:
         planned = make_plan(asked(told, folder), server)
@@ -72,7 +72,8 @@ def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
     ]
     return {
-        **told, "limit_mb": plan.limit_bytes // 10**6, "tiers": list(TIERS), "knobs": dict(zip(grid.names, grid.choices, strict=True)),
+        **told, "limit_mb": plan.limit_bytes // 10**6, "tiers": list(TIERS),
+        "knobs": dict(zip(grid.names, grid.choices, strict=True)),
         "columns": [*grid.names, "tier", "device_used_mb", "step_ms", "source"],
         "made": {"date": datetime.date.today().isoformat(), "autofit": commit(),
                  **{package: importlib.metadata.version(package) for package in PACKAGES}},
@@ -96,7 +97,8 @@ def asked(told: dict[str, Any], folder: Path) -> Request:
     return Request(
         recipe=told["recipe"], name="run", target_vram=None, headroom=None, device="auto", gpu=told["gpu"],
         trainer=told["trainer"], space=None, allow="neutral", changes=None, prompt_tokens=told["tokens"], trials=None,
-        time_budget=None, plateau=None, min_gain=0.01, goal="speed", sampler="autofit", measured_steps=2, deadline="15m",
+        time_budget=None, plateau=None, min_gain=0.01, goal="speed", sampler="autofit", measured_steps=2,
+        deadline="15m",
         parallel=None, seed=0, study=None, folder=folder,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ class Table:
         return {name: self.knobs[name][code] for name, code in zip(self.names, self.rows[place], strict=False)}
 
     def find(self, params: Mapping[str, Any]) -> int | None:
-        """The place of the candidate with these values; None for a combination that does not keep the effective batch."""
+        """The place of the candidate with these values; None if they do not keep the effective batch."""
         return self._places.get(tuple(self.knobs[name].index(params[name]) for name in self.names))
 
     def query(self, place: int) -> tuple[bool, int, float]:

@@ -1,7 +1,8 @@
 """Samplers on the tables: `python -m experiments.tabular.searches` writes results.json and table.md.
 
-`autofit` begins without predictions here, as the others do; `autofit, predicted` with the table's own figures, each knob's values
-mistaken by 15 % of a step and 5 % of the bytes. Every search has PROBES probes, and an OOM is told as it is in `autofit search`.
+`autofit` begins without predictions here, as the others do; `autofit, predicted` with the table's own figures, each
+knob's values mistaken by 15 % of a step and 5 % of the bytes. Every search has PROBES probes, and an OOM is told as
+in `autofit search`.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def search(name: str, table: Table, seed: int) -> dict[str, int]:
     assert best_s is not None
     ours = name.startswith("autofit")
     limit = table.limit_mb * 10**6
-    sampler = make_sampler(cast(SamplerName, "autofit" if ours else name), grid, target_bytes=limit, seed=seed,
-                           predictions=mistaken(table, grid, seed) if name == "autofit, predicted" else None)  # fmt: skip
+    prior = mistaken(table, grid, seed) if name == "autofit, predicted" else None
+    sampler = make_sampler(
+        cast(SamplerName, "autofit" if ours else name), grid, target_bytes=limit, seed=seed, predictions=prior
+    )
     study = optuna.create_study(directions=["minimize"] * (2 if ours else 1), sampler=sampler)
     reached, ooms, slowest = PROBES + 1, 0, 0.0
     for number in range(1, min(PROBES, len(table)) + 1):
@@ -114,9 +117,11 @@ def main() -> None:
 def written(made: dict[str, str], found: dict[str, Any]) -> str:
     lines = [
         "# Samplers on the tables", "",
-        f"Made on {made['date']} by autofit at {made['autofit']}, Optuna {made['optuna']}: median over {SEEDS} seeds of the probes until 95 % of the "
+        f"Made on {made['date']} by autofit at {made['autofit']}, Optuna {made['optuna']}: "
+        f"median over {SEEDS} seeds of the probes until 95 % of the "
         f"best speed (of {PROBES}; `-`: not within them), and in brackets of the probes out of memory.", "",
-        "| recipe | candidates | that fit | best over the recipe as written | " + " | ".join(SAMPLERS) + " |", "|---" * (len(SAMPLERS) + 4) + "|",
+        "| recipe | candidates | that fit | best over the recipe as written | " + " | ".join(SAMPLERS) + " |",
+        "|---" * (len(SAMPLERS) + 4) + "|",
     ]  # fmt: skip
     for name, row in found.items():
         gain = "nothing fits" if row["best_s"] is None else f"{row['first_s'] / row['best_s']:.2f}x"

@@ -1,4 +1,4 @@
-"""Tuners on one task inside the simulated card: `python -m experiments.tuners` runs what has no result yet, then writes table.md."""
+"""Tuners on one task inside the simulated card: `python -m experiments.tuners` runs what has no result yet."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ def table(results: dict[str, Any]) -> str:
     asked = task.MICRO * task.ACCUMULATION
     lines = [
         "# Tuners on one training", "",
-        f"{task.MODEL}, all weights, bfloat16, samples of {task.TOKENS} tokens, no checkpointing, as {task.MICRO} x {task.ACCUMULATION} = "
+        f"{task.MODEL}, all weights, bfloat16, samples of {task.TOKENS} tokens, no checkpointing, "
+        f"as {task.MICRO} x {task.ACCUMULATION} = "
         f"{asked} samples an optimizer step, on a simulated {task.CARD}. Speeds are simulated.", "",
-        "| tuner | version | probes | of them out of memory | micro-batch x accumulation | samples a step | same? | samples/s | wall s | processor s |",
+        "| tuner | version | probes | out of memory | split | samples a step | same? | samples/s | wall s | processor s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, row in results.items():
@@ -82,10 +83,9 @@ def table(results: dict[str, Any]) -> str:
             )
             continue
         same = "yes" if row["effective_batch"] == asked else "**no**"
-        lines.append(
-            f"| {name} | {row['version']} | {row['probes']} | {row['ooms']} | {row['micro_batch']} x {row['accumulation']} | "
-            f"{row['effective_batch']} | {same} | {row['samples_per_s']:.1f} | {row['wall_s']:.0f} | {row['cpu_s']:.0f} |"
-        )
+        split = f"{row['micro_batch']} x {row['accumulation']} | {row['effective_batch']} | {same}"
+        took = f"{row['samples_per_s']:.1f} | {row['wall_s']:.0f} | {row['cpu_s']:.0f}"
+        lines.append(f"| {name} | {row['version']} | {row['probes']} | {row['ooms']} | {split} | {took} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The training that every tuner is given: 32 samples of 808 tokens an optimizer step, as 8 x 4, of Qwen2.5-0.5B on a simulated card."""
+"""The training that every tuner is given: 32 samples of 808 tokens a step, as 8 x 4, of Qwen2.5-0.5B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ftuneai's Python API on a row: `python ftune_row.py FOLDER`. Its hub address is fixed, so the stand-in's is put there."""
+"""ftuneai's Python API on a row: `python ftune_row.py FOLDER`. Its hub's address is fixed: it is set here."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A plain training loop of a row, as a user would write it: `python loop.py FOLDER` with row.json and model/config.json in it.
+"""A plain training loop of a row, as a user would write it: `python loop.py FOLDER`, which has row.json and model/.
 
 It runs under `autofit fit-check`, and mem_tracker.py runs the same functions.
 """

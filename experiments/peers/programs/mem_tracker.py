@@ -1,4 +1,4 @@
-"""torch's own tools on a row: MemTracker's peak and RuntimeEstimator's seconds, under FakeTensorMode. `python mem_tracker.py FOLDER`.
+"""torch's own tools on a row, under FakeTensorMode: MemTracker's peak, RuntimeEstimator's seconds.
 
 On several cards it is FSDP2 on a fake process group, which is what the tools' own examples use.
 """
@@ -61,7 +61,7 @@ def seconds(step: object) -> float | str:
             estimator = RuntimeEstimator()
             with estimator(estimate_mode_type="operator-level-cost-model"):
                 step()  # type: ignore[operator]
-        except Exception as error:  # noqa: BLE001  (whatever it needs of a card)
+        except Exception as error:  # whatever it needs of a card
             return f"{type(error).__name__}: {error}"[:200]
         return estimator.total_runtime / 1000
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own estimate of model states with ZeRO-3 and no offload, for one card or several: `python zero_states.py FOLDER`."""
+"""DeepSpeed's own estimate of model states with ZeRO-3 and no offload: `python zero_states.py FOLDER`."""
 
 import contextlib
 import io
