@@ -278,7 +278,7 @@ def _recipe(row: Row) -> Mapping[str, object]:
     recipe: dict[str, object] = {
         "model_name_or_path": "model", "dtype": "bfloat16" if row.precision == "bf16" else "float32",
         "bf16": row.precision == "amp-bf16", "fp16": row.precision == "amp-fp16", "attn_implementation": row.attention,
-        "per_device_train_batch_size": row.micro_batch, "gradient_accumulation_steps": 1, "optim": "adamw_torch",
+        "per_device_train_batch_size": row.micro_batch, "gradient_accumulation_steps": row.accumulation, "optim": "adamw_torch",
         "gradient_checkpointing": row.checkpointing, "max_length": row.tokens, "use_peft": row.is_lora,
     }  # fmt: skip
     if row.is_lora:

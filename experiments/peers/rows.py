@@ -40,6 +40,9 @@ class Row:
     attention: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
     keeps_gradients: bool = False  # zero_grad(set_to_none=False): the gradients stay between steps
 
+    accumulation: int = 1  # micro-batches of a step: with 2 the gradients are there in the second's forward pass
+    own_program: str = ""  # set:row of experiments/accuracy, where the measured project's own code was simulated
+
     @property
     def is_lora(self) -> bool:
         return self.method != "full"

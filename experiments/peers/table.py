@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,12 +25,22 @@ def ours(row: Row, results: Results) -> float | None:
     return next((value for value in found if value is not None), None)
 
 
+def of_their_code(row: Row) -> float | None:
+    """autofit's error when it runs the project's own program (experiments/accuracy); None where it was not run."""
+    name, _, key = row.own_program.partition(":")
+    if not name:
+        return None
+    kept = json.loads((HERE.parent / "accuracy" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    found = kept.get(key, {}).get("peak_allocated_bytes" if row.kind == "allocated" else "reserved_max_bytes")
+    return None if found is None else float(found) / row.measured_bytes - 1
+
+
 def write(results: Results) -> None:
     rows = read_rows()
     lines = ["# Estimators on measured rows", "", _when(results), ""]
     lines += ["## Bytes, each on the rows that it can say", "",
-              "| estimator | version | rows said | median | worst | autofit on them: median, worst | seconds | processor s |",
-              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+              "| estimator | version | rows said | median | worst | autofit on them | by their code | wall s | CPU s |",
+              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     lines += [_line(peer, rows, results) for peer in PEERS]
     lines += [
         "",
@@ -60,21 +71,25 @@ def _line(peer: Peer, rows: Sequence[Row], results: Results) -> str:
     said = [(row, results.get(row.name, {}).get(peer.name)) for row in rows if peer.name in results.get(row.name, {})]
     pairs = [(row, value) for row, one in said if (value := error(row, one)) is not None]
     if not pairs:
-        return f"| {peer.name} | - | 0 of {len(said)} | | | | | |"
+        return f"| {peer.name} | - | 0 of {len(said)} | | | | | | |"
     took = [one for _, one in said if one and one.get("bytes")]
     beside = [value for row, _ in pairs if (value := ours(row, results)) is not None]
     same = "" if peer.name.startswith("autofit") else _spread(beside)
     wall, cpu = (statistics.median(one[key] for one in took) for key in ("wall_s", "cpu_s"))
     spread = _spread([value for _, value in pairs]).replace(", ", " | ")
     said_rows = f"{len(pairs)} of {len(said)}"
-    return f"| {peer.name} | {took[0]['version']} | {said_rows} | {spread} | {same} | {wall:.1f} | {cpu:.1f} |"
+    theirs = _spread([value for row, _ in pairs if (value := of_their_code(row)) is not None])
+    return (
+        f"| {peer.name} | {took[0]['version']} | {said_rows} | {spread} | {same} | {theirs} | {wall:.1f} | {cpu:.1f} |"
+    )
 
 
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return "-, -"
     worst = max(values, key=abs)
-    return f"{statistics.median(abs(value) for value in values):.1%}, {worst:+.1%}"
+    middle = statistics.median(abs(value) for value in values)
+    return f"{middle:.1%}, {worst:+.1%}" if len(values) > 1 else f"one row, {worst:+.1%}"
 
 
 def _row(row: Row, results: Results) -> str:

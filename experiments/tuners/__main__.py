@@ -73,7 +73,7 @@ def table(results: dict[str, Any]) -> str:
         f"{task.MODEL}, all weights, bfloat16, samples of {task.TOKENS} tokens, no checkpointing, "
         f"as {task.MICRO} x {task.ACCUMULATION} = "
         f"{asked} samples an optimizer step, on a simulated {task.CARD}. Speeds are simulated.", "",
-        "| tuner | version | probes | out of memory | split | samples a step | same? | samples/s | wall s | processor s |",
+        "| tuner | version | probes | out of memory | split | samples a step | same? | samples/s | wall s | CPU s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, row in results.items():

@@ -48,13 +48,17 @@ def stepper(
     amp = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}.get(row.precision)
 
     def step() -> None:
+        for _ in range(row.accumulation):
+            micro_step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not row.keeps_gradients)
+
+    def micro_step() -> None:
         with torch.autocast(device, dtype=amp) if amp else contextlib.nullcontext():
             out = model(input_ids=ids, labels=ids) if row.task == "causal" else model(input_ids=ids)
             loss = out.loss if row.task == "causal" else out.last_hidden_state.float().pow(2).mean()
         loss.backward()
         del out, loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not row.keeps_gradients)
 
     return optimizer, step
 
