@@ -278,8 +278,9 @@ def _recipe(row: Row) -> Mapping[str, object]:
     recipe: dict[str, object] = {
         "model_name_or_path": "model", "dtype": "bfloat16" if row.precision == "bf16" else "float32",
         "bf16": row.precision == "amp-bf16", "fp16": row.precision == "amp-fp16", "attn_implementation": row.attention,
-        "per_device_train_batch_size": row.micro_batch, "gradient_accumulation_steps": row.accumulation, "optim": "adamw_torch",
-        "gradient_checkpointing": row.checkpointing, "max_length": row.tokens, "use_peft": row.is_lora,
+        "per_device_train_batch_size": row.micro_batch, "gradient_accumulation_steps": row.accumulation,
+        "optim": "adamw_torch", "gradient_checkpointing": row.checkpointing, "max_length": row.tokens,
+        "use_peft": row.is_lora,
     }  # fmt: skip
     if row.is_lora:
         recipe |= {"lora_r": row.lora_r, "lora_alpha": 2 * row.lora_r, "lora_target_modules": list(row.lora_targets)}
