@@ -4,8 +4,10 @@ Run: python experiments/frontends/verl_bytes.py --verl DIR, a checkout of verl a
 imports (ray, tensordict, codetiming, hydra-core, by `pip install --no-deps`) on the path. Writes verl_bytes.json.
 Nothing of Ray is started. Of both sides the same three things are replaced, which no CPU has: flash-attn's attention
 and cross-entropy, by tensors of their sizes, and the copy of a micro-batch to the card, by a copy in memory. The copy
-that gloo makes of what it reduces is not counted, since NCCL makes none.
-A phase's figure is the most bytes that the allocator held within it above those that it began with.
+that gloo makes of what it reduces is not counted, since NCCL makes none, and neither is what verl has in the memory of
+its host: the batch from which it cuts micro-batches, and checkpointing's states of the random numbers.
+A phase's figure is the most bytes that tensors had within it above those that it began with. It is not the card's count
+of allocated bytes: torch's allocator hands out blocks of up to 1 MiB more, which is much beside a tiny model.
 """
 
 import argparse
@@ -76,24 +78,24 @@ def flash_on_cpu() -> Iterator[None]:
         yield
 
 
+def unseen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose tensors a tracker does not see."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def call(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **options)
+
+    return call
+
+
 @contextmanager
 def without_gloos_copies() -> Iterator[None]:
     """What gloo allocates within a reduce-scatter is not seen by a tracker of tensors."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def unseen(name: str) -> Any:
-        original = getattr(distributed, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            with _disable_current_modes():
-                return original(*args, **options)
-
-        return mock.patch.object(distributed, name, call)
-
     with ExitStack() as stack:
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
             if hasattr(distributed, name):
-                stack.enter_context(unseen(name))
+                stack.enter_context(mock.patch.object(distributed, name, unseen(getattr(distributed, name))))
         yield
 
 
@@ -118,6 +120,7 @@ def of_verl(rank: int, port: int, verl: str, model: str, answer: str) -> None:
         for title, case in CASES.items():
             memory = CpuMemory(None)  # from before the weights are there: what it did not see made would count later
             memory.start()
+            torch.get_rng_state = memory._original_rng  # states that are in host memory beside a card
             score, update, engine = verl_engine(model, case)
             score(), update()
             found[title] = recorded(memory, score, update, engine, critic=case.get("critic", False))
@@ -158,7 +161,14 @@ def recorded(
 
     engine.optimizer_step = step
     update()
+    phase("sync", partial(sent, engine))
     return found
+
+
+def sent(engine: Any) -> None:
+    """All weights, as they are given to the rollout."""
+    for _name, _whole in engine.get_per_tensor_param()[0]:
+        pass
 
 
 class Cpu:
@@ -212,6 +222,8 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
         mock.patch.object(_init_utils, on_card, return_value=None),
     ):
         engine.initialize()
+    transformer_impl.load_fsdp_model_to_gpu = lambda _: None  # it is there
+    transformer_impl.prepare_micro_batches = unseen(transformer_impl.prepare_micro_batches)
     stepped = engine.forward_step
     engine.forward_step = lambda micro_batch, **options: stepped(micro_batch.clone(), **options)
     actor = FSDPActorConfig(
@@ -226,8 +238,10 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
         made = {
             "input_ids": nested(ids), "position_ids": nested([torch.arange(len(each)) for each in ids]),
             "prompts": nested([each[:PROMPT] for each in ids]), "responses": nested([each[PROMPT:] for each in ids]),
+            "response_mask": nested([torch.ones(RESPONSE, dtype=torch.long) for _ in ids]),
+            "loss_mask": nested([torch.ones(RESPONSE, dtype=torch.long) for _ in ids]),
         }  # fmt: skip
-        for field in ("response_mask", "loss_mask", *fields):
+        for field in ("rollout_log_probs", "rm_scores", *fields):
             made[field] = nested([torch.ones(RESPONSE) for _ in ids])
         found = tu.get_tensordict(made)
         entropy = case.get("calculate_entropy", False) if fields else True
@@ -314,12 +328,17 @@ def of_autofit(model: str, case: dict[str, Any], folder: Path) -> dict[str, int]
         allocator = gpu.memory.allocator
 
         def peak() -> int:
-            found, allocator.peak_allocated_bytes = allocator.peak_allocated_bytes, allocator.allocated_bytes
+            found, allocator.peak_requested_bytes = allocator.peak_requested_bytes, allocator.requested_bytes
             return found
 
-        report = Phases(lambda: allocator.allocated_bytes, peak)
-        TRAINER.build(values, task).train(report)
-    return report.kept
+        report = Phases(lambda: allocator.requested_bytes, peak)
+        run = TRAINER.build(values, task)
+        run.train(report)
+        report.enter("sync")
+        for _name, _whole in run.loop.actor.whole_weights():
+            pass
+        report.enter("end")
+    return report.kept | {"sync": report.found["sync"]}
 
 
 def write_model(folder: Path) -> Path:
