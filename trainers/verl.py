@@ -93,6 +93,7 @@ class VerlLoop(Loop):
         if settings.param_offload:
             self.actor.offload_model()
         self._critic = Critic(settings, critic, setup.device) if settings.critic else None
+        self._base_is_there = not settings.lora_rank or "dummy" not in settings.load_format
         self._engine = None if law is None else _started(law, actor)
         self._sleep()
 
@@ -136,13 +137,16 @@ class VerlLoop(Loop):
 
     @torch.no_grad()
     def _send_weights(self, engine: FakeEngine) -> None:
-        """One whole tensor after another, through a buffer that both processes have."""
-        size = self._settings.update_weights_bucket_megabytes << 20
-        bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if self._settings.lora_rank and self._settings.layered_summon:  # vLLM has loaded the base itself
-            self.actor.send_adapters()
-        else:
-            engine.load_weights(self.actor.whole_weights())
+        """One whole tensor after another, through a buffer that both processes have; with LoRA the adapters alone."""
+        settings, actor = self._settings, self.actor
+        if settings.lora_rank:
+            actor.send_adapters_by_layer() if settings.layered_summon else actor.send_adapters()
+        if not self._base_is_there:
+            actor.send_base()
+            self._base_is_there = True
+        bucket = torch.empty(settings.update_weights_bucket_megabytes << 20, dtype=torch.uint8, device=self._device)
+        if not settings.lora_rank:
+            engine.load_weights(actor.whole_weights())
         del bucket
 
     def _generate(self) -> None:

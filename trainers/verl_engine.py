@@ -259,8 +259,7 @@ class Engine:
 
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context in which the model computes as it was before LoRA."""
-        module = cast(Any, getattr(self.module, "_fsdp_wrapped_module", self.module))
-        found: AbstractContextManager[Any] = module.disable_adapter()
+        found: AbstractContextManager[Any] = self._peft().disable_adapter()
         return found
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -273,6 +272,36 @@ class Engine:
             yield name, on_card.full_tensor() if isinstance(on_card, DTensor) else on_card
 
     def send_adapters(self) -> None:
+        """Gather the adapters to host memory; FSDP1 gathers the whole model for it (collect_lora_params)."""
+        from peft import get_peft_model_state_dict
+
+        with self._whole():
+            for parameter in get_peft_model_state_dict(self._peft()).values():
+                (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+        empty_cache()
+
+    def send_base(self) -> None:
+        """Gather the weights below the adapters to host memory, once, as verl's engine starts without them.
+
+        verl moves the model to the host and back meanwhile; under FSDP1 both are of the whole model.
+        """
+        base = self._peft().base_model.model
+        with self._whole():
+            base.to("cpu")
+            base.to(self.device)
+        empty_cache()
+
+    def _peft(self) -> Any:
+        return getattr(self.module, "_fsdp_wrapped_module", self.module)
+
+    def _whole(self) -> AbstractContextManager[Any]:
+        """Context in which each rank has all weights of FSDP1's model."""
+        if self.version == 2:
+            return nullcontext()
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
+        return found
+
+    def send_adapters_by_layer(self) -> None:
         """Gather the adapters to host memory, one sharded module at a time (layered_summon_lora_params)."""
         for name, module in cast(Any, self.module).named_modules():
             flat = isinstance(module, FullyShardedDataParallel)

@@ -86,13 +86,23 @@ def recipe(
     reshards = _truth(f"{FSDP}.reshard_after_forward", config.said.get(f"{FSDP}.reshard_after_forward", True))
     launch: dict[str, object] = {
         "ranks": batch.gpus, "sharding": sharding, "reshard_after_forward": reshards, "machines": nodes,
-        "config": {"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}},  # each rank saves its share
+        "config": {"fsdp_config": _on_the_host(str(found["model_path"]))},
     }  # fmt: skip
     return Foreign(
         tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(_ENVIRONMENT)}, ranks=batch.gpus,
         prompt_tokens=cast(int, found["max_prompt_length"]),
         keys={key: named.path for key, named in KEYS.items()}, notes=tuple(_notes(config, unread)),
     )  # fmt: skip
+
+
+def _on_the_host(model: str) -> dict[str, object]:
+    """accelerate's words for what verl's ranks have in host memory: each saves its share of the model.
+
+    The first loads it for all, unless it has one weight for its embedding and its head: then each does
+    (get_init_weight_context_manager in utils/fsdp_utils.py).
+    """
+    tied = catalogue.text_config(model).get("tie_word_embeddings") is True
+    return {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": not tied}
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -257,6 +267,14 @@ def _attending_alone(values: Mapping[str, object]) -> Iterator[str]:
 
 _FLASH = "flash_attention_2"
 _SHARERS = ("ulysses_sequence_parallel_size", "ref_ulysses_sequence_parallel_size")
+_LEVEL_1 = (
+    "with LoRA vLLM sleeps at level 1: it keeps a copy of its weights in host memory (vllm_async_server.py, "
+    "_resolve_sleep_level), which comes on top of the ranks' host memory"
+)
+_RAY = (
+    "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "
+    "Ray ends a worker at 95 % (verl's threads 429 and 2950)"
+)
 _SUM_OF_SQUARES = f"{A}.calculate_sum_pi_squared"
 _IDLE = (f"{A}.use_prefix_grouper", _SUM_OF_SQUARES)  # keys that the trainer v1 and its FSDP engine do not read
 _ACTIVATIONS = (f"{M}.enable_activation_offload", "critic.model.enable_activation_offload")
@@ -294,6 +312,9 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     for path in _IDLE:
         if config.is_on(path):
             yield f"{path} has no effect: verl's trainer v1 and its FSDP engine do not read it"
+    if config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank"):
+        yield _LEVEL_1
+    yield _RAY
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
     if optimizer != list(_OPTIMIZER.values()):
         yield f"actor.optim {'.'.join(optimizer)} is simulated as torch's AdamW, whose states have 8 bytes a parameter"

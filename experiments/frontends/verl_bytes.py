@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     for sharding in ("fsdp1", "fsdp2")
     for name, changes in {
         "plain": {},
+        "LoRA": {"lora_rank": 4},
         "Ulysses 2": {"ulysses_sequence_parallel_size": 2},
         "Ulysses 2 with entropy": {"ulysses_sequence_parallel_size": 2, "calculate_entropy": True},
         "critic": {"critic": True},
@@ -108,7 +109,7 @@ def free_port() -> int:
     return found()
 
 
-def of_verl(rank: int, port: int, verl: str, model: str, answer: str) -> None:
+def of_verl(rank: int, port: int, verl: str, model: str, answer: str, titles: tuple[str, ...]) -> None:
     """In a rank: verl's engine for a generation and its optimizer step, once unmeasured."""
     from autofit.probing.memory import CpuMemory
 
@@ -117,7 +118,8 @@ def of_verl(rank: int, port: int, verl: str, model: str, answer: str) -> None:
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
     found: dict[str, dict[str, int]] = {}
     with flash_on_cpu(), without_gloos_copies():
-        for title, case in CASES.items():
+        for title in titles:
+            case = CASES[title]
             memory = CpuMemory(None)  # from before the weights are there: what it did not see made would count later
             memory.start()
             torch.get_rng_state = memory._original_rng  # states that are in host memory beside a card
@@ -167,7 +169,7 @@ def recorded(
 
 def sent(engine: Any) -> None:
     """All weights, as they are given to the rollout."""
-    for _name, _whole in engine.get_per_tensor_param()[0]:
+    for _name, _whole in engine.get_per_tensor_param(base_sync_done=True)[0]:
         pass
 
 
@@ -206,7 +208,8 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
     transformer_impl.logprobs_from_logits = lambda logits, labels, inplace_backward=False: row_log_probs(
         logits, labels, inplace=inplace_backward and torch.is_grad_enabled()
     )
-    config = HFModelConfig(path=model, load_tokenizer=False, use_remove_padding=True)
+    adapters = {"lora_rank": case["lora_rank"], "target_modules": "all-linear"} if "lora_rank" in case else {}
+    config = HFModelConfig(path=model, load_tokenizer=False, use_remove_padding=True, **adapters)
     engine_config = FSDPEngineConfig(
         strategy=strategy, ulysses_sequence_parallel_size=sharers, use_torch_compile=False, use_dynamic_bsz=critic,
     )  # fmt: skip
@@ -335,8 +338,11 @@ def of_autofit(model: str, case: dict[str, Any], folder: Path) -> dict[str, int]
         run = TRAINER.build(values, task)
         run.train(report)
         report.enter("sync")
-        for _name, _whole in run.loop.actor.whole_weights():
-            pass
+        if "lora_rank" in case:
+            run.loop.actor.send_adapters()
+        else:
+            for _name, _whole in run.loop.actor.whole_weights():
+                pass
         report.enter("end")
     return report.kept | {"sync": report.found["sync"]}
 
@@ -356,17 +362,19 @@ def write_model(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verl", required=True)
+    parser.add_argument("--only", help="cases of this name under both; the others are kept as they were")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(KEPT.read_text()) if options.only else {}
+    chosen = {title: case for title, case in CASES.items() if options.only in (None, *title.split(", "))}
     with tempfile.TemporaryDirectory() as name:
         model, answer = write_model(Path(name) / "model"), str(Path(name) / "answer")
         if options.verl != "none":
-            multiprocessing.spawn(of_verl, (free_port(), options.verl, str(model), answer), nprocs=RANKS)
+            multiprocessing.spawn(of_verl, (free_port(), options.verl, str(model), answer, tuple(chosen)), nprocs=RANKS)
             theirs = json.loads(Path(f"{answer}.0").read_text())
         else:
             theirs = json.loads(KEPT.read_text())
             theirs = {title: {k: v["verl"] for k, v in case.items()} for title, case in theirs.items()}
-        for at, (title, case) in enumerate(CASES.items()):
+        for at, (title, case) in enumerate(chosen.items()):
             folder = Path(name) / f"case{at}"
             folder.mkdir()
             ours = of_autofit(str(model), case, folder)
