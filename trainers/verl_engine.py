@@ -163,6 +163,7 @@ class Engine:
         self._forward_only, self._defers_sync, self._fused = forward_only, defers_sync, fused
         self._offloads = offloads or forward_only  # FSDP2's own: shards, gradients and the optimizer in host memory
         self._recomputes_entropy = recomputes_entropy
+        self._loss_before: torch.Tensor | None = None
         entropy: Callable[[torch.Tensor], torch.Tensor] = (
             entropy_of if chunk is None else partial(entropy_in_chunks, chunk=chunk)
         )
@@ -275,10 +276,11 @@ class Engine:
         """Gather the adapters to host memory; FSDP1 gathers the whole model for it (collect_lora_params)."""
         from peft import get_peft_model_state_dict
 
-        with self._whole():
-            for parameter in get_peft_model_state_dict(self._peft()).values():
-                (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+        with self._whole(), self._sharded():
+            found = get_peft_model_state_dict(self._peft()).values()
+            sent = [(each.full_tensor() if isinstance(each, DTensor) else each).detach().cpu() for each in found]
         empty_cache()
+        del sent
 
     def send_base(self) -> None:
         """Gather the weights below the adapters to host memory, once, as verl's engine starts without them.
@@ -320,11 +322,17 @@ class Engine:
                 module._is_root = False
             empty_cache()
 
-    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
-        root = cast(Any, self.module)
+    def _sharded(self) -> AbstractContextManager[Any]:
+        """Context in which FSDP1's state dict has each rank's share."""
+        if self.version == 2:
+            return nullcontext()
         kind, settings = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
-        with FullyShardedDataParallel.state_dict_type(root, kind, settings):
-            state = root.state_dict()
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.state_dict_type(self.module, kind, settings)
+        return found
+
+    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._sharded():
+            state = self.module.state_dict()
         for name, parameter in state.items():
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
@@ -396,9 +404,14 @@ class Engine:
             self._ulysses.count(self.device)
 
     def backward(self, loss_of: Callable[[], torch.Tensor], *, last: bool) -> None:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward of one micro-batch.
+
+        verl has the loss of the one before until there is another. Its graph has no more than the leaves, of which LoRA
+        makes the embedding's output one, with a gradient.
+        """
         with self._syncing(last=last), self.attending():
             loss = loss_of()
+            self._loss_before = None if last else loss
             float(loss.detach())
             loss.backward()
 
