@@ -1,9 +1,10 @@
 """What public logs of verl measured, beside what `autofit estimate` says of the same settings.
 
 Run: python experiments/verl_logs/run.py [NUMBER ...], the rows of rows.yaml by number from 1, all by default. It keeps
-the rows that it does not run again. Writes results.json.
+the rows that it does not run again. Writes results.json and table.md.
 
 Allocated bytes are those of the actor's process, without vLLM's, as verl logs them: the most since the process began.
+Of a run of `one_step` the update does not count, which is predicted with the optimizer's states that the first has not.
 """
 
 import json
@@ -40,10 +41,24 @@ def predicted(row: Mapping[str, Any], common: Mapping[str, object]) -> dict[str,
         phase["name"]: round((phase["peak_allocated_bytes"] - phase["categories"].get("vLLM", 0)) / GIB, 3)
         for phase in found["phases"] if phase["categories"]
     }  # fmt: skip
+    counted = [size for name, size in phases.items() if name != "update" or not row.get("one_step")]
     return {
-        "allocated_gib": max(phases.values()), "phases_gib": phases, "rollout_s": found["rollout_s"],
+        "allocated_gib": max(counted), "phases_gib": phases, "rollout_s": found["rollout_s"],
         "update_s": found["update_s"], "computed_in_s": round(time.monotonic() - began),
     }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
+    """The rows as Markdown."""
+    lines = ["| run | verl | card | measured, GiB | predicted, GiB | off | what is known of the difference |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        found = kept.get(row["name"], {})
+        size, off = found.get("allocated_gib"), found.get("off")
+        shown = ("not run", "") if size is None else (f"{size:.2f}", f"{off:+.1%}")
+        cells = (row["name"], row["verl"], row["card"], row["allocated_gib"], *shown, row.get("why", ""))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -59,6 +74,7 @@ def main() -> None:
         kept[row["name"]] = told
         print(row["name"], told, flush=True)
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    (HERE / "table.md").write_text(table(given["rows"], kept))
 
 
 if __name__ == "__main__":
