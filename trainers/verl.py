@@ -48,7 +48,7 @@ from autofit.recipe.launch import LAUNCH
 
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
-from .verl_models import Critic, Samples, inner, marked_last, random_model, runs_of, stands_for
+from .verl_models import Critic, Samples, inner, marked_last, random_model, score, stands_for
 
 _MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
 _ONLY_SIMULATED = (
@@ -63,6 +63,9 @@ class VerlLoop(Loop):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, settings: Settings, setup: Setup, *, folder: Path, version: int, reshards: bool) -> None:
+        offloads = version == 2 and settings.offload_policy
+        if offloads:  # the engine turns verl's own offloads off
+            settings = replace(settings, param_offload=False, optimizer_offload=False)
         self._settings, self._device = settings, setup.device
         self._samples = Samples(settings, setup.device)
         model, critic = str(folder / _MODEL), str(folder / _CRITIC_MODEL)
@@ -82,7 +85,7 @@ class VerlLoop(Loop):
         self._sharers = settings.ulysses_sequence_parallel_size
         self.actor = Engine(
             actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, sharers=self._sharers,
-            dtype=DTYPES[settings.param_dtype], reduce_dtype=DTYPES[settings.reduce_dtype], **common,
+            dtype=DTYPES[settings.param_dtype], reduce_dtype=DTYPES[settings.reduce_dtype], offloads=offloads, **common,
         )  # fmt: skip
         self.model = self.actor.module
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -90,6 +93,7 @@ class VerlLoop(Loop):
         if settings.param_offload:
             self.actor.offload_model()
         self._critic = Critic(settings, critic, setup.device) if settings.critic else None
+        self._base_is_there = not settings.lora_rank or "dummy" not in settings.load_format
         self._engine = None if law is None else _started(law, actor)
         self._sleep()
 
@@ -133,13 +137,16 @@ class VerlLoop(Loop):
 
     @torch.no_grad()
     def _send_weights(self, engine: FakeEngine) -> None:
-        """One whole tensor after another, through a buffer that both processes have."""
-        size = self._settings.update_weights_bucket_megabytes << 20
-        bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if self._settings.lora_rank and self._settings.layered_summon:  # vLLM has loaded the base itself
-            self.actor.send_adapters()
-        else:
-            engine.load_weights(self.actor.whole_weights())
+        """One whole tensor after another, through a buffer that both processes have; with LoRA the adapters alone."""
+        settings, actor = self._settings, self.actor
+        if settings.lora_rank:
+            actor.send_adapters_by_layer() if settings.layered_summon else actor.send_adapters()
+        if not self._base_is_there:
+            actor.send_base()
+            self._base_is_there = True
+        bucket = torch.empty(settings.update_weights_bucket_megabytes << 20, dtype=torch.uint8, device=self._device)
+        if not settings.lora_rank:
+            engine.load_weights(actor.whole_weights())
         del bucket
 
     def _generate(self) -> None:
@@ -159,13 +166,12 @@ class VerlLoop(Loop):
 
     def _scored(self, engine: Engine, sizes: list[int], *, entropy: bool) -> None:
         """Log-probabilities of all samples of a generation, without gradients."""
-        engine.module.eval()
-        engine.count()
-        for rows, times in runs_of(sizes):
-            with torch.no_grad(), stands_for(times), engine.attending():
-                found = engine.log_probs(self._samples.inputs(rows), entropy=entropy, training=False)
-                {name: values.cpu() for name, values in found.items()}
-                del found
+        kinds = (torch.float32, engine.entropy_dtype) if entropy else (torch.float32,)
+
+        def run(rows: int) -> object:
+            return engine.log_probs(self._samples.micro_batch(rows), entropy=entropy, training=False)
+
+        score(engine, sizes, self._settings.tokens, kinds, run)
 
     # ------------------------------------------------------------------ the loop
     def micro_batches(self, step: int, report: Report) -> list[tuple[int, int, bool]]:
@@ -225,16 +231,17 @@ class VerlLoop(Loop):
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         rows = int(micro_batch)
-        settings = self._settings
-        found = self.actor.log_probs(self._samples.inputs(rows), entropy=settings.calculate_entropy, training=True)
-        entropy = found.get("entropy")
-        names = ("old", "advantages", "mask", *(("reference",) if settings.use_kl_loss else ()))
+        settings, samples = self._settings, self._samples
+        names = ("old_log_probs", "advantages", *(("ref_log_prob",) if settings.use_kl_loss else ()))
+        batch = samples.micro_batch(rows, *names)
+        found = self.actor.log_probs(batch, entropy=settings.calculate_entropy, training=True)
         return policy_loss(
-            self._samples.of_responses(found["log_probs"], rows), self._samples.answers(rows, *names),
+            samples.of_responses(found["log_probs"], rows),
+            samples.padded(batch, rows, *names),
             kl=settings.use_kl_loss,
-            entropy=None if entropy is None else self._samples.of_responses(entropy, rows),
+            entropy=samples.of_responses(found["entropy"], rows) if settings.calculate_entropy else None,
             tokens=settings.samples * settings.max_response_length,
-        )  # fmt: skip
+        )
 
     def update(self, step: int, report: Report) -> None:
         """One optimizer step."""

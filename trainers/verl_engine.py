@@ -144,6 +144,7 @@ class _Gathered(torch.autograd.Function):
         return scaled.split(ctx.length)[ctx.ulysses.rank].contiguous(), None
 
 
+_LOGITS = "logits"  # of the model itself, among what a pass returns
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
@@ -154,12 +155,15 @@ class Engine:
         self, model: torch.nn.Module, *, version: int, reshards: bool, dtype: torch.dtype, device: torch.device,
         forward_only: bool = False, defers_sync: bool = True, prefetches: bool = False, fused: bool = False,
         compiles: bool = True, chunk: int | None = None, recomputes_entropy: bool = False, sharers: int = 1,
-        reduce_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype = torch.float32, offloads: bool = False,
     ) -> None:  # fmt: skip
-        self.version, self._device, self._dtype = version, device, dtype
+        self.version, self.device, self.dtype = version, device, dtype
+        self.entropy_dtype = dtype if chunk is None else torch.float32
         self._reduce_dtype = reduce_dtype
         self._forward_only, self._defers_sync, self._fused = forward_only, defers_sync, fused
+        self._offloads = offloads or forward_only  # FSDP2's own: shards, gradients and the optimizer in host memory
         self._recomputes_entropy = recomputes_entropy
+        self._loss_before: torch.Tensor | None = None
         entropy: Callable[[torch.Tensor], torch.Tensor] = (
             entropy_of if chunk is None else partial(entropy_in_chunks, chunk=chunk)
         )
@@ -180,11 +184,11 @@ class Engine:
         if any(not parameter.requires_grad for parameter in model.parameters()) and not self._forward_only:
             policies.insert(0, partial(lambda_auto_wrap_policy, lambda_fn=_is_trained_leaf))
         precision = fsdp.MixedPrecision(
-            param_dtype=self._dtype, reduce_dtype=self._reduce_dtype, buffer_dtype=torch.float32
+            param_dtype=self.dtype, reduce_dtype=self._reduce_dtype, buffer_dtype=torch.float32
         )
         return FullyShardedDataParallel(
             model, auto_wrap_policy=partial(_or_policy, policies=policies), device_mesh=mesh,
-            device_id=torch.cuda.current_device() if self._device.type == "cuda" else self._device,
+            device_id=torch.cuda.current_device() if self.device.type == "cuda" else self.device,
             sharding_strategy=ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP,
             mixed_precision=precision, forward_prefetch=prefetches, use_orig_params=False,
             cpu_offload=fsdp.CPUOffload(offload_params=True) if self._forward_only else None,
@@ -200,10 +204,10 @@ class Engine:
             if type(module).__name__ in names or name.rpartition(".")[2] in apart
         ]  # fmt: skip
         policy = fsdp.MixedPrecisionPolicy(
-            param_dtype=self._dtype, reduce_dtype=self._reduce_dtype, cast_forward_inputs=True
+            param_dtype=self.dtype, reduce_dtype=self._reduce_dtype, cast_forward_inputs=True
         )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshards}
-        if self._forward_only and self._device.type == "cuda":
+        if self._offloads and self.device.type == "cuda":
             options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=True)
         for module in (*wrapped, model):
             fsdp.fully_shard(module, **options)
@@ -230,7 +234,7 @@ class Engine:
 
     # ------------------------------------------------------------------ card and host
     def load_model(self) -> None:
-        self._move_model(self._device)
+        self._move_model(self.device)
 
     def offload_model(self) -> None:
         self._move_model(torch.device("cpu"))
@@ -256,8 +260,7 @@ class Engine:
 
     def without_adapters(self) -> AbstractContextManager[Any]:
         """Context in which the model computes as it was before LoRA."""
-        module = cast(Any, getattr(self.module, "_fsdp_wrapped_module", self.module))
-        found: AbstractContextManager[Any] = module.disable_adapter()
+        found: AbstractContextManager[Any] = self._peft().disable_adapter()
         return found
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,10 +269,41 @@ class Engine:
             yield from self._whole_of_flat()
             return
         for name, parameter in self.module.state_dict().items():
-            on_card = parameter.to(self._device, non_blocking=True)
+            on_card = parameter.to(self.device, non_blocking=True)
             yield name, on_card.full_tensor() if isinstance(on_card, DTensor) else on_card
 
     def send_adapters(self) -> None:
+        """Gather the adapters to host memory; FSDP1 gathers the whole model for it (collect_lora_params)."""
+        from peft import get_peft_model_state_dict
+
+        with self._whole(), self._sharded():
+            found = get_peft_model_state_dict(self._peft()).values()
+            sent = [(each.full_tensor() if isinstance(each, DTensor) else each).detach().cpu() for each in found]
+        empty_cache()
+        del sent
+
+    def send_base(self) -> None:
+        """Gather the weights below the adapters to host memory, once, as verl's engine starts without them.
+
+        verl moves the model to the host and back meanwhile; under FSDP1 both are of the whole model.
+        """
+        base = self._peft().base_model.model
+        with self._whole():
+            base.to("cpu")
+            base.to(self.device)
+        empty_cache()
+
+    def _peft(self) -> Any:
+        return getattr(self.module, "_fsdp_wrapped_module", self.module)
+
+    def _whole(self) -> AbstractContextManager[Any]:
+        """Context in which each rank has all weights of FSDP1's model."""
+        if self.version == 2:
+            return nullcontext()
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
+        return found
+
+    def send_adapters_by_layer(self) -> None:
         """Gather the adapters to host memory, one sharded module at a time (layered_summon_lora_params)."""
         for name, module in cast(Any, self.module).named_modules():
             flat = isinstance(module, FullyShardedDataParallel)
@@ -288,61 +322,77 @@ class Engine:
                 module._is_root = False
             empty_cache()
 
-    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
-        root = cast(Any, self.module)
+    def _sharded(self) -> AbstractContextManager[Any]:
+        """Context in which FSDP1's state dict has each rank's share."""
+        if self.version == 2:
+            return nullcontext()
         kind, settings = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
-        with FullyShardedDataParallel.state_dict_type(root, kind, settings):
-            state = root.state_dict()
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.state_dict_type(self.module, kind, settings)
+        return found
+
+    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._sharded():
+            state = self.module.state_dict()
         for name, parameter in state.items():
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     # ------------------------------------------------------------------ computing
-    def log_probs(self, inputs: dict[str, torch.Tensor], *, entropy: bool, training: bool) -> dict[str, torch.Tensor]:
-        """Log-probabilities, and with `entropy` the entropy, of each packed token: forward_step's part of the model."""
-        labels = torch.roll(inputs["input_ids"], shifts=-1, dims=1)
+    def log_probs(self, batch: dict[str, torch.Tensor], *, entropy: bool, training: bool) -> dict[str, torch.Tensor]:
+        """Log-probabilities, and with `entropy` the entropy, of each packed token: forward_step's part of the model.
+
+        The model's own logits are held as long as they are.
+        """
+        inputs, labels, temperature = self._prepared(batch)
+        with self._autocast():
+            told = self._own_log_probs(inputs, labels[0], temperature[0], entropy=entropy, training=training)
         if self._ulysses is None:
-            return self._own_log_probs(inputs, labels[0], entropy=entropy, training=training)
-        own = {name: self._ulysses.part(values) for name, values in inputs.items()}
-        self._ulysses.begin(inputs["position_ids"])
-        told = self._own_log_probs(own, self._ulysses.part(labels)[0], entropy=entropy, training=training)
-        tokens = labels.shape[1]
-        return {name: self._ulysses.whole(values, tokens) for name, values in told.items()}
+            return told
+        tokens, numbers = batch["input_ids"].shape[1], [name for name in told if name != _LOGITS]
+        return told | {name: self._ulysses.whole(told[name], tokens) for name in numbers}
+
+    def _prepared(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """(the model's inputs, the next tokens, a temperature for each token), (1, tokens) of this rank.
+
+        verl makes them for each of its models (prepare_model_inputs).
+        """
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        made = [ids, positions, torch.roll(ids, shifts=-1, dims=1), torch.ones(ids.shape, device=ids.device)]
+        if self._ulysses is not None:
+            self._ulysses.begin(positions)
+            made = [self._ulysses.part(values) for values in made]
+        return {"input_ids": made[0], "position_ids": made[1]}, made[2], made[3]
 
     def _own_log_probs(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, entropy: bool, training: bool
-    ) -> dict[str, torch.Tensor]:
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, temperature: torch.Tensor, *, entropy: bool,
+        training: bool,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
         """The same of the tokens that this rank computes."""
-        with self._autocast():
-            if self._fused:
-                found, entropies = self.module(**inputs, use_cache=False, shift_labels=labels)
-                return {"log_probs": found, **({"entropy": entropies} if entropy else {})}
-            output = self.module(**inputs, use_cache=False)
-            logits = output.logits.squeeze(0)
-            temperature = torch.ones(logits.shape[0], device=logits.device)
-            logits = logits / temperature.clamp(min=1e-8).unsqueeze(-1).to(logits.dtype)
-            told: dict[str, torch.Tensor] = {}
-            if entropy and self._recomputes_entropy:
-                told["entropy"] = torch.utils.checkpoint.checkpoint(self._entropy, logits, use_reentrant=False)
-            elif entropy:
-                told["entropy"] = self._entropy(logits)
-            told["log_probs"] = row_log_probs(logits, labels, inplace=training and not entropy)
-            return told
+        if self._fused:
+            found, entropies = self.module(**inputs, use_cache=False, shift_labels=labels)
+            return {"log_probs": found, **({"entropy": entropies} if entropy else {})}
+        own = self.module(**inputs, use_cache=False).logits
+        logits = own.squeeze(0)
+        logits = logits / temperature.clamp(min=1e-8).unsqueeze(-1).to(logits.dtype)
+        told: dict[str, torch.Tensor] = {_LOGITS: own}
+        if entropy and self._recomputes_entropy:
+            told["entropy"] = torch.utils.checkpoint.checkpoint(self._entropy, logits, use_reentrant=False)
+        elif entropy:
+            told["entropy"] = self._entropy(logits)
+        told["log_probs"] = row_log_probs(logits, labels, inplace=training and not entropy)
+        return told
 
-    def values(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """A number for each packed token from a model with a value head."""
-        own = inputs
-        if self._ulysses is not None:
-            own = {name: self._ulysses.part(values) for name, values in inputs.items()}
-            self._ulysses.begin(inputs["position_ids"])
+        inputs, *_held = self._prepared(batch)
         with self._autocast(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views that are written to: none is
-            found: torch.Tensor = self.module(**own, use_cache=False).logits.squeeze(0).squeeze(-1)
-        return found if self._ulysses is None else self._ulysses.whole(found, inputs["input_ids"].shape[1])
+            found: torch.Tensor = self.module(**inputs, use_cache=False).logits.squeeze(0).squeeze(-1)
+        return found if self._ulysses is None else self._ulysses.whole(found, batch["input_ids"].shape[1])
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._dtype == torch.float32:
+        if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(device_type=self._device.type, dtype=self._dtype)
+        return torch.autocast(device_type=self.device.type, dtype=self.dtype)
 
     def attending(self) -> AbstractContextManager[None]:
         """Context in which the model computes, forward and backward."""
@@ -351,12 +401,17 @@ class Engine:
     def count(self) -> None:
         """The sum of a batch's tokens, before its micro-batches; in the group of all ranks it has no bytes."""
         if self._ulysses is not None:
-            self._ulysses.count(self._device)
+            self._ulysses.count(self.device)
 
     def backward(self, loss_of: Callable[[], torch.Tensor], *, last: bool) -> None:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward of one micro-batch.
+
+        verl has the loss of the one before until there is another. Its graph has no more than the leaves, of which LoRA
+        makes the embedding's output one, with a gradient.
+        """
         with self._syncing(last=last), self.attending():
             loss = loss_of()
+            self._loss_before = None if last else loss
             float(loss.detach())
             loss.backward()
 
@@ -369,7 +424,7 @@ class Engine:
 
             parameters = [p for p in self.module.parameters() if p.grad is not None]
             norm = _get_total_norm([p.grad for p in parameters if p.grad is not None])
-            norm = norm.to(self._device, non_blocking=True)
+            norm = norm.to(self.device, non_blocking=True)
             _clip_grads_with_norm_(parameters, most, norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

@@ -106,12 +106,12 @@ class FusedLogProbs(torch.autograd.Function):
 
 def value_loss(found: torch.Tensor, batch: dict[str, torch.Tensor], *, tokens: int) -> torch.Tensor:
     """A micro-batch's share of the critic's clipped loss, a mean over the `tokens` of an optimizer step."""
-    values, returns, mask = batch["values"], batch["returns"], batch["mask"].to(torch.bool)
+    values, returns, mask = batch["values"], batch["returns"], batch["response_mask"].to(torch.bool)
     clipped = torch.max(torch.min(found, values + 0.5), values - 0.5)
     plain, other = (found - returns) ** 2, (clipped - returns) ** 2
-    losses = torch.max(plain, other)
-    loss = 0.5 * torch.where(mask, losses, torch.zeros_like(losses)).sum() / tokens
-    float((torch.gt(other, plain).float() * mask).sum())
+    loss = 0.5 * _masked_sum(torch.max(plain, other), mask) / tokens
+    _told(torch.gt(other, plain).float(), mask)
+    _told(found, mask)
     return loss
 
 
@@ -122,16 +122,39 @@ def policy_loss(
 
     The k3 estimate of the divergence from the reference is added with `kl`, and the entropy where it is given.
     """
-    old, mask, advantages = batch["old"], batch["mask"], batch["advantages"]
-    ratio = torch.exp(torch.clamp(log_probs - old, min=_LEAST, max=_MOST))
+    mask = batch["response_mask"].to(torch.bool)
+    loss = _clipped_loss(log_probs, batch["old_log_probs"], batch["advantages"], mask, tokens=tokens)
+    if entropy is not None:
+        loss = loss - 1e-3 * (_masked_sum(entropy, mask) / tokens)
+    if kl:
+        difference = torch.clamp(batch["ref_log_prob"] - log_probs, min=_LEAST, max=_MOST)
+        divergence = torch.clamp(difference.exp() - difference - 1, min=-10, max=10)
+        loss = loss + 1e-3 * (_masked_sum(divergence, mask) / tokens)
+    return loss
+
+
+def _clipped_loss(
+    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, tokens: int
+) -> torch.Tensor:
+    """compute_policy_loss_vanilla, with the numbers that it tells."""
+    difference = torch.clamp(log_probs - old, min=_LEAST, max=_MOST)
+    ratio = torch.exp(difference)
+    divergence = _masked_sum(-difference, mask) / mask.sum()
     plain, clipped = -advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2)
     losses = torch.maximum(plain, clipped)
-    lower = torch.min(-advantages * 3.0, losses)
-    loss = (torch.where(advantages < 0, lower, losses) * mask).sum() / tokens
-    if entropy is not None:
-        loss = loss - 1e-3 * (entropy * mask).sum() / tokens
-    if kl:
-        difference = torch.clamp(batch["reference"] - log_probs, min=_LEAST, max=_MOST)
-        divergence = torch.clamp(difference.exp() - difference - 1, min=-10, max=10)
-        loss = loss + 1e-3 * (divergence * mask).sum() / tokens
+    _told(torch.gt(clipped, plain).float(), mask)
+    most = -advantages * 3.0
+    lower = torch.min(most, losses)
+    _told(torch.gt(losses, most) * (advantages < 0).float(), mask)
+    loss = _masked_sum(torch.where(advantages < 0, lower, losses), mask) / tokens
+    float(divergence.detach())
     return loss
+
+
+def _masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (torch.where(mask, values, 0.0) * mask).sum()
+
+
+def _told(values: torch.Tensor, mask: torch.Tensor) -> None:
+    """A mean that verl puts into its log."""
+    float((_masked_sum(values, mask) / mask.sum()).detach())

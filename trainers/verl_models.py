@@ -3,8 +3,9 @@
 Read in verl at commit 1dda039b: verl/workers/engine/fsdp/transformer_impl.py, _build_module and _build_lora_module.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,29 +74,41 @@ def inner(model: Any) -> Any:
 
 # The longest samples of a verl config, packed as its engines take them, and runs of equal micro-batches of them.
 
+# What verl's agent loop says of each sample, all of which goes to the card with a micro-batch: whole numbers of the
+# response, and float32 ones (experimental/agent_loop/agent_loop.py, as_dict; ppo/v1/agent_loop_tq.py, line 182).
+_WHOLE = ("responses", "response_mask", "loss_mask")
+_TOLD = ("rollout_log_probs", "rm_scores")
+MASK = "response_mask"
+
 
 class Samples:
-    """Synthetic samples of full length on a device; every function takes their number."""
+    """Synthetic samples of full length on a device, for a number of `rows`."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
 
-    def inputs(self, rows: int) -> dict[str, torch.Tensor]:
-        """What a model takes: packed, (1, tokens)."""
-        each = self._settings.tokens
-        ids = torch.zeros((1, rows * each), dtype=torch.long, device=self._device)
-        positions = torch.arange(each, device=self._device).repeat(rows)[None]
-        return {"input_ids": ids, "position_ids": positions}
+    def micro_batch(self, rows: int, *names: str) -> dict[str, torch.Tensor]:
+        """What verl moves to the card: ids and positions, (1, tokens), the rest packed; `names` are float32."""
+        whole = rows * self._settings.tokens
+        answered = rows * self._settings.max_response_length
+        prompted, device = whole - answered, self._device
+        sizes = {"prompts": prompted, **dict.fromkeys(_WHOLE, answered)}
+        return {
+            "input_ids": torch.zeros((1, whole), dtype=torch.long, device=device),
+            "position_ids": torch.arange(self._settings.tokens, device=device).repeat(rows)[None],
+            **{name: torch.zeros(size, dtype=torch.long, device=device) for name, size in sizes.items()},
+            **{name: torch.zeros(answered, device=device) for name in (*_TOLD, *names)},
+        }
 
-    def answers(self, rows: int, *names: str) -> dict[str, torch.Tensor]:
-        """What a loss reads beside the model's outputs, each (rows, tokens of a response)."""
-        shape = (rows, self._settings.max_response_length)
-        return {name: torch.zeros(shape, device=self._device) for name in names}
+    def padded(self, batch: dict[str, torch.Tensor], rows: int, *names: str) -> dict[str, torch.Tensor]:
+        """Copies of what a loss reads of a micro-batch, each (rows, tokens of a response), with the mask."""
+        return {name: batch[name].view(rows, -1).clone() for name in (MASK, *names)}
 
     def of_responses(self, packed: torch.Tensor, rows: int) -> torch.Tensor:
-        """The part of the responses, (rows, length), of a number for each packed token."""
+        """The part of the responses, (rows, length), of a number for each packed token (no_padding_2_padding)."""
         start = self._settings.max_prompt_length - 1
-        return packed.view(rows, self._settings.tokens)[:, start : start + self._settings.max_response_length]
+        parts = packed.view(rows, self._settings.tokens)[:, start : start + self._settings.max_response_length]
+        return torch.stack([part.clone() for part in parts])
 
 
 def runs_of(sizes: list[int]) -> list[tuple[int, int]]:
@@ -124,6 +137,30 @@ def stands_for(times: int) -> Iterator[None]:
         yield
 
 
+def score(
+    engine: Engine, sizes: list[int], tokens: int, kinds: tuple[torch.dtype, ...], run: Callable[[int], object]
+) -> None:
+    """All passes without gradients of samples of so many `tokens`, `run` of each micro-batch's size.
+
+    Each returns a number of each of the `kinds` a token. They stay on the card until all passes are done, so of equal
+    passes the last is traced (forward_backward_batch).
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(rows: int) -> None:
+        kept.extend(torch.empty(rows * tokens, dtype=kind, device=engine.device) for kind in kinds)
+
+    engine.module.eval()
+    engine.count()
+    for rows, times in runs_of(sizes):
+        keep(rows * (times - 1))
+        with torch.no_grad(), stands_for(times), engine.attending():
+            run(rows)
+        keep(rows)
+    for numbers in kept:
+        numbers.cpu()
+
+
 # PPO's critic as verl trains it: a model with a value for each token, with FSDP, an optimizer and phases of its own.
 #
 # Read in verl at commit 1dda039b: verl/trainer/ppo/v1/trainer_base.py (_compute_values, _update_critic), verl/workers/
@@ -135,9 +172,13 @@ class Critic:
     """The critic of one rank; it makes its micro-batches by tokens, whatever the config says (`Settings.critic_*`)."""
 
     def __init__(self, settings: Settings, folder: str, device: torch.device) -> None:
+        version = 2 if settings.critic_sharding == "fsdp2" else 1
+        offloads = version == 2 and settings.critic_offload_policy
+        if offloads:  # the engine turns verl's own offloads off
+            settings = replace(settings, critic_param_offload=False, critic_optimizer_offload=False)
         self._settings, self._device, self._samples = settings, device, Samples(settings, device)
         self._engine = Engine(
-            value_model(settings, folder), version=2 if settings.critic_sharding == "fsdp2" else 1, device=device,
+            value_model(settings, folder), version=version, device=device, offloads=offloads,
             reshards=settings.critic_reshard_after_forward, dtype=torch.bfloat16, compiles=False,
             sharers=settings.critic_ulysses_sequence_parallel_size, prefetches=settings.critic_forward_prefetch,
             defers_sync=settings.critic_use_no_sync_for_gradient_accumulation,
@@ -155,11 +196,10 @@ class Critic:
         settings, engine = self._settings, self._engine
         if settings.critic_param_offload:
             engine.load_model()
-        engine.module.eval()
-        engine.count()
-        for rows, times in runs_of(self._sizes(settings.judged, settings.critic_forward_max_token_len_per_gpu)):
-            with torch.no_grad(), stands_for(times), engine.attending():
-                engine.values(self._samples.inputs(rows)).cpu()
+        sizes = self._sizes(settings.judged, settings.critic_forward_max_token_len_per_gpu)
+        score(
+            engine, sizes, settings.tokens, (engine.dtype,), lambda rows: engine.values(self._samples.micro_batch(rows))
+        )
         if settings.critic_param_offload:
             engine.offload_model()
 
@@ -187,6 +227,8 @@ class Critic:
             engine.move_optimizer(torch.device("cpu"))
 
     def _loss(self, rows: int) -> torch.Tensor:
-        found = self._samples.of_responses(self._engine.values(self._samples.inputs(rows)), rows)
-        batch = self._samples.answers(rows, "values", "returns", "mask")
-        return value_loss(found, batch, tokens=self._settings.judged_at_once * self._settings.max_response_length)
+        names = "values", "returns"
+        batch = self._samples.micro_batch(rows, *names)
+        found = self._samples.of_responses(self._engine.values(batch), rows)
+        padded = self._samples.padded(batch, rows, *names)
+        return value_loss(found, padded, tokens=self._settings.judged_at_once * self._settings.max_response_length)

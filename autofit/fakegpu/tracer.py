@@ -51,6 +51,7 @@ class Tracer(TorchDispatchMode):
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
+        self.handlers[torch.ops._c10d_functional.wait_tensor.default] = _waited
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
@@ -281,6 +282,11 @@ def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         groups = (offsets.shape[0],) if isinstance(offsets, torch.Tensor) else ()
     dtype = kwargs.get("out_dtype") or a.dtype
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+
+
+def _waited(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """What a collective wrote, as a card has it; for fakes torch makes a copy of it."""
+    return args[0]
 
 
 def _addmm_to_dtype(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -169,6 +169,7 @@ class _Scanner:
                     word = None
                 if char in "<>":
                     words.append(char)
+                    self.at += self.text.startswith("&", self.at + 1)  # 2>&1: no end of the statement
                 if char in _SEPARATORS and words:
                     self.end, self.after, separators = self.at, separators, ""
                     yield _without_redirections(words)

@@ -15,6 +15,7 @@ from autofit.recipe.yaml_file import parse_yaml
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _FSDP = f"{ACTOR}.fsdp_config"
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
+MODEL_PATH = "model.path"  # ends the keys of the actor's model and the critic's
 UNSURE = "?"  # a value that is not said for certain, in whose place no default may stand
 _MATTERS_LITTLE = (  # where these are not certain, a rule may stay unsaid, and nothing else changes
     "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "data.max_prompt_length",
@@ -195,13 +196,14 @@ def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
 def likely_overrides(text: str) -> dict[str, object]:
     """The values of overrides that are not certain, as they would be if conditions that set a variable held.
 
-    The first value stands where several conditions set one, None where it comes from a command. A training that itself
-    hangs on a condition is left out, unless all do: then the first is taken.
+    The first value stands where several conditions set one, None where it comes from a command. Of a model in a folder
+    that the environment names, the last part of the path stands. A training that itself hangs on a condition is left
+    out, unless all do: then the first is taken.
     """
     perhaps: dict[str, object] = {}
     trainings = list(_trainings(text, likely=True))
     for command in [each for each in trainings if not each.conditional] or trainings[:1]:
-        for key, value in _overrides(command).items():
+        for key, value in _overrides(command, folders=True).items():
             perhaps.setdefault(key, value)
     return {key: perhaps[key] for key in overrides(text)[1] if key in perhaps}
 
@@ -218,15 +220,21 @@ def _trainings(text: str, *, likely: bool = False) -> Iterator[Command]:
     return (command for command in commands(text, likely=likely) if _ENTRY in command.words)
 
 
-def _overrides(command: Command) -> dict[str, object]:
-    """{key: value} of a command, the last one where a key is given twice; None for what is not certain, and null."""
+def _overrides(command: Command, *, folders: bool = False) -> dict[str, object]:
+    """{key: value} of a command, the last one where a key is given twice; None for what is not certain, and null.
+
+    With `folders` a model's path is at least the name of its folder.
+    """
     said: dict[str, object] = {}
     words = iter(command.words)
     for word in words:
         word = f"{word}={next(words, '')}" if word == "--config-name" else word
         word = re.sub(r"^\+{0,2}\w+@actor_rollout_ref\.actor=", f"{ENGINE}=", word)  # the whole group is another one
         if found := _OVERRIDE.fullmatch(word):
-            said[found[1] or found[2]] = None if OPEN in found[3] else _parsed(found[3])
+            key, value = found[1] or found[2], found[3]
+            if folders and key.endswith(MODEL_PATH):
+                value = value.rpartition("/")[2] if OPEN in value else value
+            said[key] = None if OPEN in value else _parsed(value)
     return said
 
 

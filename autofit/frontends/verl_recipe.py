@@ -12,6 +12,7 @@ from autofit.frontends.draft import number
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import (
     DEFAULTS,
+    MODEL_PATH,
     UNSURE,
     Batch,
     VerlConfig,
@@ -23,6 +24,7 @@ from autofit.frontends.verl import (
 )
 from autofit.frontends.verl_rules import critic_values, has_critic
 from autofit.frontends.verl_settings import FSDP, KEYS, A, F, Key, M, R
+from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
 _CRITIC = "critic_"  # begins the recipe's keys of a critic
@@ -38,6 +40,9 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
     found, unread = overrides(text)
     likely = {key: UNSURE if value is None else value for key, value in likely_overrides(text).items()}
+    for key in [key for key in likely if key.endswith(MODEL_PATH) and likely[key] != UNSURE]:
+        name = str(likely[key])
+        likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
     return recipe({**likely, **found}, ranks=ranks, unread=unread)
 
 
@@ -81,13 +86,23 @@ def recipe(
     reshards = _truth(f"{FSDP}.reshard_after_forward", config.said.get(f"{FSDP}.reshard_after_forward", True))
     launch: dict[str, object] = {
         "ranks": batch.gpus, "sharding": sharding, "reshard_after_forward": reshards, "machines": nodes,
-        "config": {"fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}},  # each rank saves its share
+        "config": {"fsdp_config": _on_the_host(str(found["model_path"]))},
     }  # fmt: skip
     return Foreign(
         tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(_ENVIRONMENT)}, ranks=batch.gpus,
         prompt_tokens=cast(int, found["max_prompt_length"]),
         keys={key: named.path for key, named in KEYS.items()}, notes=tuple(_notes(config, unread)),
     )  # fmt: skip
+
+
+def _on_the_host(model: str) -> dict[str, object]:
+    """accelerate's words for what verl's ranks have in host memory: each saves its share of the model.
+
+    The first loads it for all, unless it has one weight for its embedding and its head: then each does
+    (get_init_weight_context_manager in utils/fsdp_utils.py).
+    """
+    tied = catalogue.text_config(model).get("tie_word_embeddings") is True
+    return {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": not tied}
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -188,6 +203,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{verl's key: value} of changes of a recipe. Raises ConfigError for what verl has no key for."""
     if unknown := [key for key in changes if key not in KEYS and key not in _FOLLOW]:
         raise ConfigError(f"{unknown[0]}: {changes[unknown[0]]} has no key in verl")
+    if unshared := next(_attending_alone({**foreign.values, **changes}), None):
+        raise ConfigError(unshared)
     own = {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
     return {f"++{path}" if path.startswith(_ABSENT) else path: value for path, value in own.items()}
 
@@ -214,6 +231,8 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
     for path, why in _NOT_SIMULATED.items():
         if config.is_on(path):
             yield f"{path} is not simulated for verl ({why}); turn it off"
+    if config.is_on(_SUM_OF_SQUARES) and not config.is_on("trainer.use_v1"):
+        yield f"{_SUM_OF_SQUARES} is not simulated for verl's older trainer (another pass over the logits); turn it off"
     yield from _unshared(config)
     if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
         yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
@@ -231,23 +250,40 @@ def _unshared(config: VerlConfig) -> Iterator[str]:
             yield f"{section}.ulysses_sequence_parallel_size {size} must divide the {batch.gpus} GPUs; verl ends there"
         if size > 1 and not config.is_on(f"{M}.use_remove_padding"):
             yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
-        if size > 1 and config.said.get(attention, "flash_attention_2") != "flash_attention_2":
-            yield (
-                f"ulysses_sequence_parallel_size {size} needs attn_implementation flash_attention_2: in others verl "
-                f"lets each GPU attend to its own part alone; got {quoted(config.said[attention])}"
-            )
+        said = config.said.get(attention, _FLASH)
+        yield from _attending_alone({"ulysses_sequence_parallel_size": size, "attn_implementation": said})
 
 
+def _attending_alone(values: Mapping[str, object]) -> Iterator[str]:
+    """Why an attention does not see the tokens of the ranks with which it shares samples."""
+    sizes = [cast(int, values.get(key, 1)) for key in _SHARERS]
+    attention = values.get("attn_implementation", _FLASH)
+    if max(sizes) > 1 and attention != _FLASH:
+        yield (
+            f"ulysses_sequence_parallel_size {max(sizes)} needs attn_implementation {_FLASH}: in others verl lets each "
+            f"GPU attend to its own part alone; got {quoted(attention)}"
+        )
+
+
+_FLASH = "flash_attention_2"
+_SHARERS = ("ulysses_sequence_parallel_size", "ref_ulysses_sequence_parallel_size")
+_LEVEL_1 = (
+    "with LoRA vLLM sleeps at level 1: it keeps a copy of its weights in host memory (vllm_async_server.py, "
+    "_resolve_sleep_level), which comes on top of the ranks' host memory"
+)
+_RAY = (
+    "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "
+    "Ray ends a worker at 95 % (verl's threads 429 and 2950)"
+)
+_SUM_OF_SQUARES = f"{A}.calculate_sum_pi_squared"
+_IDLE = (f"{A}.use_prefix_grouper", _SUM_OF_SQUARES)  # keys that the trainer v1 and its FSDP engine do not read
+_ACTIVATIONS = (f"{M}.enable_activation_offload", "critic.model.enable_activation_offload")
 _OPTIMIZER = {"optimizer_impl": "torch.optim", "optimizer": "AdamW"}
 _NOT_SIMULATED = {
-    f"{M}.enable_activation_offload": "its copies run between the layers",
     f"{M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
     f"{M}.mtp.enable": "it trains further layers",
-    f"{FSDP}.offload_policy": "FSDP2's own offloading of the actor",
     f"{FSDP}.qat.enable": "quantised training",
     "distillation.enabled": "a teacher on the same or other GPUs",
-    f"{A}.use_prefix_grouper": "shared prompts",
-    f"{A}.calculate_sum_pi_squared": "another pass over the logits",
 }
 
 
@@ -264,6 +300,21 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
         yield "use_remove_padding False is simulated as True: samples of full length have no padding"
     if config.is_on(f"{M}.use_liger"):
         yield "Liger's kernels were not simulated; the layers ran without them, which needs at least as many bytes"
+    for path in _ACTIVATIONS:
+        if config.is_on(path):
+            yield (
+                f"{path} is simulated as False: activations stay on the card, which needs at least as many bytes; the "
+                "seconds of its copies are not counted"
+            )
+    for path in (f"{FSDP}.offload_policy", "critic.fsdp.offload_policy"):
+        if config.is_on(path):
+            yield f"{path}: the optimizer works on the processor, whose seconds are not counted; with FSDP1 no effect"
+    for path in _IDLE:
+        if config.is_on(path):
+            yield f"{path} has no effect: verl's trainer v1 and its FSDP engine do not read it"
+    if config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank"):
+        yield _LEVEL_1
+    yield _RAY
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
     if optimizer != list(_OPTIMIZER.values()):
         yield f"actor.optim {'.'.join(optimizer)} is simulated as torch's AdamW, whose states have 8 bytes a parameter"

@@ -32,9 +32,7 @@ _WITHOUT_EFFECT = (
     "forward_max_token_len_per_gpu", "forward_micro_batch_size_per_gpu", "ulysses_sequence_parallel_size",
 )  # fmt: skip
 _NOT_SIMULATED = {
-    f"{_C}.model.enable_activation_offload": "its copies run between the layers",
     f"{_C}.model.tiled_mlp.enabled": "it computes each layer's MLP in parts",
-    f"{_C}.fsdp.offload_policy": "FSDP2's own offloading",
 }
 
 
@@ -230,10 +228,20 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "rollout.log_prob_use_dynamic_bsz must equal actor.use_dynamic_bsz; verl ends when the workers start"
 
 
+def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    """ppo/ray_trainer.py, line 265; the trainer v1 does not compute what it asks for."""
+    estimator = str(config.value("algorithm.adv_estimator"))
+    if estimator in ("optimal_token_baseline", "tir_optimal_token_baseline") and config.is_on("trainer.use_v1"):
+        yield (f"algorithm.adv_estimator {estimator} reads sum_pi_squared, which verl's trainer v1 does not compute; "
+               "verl ends at the first advantages; trainer.use_v1=False computes it")  # fmt: skip
+
+
 def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
     size = sequence_parallel(config)
     if size > 1 and not config.is_on("actor_rollout_ref.model.use_remove_padding"):  # workers/config/actor.py, line 336
         yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
 
 
-_RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (_at_start, _late, _sequence_parallel, critic_rules)
+_RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
+    _at_start, _late, _baseline, _sequence_parallel, critic_rules,
+)  # fmt: skip

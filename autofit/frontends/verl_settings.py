@@ -95,6 +95,7 @@ class Settings:
     critic_model_dtype: str = _key("critic.fsdp.model_dtype", "fp32")
     critic_param_offload: bool = _key("critic.fsdp.param_offload", False)
     critic_optimizer_offload: bool = _key("critic.fsdp.optimizer_offload", False)
+    critic_offload_policy: bool = _key("critic.fsdp.offload_policy", False)
     critic_reshard_after_forward: bool = _key("critic.fsdp.reshard_after_forward", True)
     critic_forward_prefetch: bool = _key("critic.fsdp.forward_prefetch", False)
     critic_use_no_sync_for_gradient_accumulation: bool = _key("critic.fsdp.use_no_sync_for_gradient_accumulation", True)
@@ -107,6 +108,7 @@ class Settings:
     ref_model_dtype: str = _key(f"{F}.fsdp_config.model_dtype", "fp32")
     param_offload: bool = _key(f"{FSDP}.param_offload", False)
     optimizer_offload: bool = _key(f"{FSDP}.optimizer_offload", False)
+    offload_policy: bool = _key(f"{FSDP}.offload_policy", False)  # of FSDP2 alone
     forward_prefetch: bool = _key(f"{FSDP}.forward_prefetch", False)
     use_no_sync_for_gradient_accumulation: bool = _key(f"{FSDP}.use_no_sync_for_gradient_accumulation", True)
     lr: float = _key(f"{A}.optim.lr", 1e-6)
@@ -119,6 +121,7 @@ class Settings:
     max_num_seqs: int = _key(f"{R}.max_num_seqs", 256)
     max_num_batched_tokens: int = _key(f"{R}.max_num_batched_tokens", 8192)
     max_model_len: int | None = _key(f"{R}.max_model_len")
+    load_format: str = _key(f"{R}.load_format", "dummy")  # else vLLM loads the weights below LoRA's adapters itself
     layered_summon: bool = _key(f"{R}.layered_summon", False)  # only LoRA's adapters are sent, a layer at a time
     update_weights_bucket_megabytes: int = _key(f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 2048)
 

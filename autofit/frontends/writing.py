@@ -283,7 +283,8 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
         found = places[0]
         return f"{text[: found.start()]}{found[2]}{shown.lstrip('+')}{text[found.end() :]}"
     _, end = span(text)
-    return f"{text[:end].rstrip()} \\\n    {shown}{text[end:]}"
+    command = text[:end].rstrip()
+    return f"{command} \\\n    {shown}{text[len(command) :]}"
 
 
 def override(key: str, value: object) -> str:

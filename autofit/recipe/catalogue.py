@@ -59,6 +59,12 @@ def architecture(name: str) -> Architecture | None:
     return same[0] if same and all(one.config == same[0].config for one in same) else None
 
 
+def of_folder(name: str) -> str | None:
+    """The name on the hub of the model that a folder of this name holds, or None."""
+    same = [key for key in _all() if key.partition("/")[2].lower() == name.lower()]
+    return same[0] if len(same) == 1 else None
+
+
 def _without_owner(name: str) -> str:
     return name.lower().partition("/")[2].removeprefix("meta-")
 

@@ -150,7 +150,7 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
         counts["simulated"] += 1
         for changes in VERL_CHANGES if foreign is not None else ():
             try:
-                written(path, changes)
+                written(path, {key: value for key, value in changes.items() if can_say(foreign, key, value)})
                 trips["the same"] += 1
             except ConfigError as error:
                 trips["wrong"] += 1

@@ -4,8 +4,10 @@ Run: python experiments/frontends/verl_bytes.py --verl DIR, a checkout of verl a
 imports (ray, tensordict, codetiming, hydra-core, by `pip install --no-deps`) on the path. Writes verl_bytes.json.
 Nothing of Ray is started. Of both sides the same three things are replaced, which no CPU has: flash-attn's attention
 and cross-entropy, by tensors of their sizes, and the copy of a micro-batch to the card, by a copy in memory. The copy
-that gloo makes of what it reduces is not counted, since NCCL makes none.
-A phase's figure is the most bytes that the allocator held within it above those that it began with.
+that gloo makes of what it reduces is not counted, since NCCL makes none, and neither is what verl has in the memory of
+its host: the batch from which it cuts micro-batches, and checkpointing's states of the random numbers.
+A phase's figure is the most bytes that tensors had within it above those that it began with. It is not the card's count
+of allocated bytes: torch's allocator hands out blocks of up to 1 MiB more, which is much beside a tiny model.
 """
 
 import argparse
@@ -37,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     for sharding in ("fsdp1", "fsdp2")
     for name, changes in {
         "plain": {},
+        "LoRA": {"lora_rank": 4},
         "Ulysses 2": {"ulysses_sequence_parallel_size": 2},
         "Ulysses 2 with entropy": {"ulysses_sequence_parallel_size": 2, "calculate_entropy": True},
         "critic": {"critic": True},
@@ -76,24 +79,24 @@ def flash_on_cpu() -> Iterator[None]:
         yield
 
 
+def unseen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose tensors a tracker does not see."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def call(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **options)
+
+    return call
+
+
 @contextmanager
 def without_gloos_copies() -> Iterator[None]:
     """What gloo allocates within a reduce-scatter is not seen by a tracker of tensors."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def unseen(name: str) -> Any:
-        original = getattr(distributed, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            with _disable_current_modes():
-                return original(*args, **options)
-
-        return mock.patch.object(distributed, name, call)
-
     with ExitStack() as stack:
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
             if hasattr(distributed, name):
-                stack.enter_context(unseen(name))
+                stack.enter_context(mock.patch.object(distributed, name, unseen(getattr(distributed, name))))
         yield
 
 
@@ -106,7 +109,7 @@ def free_port() -> int:
     return found()
 
 
-def of_verl(rank: int, port: int, verl: str, model: str, answer: str) -> None:
+def of_verl(rank: int, port: int, verl: str, model: str, answer: str, titles: tuple[str, ...]) -> None:
     """In a rank: verl's engine for a generation and its optimizer step, once unmeasured."""
     from autofit.probing.memory import CpuMemory
 
@@ -115,9 +118,11 @@ def of_verl(rank: int, port: int, verl: str, model: str, answer: str) -> None:
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
     found: dict[str, dict[str, int]] = {}
     with flash_on_cpu(), without_gloos_copies():
-        for title, case in CASES.items():
+        for title in titles:
+            case = CASES[title]
             memory = CpuMemory(None)  # from before the weights are there: what it did not see made would count later
             memory.start()
+            torch.get_rng_state = memory._original_rng  # states that are in host memory beside a card
             score, update, engine = verl_engine(model, case)
             score(), update()
             found[title] = recorded(memory, score, update, engine, critic=case.get("critic", False))
@@ -158,7 +163,14 @@ def recorded(
 
     engine.optimizer_step = step
     update()
+    phase("sync", partial(sent, engine))
     return found
+
+
+def sent(engine: Any) -> None:
+    """All weights, as they are given to the rollout."""
+    for _name, _whole in engine.get_per_tensor_param(base_sync_done=True)[0]:
+        pass
 
 
 class Cpu:
@@ -196,7 +208,8 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
     transformer_impl.logprobs_from_logits = lambda logits, labels, inplace_backward=False: row_log_probs(
         logits, labels, inplace=inplace_backward and torch.is_grad_enabled()
     )
-    config = HFModelConfig(path=model, load_tokenizer=False, use_remove_padding=True)
+    adapters = {"lora_rank": case["lora_rank"], "target_modules": "all-linear"} if "lora_rank" in case else {}
+    config = HFModelConfig(path=model, load_tokenizer=False, use_remove_padding=True, **adapters)
     engine_config = FSDPEngineConfig(
         strategy=strategy, ulysses_sequence_parallel_size=sharers, use_torch_compile=False, use_dynamic_bsz=critic,
     )  # fmt: skip
@@ -212,6 +225,8 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
         mock.patch.object(_init_utils, on_card, return_value=None),
     ):
         engine.initialize()
+    transformer_impl.load_fsdp_model_to_gpu = lambda _: None  # it is there
+    transformer_impl.prepare_micro_batches = unseen(transformer_impl.prepare_micro_batches)
     stepped = engine.forward_step
     engine.forward_step = lambda micro_batch, **options: stepped(micro_batch.clone(), **options)
     actor = FSDPActorConfig(
@@ -226,8 +241,10 @@ def verl_engine(model: str, case: dict[str, Any]) -> tuple[Callable[[], Any], Ca
         made = {
             "input_ids": nested(ids), "position_ids": nested([torch.arange(len(each)) for each in ids]),
             "prompts": nested([each[:PROMPT] for each in ids]), "responses": nested([each[PROMPT:] for each in ids]),
+            "response_mask": nested([torch.ones(RESPONSE, dtype=torch.long) for _ in ids]),
+            "loss_mask": nested([torch.ones(RESPONSE, dtype=torch.long) for _ in ids]),
         }  # fmt: skip
-        for field in ("response_mask", "loss_mask", *fields):
+        for field in ("rollout_log_probs", "rm_scores", *fields):
             made[field] = nested([torch.ones(RESPONSE) for _ in ids])
         found = tu.get_tensordict(made)
         entropy = case.get("calculate_entropy", False) if fields else True
@@ -314,12 +331,20 @@ def of_autofit(model: str, case: dict[str, Any], folder: Path) -> dict[str, int]
         allocator = gpu.memory.allocator
 
         def peak() -> int:
-            found, allocator.peak_allocated_bytes = allocator.peak_allocated_bytes, allocator.allocated_bytes
+            found, allocator.peak_requested_bytes = allocator.peak_requested_bytes, allocator.requested_bytes
             return found
 
-        report = Phases(lambda: allocator.allocated_bytes, peak)
-        TRAINER.build(values, task).train(report)
-    return report.kept
+        report = Phases(lambda: allocator.requested_bytes, peak)
+        run = TRAINER.build(values, task)
+        run.train(report)
+        report.enter("sync")
+        if "lora_rank" in case:
+            run.loop.actor.send_adapters()
+        else:
+            for _name, _whole in run.loop.actor.whole_weights():
+                pass
+        report.enter("end")
+    return report.kept | {"sync": report.found["sync"]}
 
 
 def write_model(folder: Path) -> Path:
@@ -337,17 +362,19 @@ def write_model(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verl", required=True)
+    parser.add_argument("--only", help="cases of this name under both; the others are kept as they were")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(KEPT.read_text()) if options.only else {}
+    chosen = {title: case for title, case in CASES.items() if options.only in (None, *title.split(", "))}
     with tempfile.TemporaryDirectory() as name:
         model, answer = write_model(Path(name) / "model"), str(Path(name) / "answer")
         if options.verl != "none":
-            multiprocessing.spawn(of_verl, (free_port(), options.verl, str(model), answer), nprocs=RANKS)
+            multiprocessing.spawn(of_verl, (free_port(), options.verl, str(model), answer, tuple(chosen)), nprocs=RANKS)
             theirs = json.loads(Path(f"{answer}.0").read_text())
         else:
             theirs = json.loads(KEPT.read_text())
             theirs = {title: {k: v["verl"] for k, v in case.items()} for title, case in theirs.items()}
-        for at, (title, case) in enumerate(CASES.items()):
+        for at, (title, case) in enumerate(chosen.items()):
             folder = Path(name) / f"case{at}"
             folder.mkdir()
             ours = of_autofit(str(model), case, folder)

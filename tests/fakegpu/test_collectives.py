@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.fakegpu import FakeGpu, fake_gpu
@@ -134,6 +136,17 @@ def test_an_asynchronous_collective_overlaps_until_it_is_waited_for() -> None:
     assert hidden_s == 0.0
     _, late_s = _seconds(lambda gpu: work(gpu, at_once=False, products=0))
     assert late_s == pytest.approx(alone_s, rel=0.02)
+
+
+def test_a_gathered_tensor_is_there_once_while_it_is_waited_for() -> None:
+    with fake_ranks(2), fake_gpu("a100-80gb") as gpu:
+        mesh = init_device_mesh("cuda", (2,))
+        share = DTensor.from_local(torch.zeros(1 << 18, device="cuda"), mesh, [Shard(0)])
+        allocator = gpu.memory.allocator
+        allocator.peak_requested_bytes = before = allocator.requested_bytes
+        whole = share.full_tensor()
+        assert whole.numel() == 1 << 19
+        assert allocator.peak_requested_bytes - before == whole.numel() * 4
 
 
 def _ddp(gpu: FakeGpu, *, synchronised: bool, as_view: bool = False, rows: int = 4096) -> None:
