@@ -1,8 +1,9 @@
 """Rollout engines in forecasts, and against published throughputs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_the_sizes_of_a_config_are_read_from_every_architecture_of_the_catalogue
     for name in names():
         entry = architecture(name)
         assert entry is not None
-        decoder = Decoder.of(entry.config)
+        decoder = Decoder.of(cast("Mapping[str, Any]", entry.config.get("text_config", entry.config)))
         mlp = 3 if decoder.gated else 2
         experts = decoder.experts * decoder.intermediate + decoder.shared_intermediate
         width = experts if decoder.experts else decoder.intermediate

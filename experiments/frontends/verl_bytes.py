@@ -24,7 +24,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 from autofit.plugin.protocol import Report, Task, WorstCase
 
@@ -34,17 +35,18 @@ sys.path.insert(0, str(HERE.parents[1] / "tests"))
 RANKS, PROMPT, RESPONSE, STEPS = 2, 32, 96, 2
 KEPT = HERE / "verl_bytes.json"
 ROWS, MICRO_BATCHES = 4, 2
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "LoRA": {"lora_rank": 4},
+    "Ulysses 2": {"ulysses_sequence_parallel_size": 2},
+    "Ulysses 2 with entropy": {"ulysses_sequence_parallel_size": 2, "calculate_entropy": True},
+    "critic": {"critic": True},
+    "critic, Ulysses 2": {"critic": True, "critic_ulysses_sequence_parallel_size": 2},
+}
 CASES: dict[str, dict[str, Any]] = {
     f"{sharding}, {name}": {"sharding": sharding, **changes}
     for sharding in ("fsdp1", "fsdp2")
-    for name, changes in {
-        "plain": {},
-        "LoRA": {"lora_rank": 4},
-        "Ulysses 2": {"ulysses_sequence_parallel_size": 2},
-        "Ulysses 2 with entropy": {"ulysses_sequence_parallel_size": 2, "calculate_entropy": True},
-        "critic": {"critic": True},
-        "critic, Ulysses 2": {"critic": True, "critic_ulysses_sequence_parallel_size": 2},
-    }.items()
+    for name, changes in CHANGES.items()
 }
 
 
@@ -63,7 +65,7 @@ class Flash(torch.autograd.Function):
 
 
 def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return Flash.apply(query, key, value)
+    return Flash.apply(query, key, value)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def of_verl(rank: int, port: int, verl: str, model: str, answer: str, titles: tu
             case = CASES[title]
             memory = CpuMemory(None)  # from before the weights are there: what it did not see made would count later
             memory.start()
-            torch.get_rng_state = memory._original_rng  # states that are in host memory beside a card
+            torch.get_rng_state = memory._original_rng  # type: ignore[assignment]  # states that are in host memory beside a card
             score, update, engine = verl_engine(model, case)
             score(), update()
             found[title] = recorded(memory, score, update, engine, critic=case.get("critic", False))
@@ -369,7 +371,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model, answer = write_model(Path(name) / "model"), str(Path(name) / "answer")
         if options.verl != "none":
-            multiprocessing.spawn(of_verl, (free_port(), options.verl, str(model), answer, tuple(chosen)), nprocs=RANKS)
+            spawn(of_verl, (free_port(), options.verl, str(model), answer, tuple(chosen)), nprocs=RANKS)
             theirs = json.loads(Path(f"{answer}.0").read_text())
         else:
             theirs = json.loads(KEPT.read_text())
