@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.errors import AutofitError
+from autofit.errors import AutofitError, ConfigError
 from autofit.files import read_json, write_json
 from autofit.probing import inspection
 from autofit.probing.fork_server import ForkServer
@@ -64,3 +64,19 @@ def test_the_last_words_of_a_reward_module_are_told_and_no_deleted_log_is_named(
     with pytest.raises(AutofitError, match=ENDS[ending]) as raised:
         prepare(read_source(tiny_recipe), trainer="grpo", device="cpu", folder=tmp_path, server=fork_server)
     assert ".log" not in str(raised.value)
+
+
+def test_a_reward_module_that_calls_autofit_is_refused_and_does_not_start_itself_again(
+    tiny_recipe: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    (tmp_path / "tiny_rewards.py").write_text("import autofit\nautofit.check('run.yaml', gpu='l40s')\n")
+    with pytest.raises(AutofitError, match="tiny_rewards gave ConfigError: a file that autofit imports calls autofit"):
+        prepare(read_source(tiny_recipe), trainer="grpo", device="cpu", folder=tmp_path, server=fork_server)
+
+
+def test_only_processes_that_import_the_recipes_code_may_not_start_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOFIT_INSIDE", "1")
+    with pytest.raises(ConfigError, match="under if __name__ == "):
+        ForkServer(tmp_path)

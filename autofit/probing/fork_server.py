@@ -42,6 +42,8 @@ from autofit.probing.supervise import Ending, RanksEnded, computing_env, die_wit
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
+_INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
+_IMPORTS_CODE = ("autofit.probing.inspection", "autofit.probing.worker", "autofit.forecast.worker")
 _STAYS = "stays="  # before the socket of a server that outlives its starter
 # What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -54,6 +56,7 @@ class ServerGone(EnvironmentFault):
 class ForkServer:
     """Handle to the server. The constructor returns at once; the first call waits until the server is ready.
 
+    Raises ConfigError in a process that imports the recipe's own code, which would start one process after the other.
     Where one is kept, it is that one, and a new one is left behind for the next command (kept_place.is_asked_for).
     """
 
@@ -62,6 +65,8 @@ class ForkServer:
         self._own = own  # deleted with the server
         self._process: subprocess.Popen[bytes] | None = None
         self._home: Scratch | None = None
+        if os.environ.get(_INSIDE):
+            raise ConfigError('a file that autofit imports calls autofit; put that under if __name__ == "__main__":')
         folder.mkdir(parents=True, exist_ok=True)
         self._kept = kept_server.hold()
         if self._kept is not None:
@@ -314,6 +319,8 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
         os.chdir(str(message["cwd"]))
         os.environ.update(cast(dict[str, str], message["env"]))
         module, function = str(message["entry"]).split(":")
+        if module in _IMPORTS_CODE:
+            as_inside()
         code = getattr(importlib.import_module(module), function)(message["argument"])
     except BaseException:
         traceback.print_exc()
@@ -321,6 +328,11 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+
+def as_inside() -> None:
+    """From here on this process, and those that it starts, import the recipe's own code: autofit is not called there."""
+    os.environ[_INSIDE] = "1"
 
 
 def _redirect(log: str) -> None:

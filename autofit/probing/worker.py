@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, barrier, is_initialized
 from autofit.files import is_full, write_json
 from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase, own_checkpoints
 from autofit.plugin.registry import load
+from autofit.probing.fork_server import as_inside
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
 from autofit.probing.phases import Followed, Recorder, StepClock
@@ -303,4 +304,5 @@ def versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     die_with_parent()
+    as_inside()
     os._exit(run(sys.argv[1]))
