@@ -331,7 +331,7 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
 
 
 def as_inside() -> None:
-    """From here on this process, and those that it starts, import the recipe's own code: autofit is not called there."""
+    """From here on this process, and those that it starts, import the recipe's own code: autofit may not be called."""
     os.environ[_INSIDE] = "1"
 
 
