@@ -68,7 +68,7 @@ NAMES = tuple(field.name for field in fields(Traits))
 
 def read_traits(where: str, name: str, entry: Mapping[str, object]) -> Traits:
     """The traits of the knob `name`: those of its `entry`, over what all spaces have in common. Raises ConfigError."""
-    return replace(shared_traits().get(name, Traits()), **_stated(where, entry))
+    return replace(_shared(name), **_stated(where, entry))
 
 
 def traits_of(key: str, stated: Mapping[str, object] | None = None) -> Traits:
@@ -76,12 +76,12 @@ def traits_of(key: str, stated: Mapping[str, object] | None = None) -> Traits:
     own = (stated or {}).get(key)
     if isinstance(own, Mapping):
         return Traits(**_stated(key, own))
-    return shared_traits().get(key) or _by_other_name().get(key) or Traits()
+    return _shared(key)
 
 
 def stated_traits(knobs: Iterable[tuple[str, Traits]]) -> dict[str, object]:
     """{knob: its traits} for those that differ from what all spaces have in common, as JSON for `traits_of`."""
-    return {name: traits.to_json() for name, traits in knobs if traits != shared_traits().get(name, Traits())}
+    return {name: traits.to_json() for name, traits in knobs if traits != _shared(name)}
 
 
 @cache
@@ -90,6 +90,11 @@ def shared_traits() -> Mapping[str, Traits]:
     path = Path(str(resources.files("autofit.search_spaces").joinpath(SHARED_FILE)))
     entries = cast("Mapping[str, Mapping[str, object]]", read_yaml_mapping(path, what="table of knobs"))
     return {name: Traits(**_stated(f"{SHARED_FILE}, knob {name}", entry)) for name, entry in entries.items()}
+
+
+def _shared(key: str) -> Traits:
+    """The traits of a key that all spaces have in common, by whichever of its names."""
+    return shared_traits().get(key) or _by_other_name().get(key) or Traits()
 
 
 @cache
