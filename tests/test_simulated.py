@@ -2,19 +2,16 @@
 
 import contextlib
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import command_line
 import pytest
 import tiny
+from probed_anew import probed_anew
 
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
-from autofit.files import read_json, write_json
 from autofit.hardware.hardware import choose_device, choose_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
@@ -155,16 +152,6 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     assert "settings makes it fit; the closest change exceeds the limit by" in said
 
 
-WITH_ALL_MICRO_BATCHES = """
-import sys
-from unittest import mock
-from autofit.probing import worker
-from autofit.trainers.grpo import RolloutRun
-with mock.patch.object(RolloutRun, "rollout_every", 0):
-    worker.run(sys.argv[1])
-"""
-
-
 @pytest.mark.slow
 def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
     """Of 24, the one of the longest prompt has no padding; the others have a mask."""
@@ -172,16 +159,7 @@ def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: 
     path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)
     with contextlib.chdir(tmp_path):
         few = probe(path, tmp_path / "few", fork_server, limit_bytes=None)
-    told = read_json(tmp_path / "few" / "request.json")
-    assert told is not None
-    request = replace(ProbeRequest.from_json(told), folder=tmp_path / "all", server_socket=None)
-    request.folder.mkdir()
-    write_json(request.request_path, request.to_json())
-    command = [sys.executable, "-c", WITH_ALL_MICRO_BATCHES, str(request.request_path)]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-    answer = read_json(request.answer_path)
-    assert answer is not None
-    whole = ProbeResult.from_json(answer)
+    whole = probed_anew(tmp_path / "few", tmp_path / "all", "RolloutRun, 'rollout_every', 0")
     assert (few.phases, few.categories, few.least_capacity_bytes) == (
         whole.phases, whole.categories, whole.least_capacity_bytes
     )  # fmt: skip

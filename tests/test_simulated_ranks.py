@@ -3,15 +3,12 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
+from probed_anew import probed_anew
 
-from autofit.files import read_json, write_json
 from autofit.plugin.ranks import rank_environment
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
@@ -52,27 +49,9 @@ def probe(
     return result
 
 
-WITH_ALL_LAYERS = """
-import sys
-from unittest import mock
-from autofit.probing import simulated, worker
-with mock.patch.object(simulated, "needs_all_layers", lambda values: True):
-    worker.run(sys.argv[1])
-"""
-
-
 def with_all_layers(folder: Path) -> ProbeResult:
     """The result of the probe in `folder`, traced anew with all layers."""
-    found = read_json(folder / "probe" / "request.json")
-    assert found is not None
-    request = replace(ProbeRequest.from_json(found), folder=folder / "deep", server_socket=None)
-    request.folder.mkdir()
-    write_json(request.request_path, request.to_json())
-    command = [sys.executable, "-c", WITH_ALL_LAYERS, str(request.request_path)]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-    answer = read_json(request.answer_path)
-    assert answer is not None
-    return ProbeResult.from_json(answer)
+    return probed_anew(folder / "probe", folder / "deep", "simulated, 'needs_all_layers', lambda values: True")
 
 
 def held(result: ProbeResult, phase: str, *names: str) -> float:

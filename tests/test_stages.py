@@ -14,7 +14,10 @@ import pytest
 import tiny
 
 import autofit
+from autofit import api
+from autofit.api.pipeline import PipelineResult, StageResult
 from autofit.api.pipeline_stages import Knowledge
+from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.promotion.stages import Known, State, content_of, inputs_of
@@ -26,6 +29,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def of(**stages: object) -> Pipeline:
     return read_pipeline({"stages": stages})
+
+
+@pytest.mark.parametrize(("option", "said"), [([], "; its runs are in MLflow: autofit ui"), (["--no-mlflow"], "")])
+def test_the_end_of_a_run_names_mlflow_only_where_it_has_the_runs(
+    option: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = StageResult(name="sft", trainer="sft", status="done", what="trained", final={"output_dir": "out"})
+    monkeypatch.setattr(api, "run", lambda *_, **__: PipelineResult(name="p", stages=(stage,)))
+    Path("p.yaml").write_text("stages: {sft: {values: {}}}")
+    assert main(["run", "p.yaml", *option]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"the model is in {stage.model_path}{said}"
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(result)
         if result.status == "done":
-            print(f"the model is in {result.model_path}; its runs are in MLflow: autofit ui{dir_option(options.dir)}")
+            runs = "" if options.no_mlflow else f"; its runs are in MLflow: autofit ui{dir_option(options.dir)}"
+            print(f"the model is in {result.model_path}{runs}")
     return {"interrupted": INTERRUPTED, "nothing fits": NOTHING_FITS}.get(result.status, DONE)
 
 
