@@ -266,6 +266,7 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
     autofit("promote", "best", "--dir", str(tmp_path / "study"))
 
 
+@pytest.mark.thorough  # 40 s; CI has the campaign on answers made up for it (test_campaign_run.py)
 def test_a_campaign_that_is_killed_goes_on_and_says_that_no_card_was_measured(
     null_gpu: NullGpu, tmp_path: Path
 ) -> None:
