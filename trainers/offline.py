@@ -231,14 +231,12 @@ def quantised_already(name: str, **loading: Any) -> tuple[dict[str, object], tup
 
     Empty where its config has no quantisation, or none is at hand.
     """
-    from transformers import AutoConfig
+    from autofit.plugin.models import model_config
 
     try:
-        config = AutoConfig.from_pretrained(name, **loading).to_dict()
+        found = model_config(name, **loading).to_dict().get("quantization_config")
     except (OSError, ValueError, KeyError, TypeError):
-        known = catalogue.architecture(name)
-        config = {} if known is None else dict(known.config)
-    found = config.get("quantization_config")
+        return {}, ()
     if not isinstance(found, Mapping):
         return {}, ()
     if found.get("quant_method") != "bitsandbytes":
