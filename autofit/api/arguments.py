@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
-from autofit.cluster.scheduler import cluster_of
+from autofit.cluster.scheduler import check_commands
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest
 from autofit.files import cannot_write, check_is_own
 from autofit.units import parse_bytes, parse_frac, parse_seconds
@@ -130,8 +130,7 @@ def executor_asked(given: str | Mapping[str, object] | Executor | None, *, debug
     found = executor_given(given, Path.cwd())
     if found.kind == "debug" and not debugging:
         raise ConfigError("the executor debug is for the probes of a search; give --executor local or slurm")
-    if found.is_cluster:
-        cluster_of(found.kind).check_commands()
+    check_commands(found)
     return found
 
 

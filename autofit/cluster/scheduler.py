@@ -166,6 +166,12 @@ def cluster_of(kind: Kind) -> Cluster:
     return cast(Cluster, found)
 
 
+def check_commands(executor: Executor) -> None:
+    """Raise EnvironmentFault where jobs go to a scheduler and this machine has not its commands."""
+    if executor.is_cluster:
+        cluster_of(executor.kind).check_commands()
+
+
 def own_job() -> OwnJob | None:
     """The job that this process is part of; None where it is in none."""
     return cluster_of(os.environ.get(IN, SLURM)).own_job()

@@ -176,7 +176,7 @@ def executor_option(options: argparse.Namespace) -> "Executor":
     Raises EnvironmentFault where that is Slurm, and its commands are not here.
     """
     from autofit.cluster.executor import read_executor
-    from autofit.cluster.scheduler import cluster_of
+    from autofit.cluster.scheduler import check_commands
 
     names = (
         "partition", "account", "qos", "constraint", "mem", "gpus_per_node", "cpus_per_task", "nodes", "time", "setup",
@@ -188,8 +188,7 @@ def executor_option(options: argparse.Namespace) -> "Executor":
         more[key] = value if equals else True
     given = {name: getattr(options, name, None) for name in names}
     executor = read_executor(options.executor, {**given, "slurm": more or None}, Path.cwd())
-    if executor.is_cluster:
-        cluster_of(executor.kind).check_commands()
+    check_commands(executor)
     return executor
 
 
