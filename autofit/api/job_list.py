@@ -152,9 +152,10 @@ def jobs(folder: str | Path = FOLDER) -> Jobs:
         noted = (cluster_job(_json(run / "job.json")) for run in runs)
         kinds = {pool.kind for pool in pools} | {job.kind for job in noted if job is not None}
         states: dict[Kind, Mapping[str, JobState]] = {}
-        problem = ""
+        problems = list[str]()
         for kind in sorted(kinds):
             states[kind], problem = _states(kind)
+            problems += [problem] if problem else []
         found = [job for run in runs if (job := _full_run(run, states)) is not None]
         taken: set[Path] = set()
         for pool in pools:
@@ -162,7 +163,7 @@ def jobs(folder: str | Path = FOLDER) -> Jobs:
             taken |= {pool.folder(name) for name in running.values()}
             found += _of_pool(pool, running, states[pool.kind])
         found += [_local_probe(probe) for probe in probes_at_work(home) if probe.folder not in taken]
-    return Jobs(folder=home, jobs=tuple(found), problem=problem)
+    return Jobs(folder=home, jobs=tuple(found), problem="; ".join(problems))
 
 
 def _states(kind: Kind) -> tuple[Mapping[str, JobState], str]:
