@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch._ops import OpOverload
@@ -92,11 +92,13 @@ class Shortcut:
 
     def run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.key = None
+        if torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default and _is_plain(args[0]):
+            return self._lifted(args[0])
         parts: list[object] = [func, torch.get_default_dtype()]
         found: list[int] = []
-        if torch.is_inference_mode_enabled() or not (
-            _describe(args, parts, found) and (not kwargs or _describe_options(kwargs, parts, found))
-        ):
+        if not (_describe(args, parts, found) and (not kwargs or _describe_options(kwargs, parts, found))):
             return func(*args, **kwargs)
         if len(found) > 1 and len(set(found)) < len(found):
             parts.append(tuple(map(found.index, found)))  # which arguments are one tensor
@@ -117,8 +119,8 @@ class Shortcut:
         made = [self._make(output, args, kwargs) for output in outputs]
         return made[0] if kind is None else kind(made)
 
-    def fake_of(self, real: torch.Tensor) -> FakeTensor:
-        """A fake tensor with the shape, strides and device of `real`."""
+    def _lifted(self, real: torch.Tensor) -> FakeTensor:
+        """A fake tensor with the shape, strides and device of `real`, which has just been made from Python values."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
         return self._fake(meta, real.device)
@@ -165,6 +167,11 @@ class Shortcut:
         )
         vars(made).update(attributes)
         return made
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a real tensor with strides."""
+    return type(value) is torch.Tensor and value.layout is torch.strided
 
 
 def _is_on_meta(func: OpOverload) -> bool:

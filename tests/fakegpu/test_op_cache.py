@@ -1,7 +1,7 @@
 """What the kernels for meta tensors tell of an operation is what FakeTensorMode tells."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -98,3 +98,14 @@ class Products(TorchDispatchMode):
     ) -> object:
         self.names[func._schema.name[6:]] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.tensor([[1, 2], [3, 4]]), lambda: torch.tensor(0.5, dtype=torch.float64), lambda: torch.tensor([]),
+    lambda: torch.tensor([1 + 2j])])  # fmt: skip
+def test_a_tensor_of_python_values_is_as_torch_makes_it(make: Callable[[], torch.Tensor]) -> None:
+    with fake_gpu("l40s"):
+        found = make()
+        told = found.shape, found.dtype, found.device
+    real = make()
+    assert told == (real.shape, real.dtype, real.device)
