@@ -27,7 +27,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.kernels import Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.error import COLLECTIVES, HOST
-from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family
+from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family, matrices
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 # Which part of a training pass runs in this thread.
@@ -310,9 +310,10 @@ class Clock:
         if func.is_view or name in NO_KERNEL:
             return None
         work_flops = flops(func, args, kwargs, out)
-        dtype = _dtype(out)
         shapes = _shapes(args)
-        causal = family(name, shapes) == "attention" and _is_causal(func, args, kwargs)
+        kind = family(name, shapes)
+        dtype = _multiplied(name, args, out) if kind == "products" else _dtype(out)
+        causal = kind == "attention" and _is_causal(func, args, kwargs)
         if kernel_of(func).int8:
             rate = 2 * self.spec.half_flops_per_s
         else:
@@ -376,6 +377,12 @@ def _dtype(value: object) -> torch.dtype:
     if isinstance(value, (list, tuple)):
         value = next((v for v in value if isinstance(v, torch.Tensor)), None)
     return value.dtype if isinstance(value, torch.Tensor) else torch.float32
+
+
+def _multiplied(name: str, args: Sequence[object], out: object) -> torch.dtype:
+    """The dtype that a product's tensor cores multiply in: of its matrices, whose sum may have another (`out_dtype`)."""
+    dtype = matrices(name, [a for a in args if isinstance(a, torch.Tensor)])[1].dtype
+    return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else _dtype(out)
 
 
 def _is_causal(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry
 
-from autofit.fakegpu.rates.kernels import Pattern
+from autofit.fakegpu.rates.kernels import Pattern, family, sizes
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -204,10 +204,18 @@ def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
 
 # ---------------------------------------------------------------------- FLOPs
 def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:
-    """FLOPs of one kernel."""
+    """FLOPs of one kernel, a causal attention's as those of a whole one."""
     known = kernel_of(func).flops
     if known is not None:
         return known(args)
+    name, shapes = func._schema.name[6:], [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+    kind = family(name, shapes)
+    if kind == "products":
+        return 2 * prod(sizes(name, shapes))
+    if kind == "attention":
+        batch, heads, _, queries, keys, dim = sizes(name, shapes)
+        products = 5 if name.endswith("_backward") else 2  # backward, the scores are computed once more
+        return 2 * products * batch * heads * queries * keys * dim
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ def bandwidth(pattern: Pattern, rates: str, streaming: float, sm_count: int, slo
 
 Shape = tuple[int, ...]
 Place = tuple[int, int]  # (number of the shape, its dimension)
+Operand = TypeVar("Operand")
 Family = Literal["products", "attention", "others"]
 
 # Where batch (None: 1), m, n and k of a product are; a grouped product counts as one, which reads all its matrices.
@@ -92,6 +93,12 @@ def places(name: str) -> tuple[Place | None, ...]:
     q = 1 if name.endswith("_backward") else 0  # the backward's first tensor is a gradient
     heads, tokens = (2, 1) if name in _TOKENS_FIRST else (1, 2)
     return (q, 0), (q, heads), (q + 1, heads), (q, tokens), (q + 1, tokens), (q, 3)
+
+
+def matrices(name: str, tensors: Sequence[Operand]) -> tuple[Operand, Operand]:
+    """The two matrices of a product, of its tensor arguments in order."""
+    _, first, second, _ = _PRODUCTS[name]
+    return tensors[first[0]], tensors[second[0]]
 
 
 def sizes(name: str, shapes: Sequence[Shape]) -> tuple[int, ...]:
