@@ -243,10 +243,11 @@ def _preload() -> None:
 def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
     """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
 
-    bitsandbytes, which peft imports, asks every card for its capability to choose its library. MIG slices are counted
-    by CUDA even where torch asks NVML for the number of cards (torch.cuda._device_count_nvml).
+    bitsandbytes, which peft imports, asks whether there is a card, and every card for its capability to choose its
+    library. MIG slices are counted by CUDA even where torch asks NVML for the number of cards
+    (torch.cuda._device_count_nvml), and so are all cards by `is_available`.
     """
-    from_cuda, count = cuda.get_device_capability, cuda.device_count
+    from_cuda, count, available = cuda.get_device_capability, cuda.device_count, cuda.is_available
     try:
         cards = visible_gpus()
     except ConfigError:  # told where a card is chosen
@@ -260,10 +261,11 @@ def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
 
     if cards:  # without, an AMD card may be there
         cuda.get_device_capability, cuda.device_count = capability, lambda: len(cards)
+        cuda.is_available = lambda: True
     try:
         yield
     finally:
-        cuda.get_device_capability, cuda.device_count = from_cuda, count
+        cuda.get_device_capability, cuda.device_count, cuda.is_available = from_cuda, count, available
 
 
 def _cuda_started(cuda: Any) -> bool:
