@@ -18,6 +18,7 @@ from gpu.folder import Row
 from gpu.kernels import Kernels
 from gpu.readings import reading
 
+_LONGEST_PROFILED_S = 3.0  # the launches of a long rollout, over 300,000, take the profiler longer than all other steps
 _MOST_STEPS = 16  # measured ones, where they are too short for a card's power to be told
 
 
@@ -112,7 +113,7 @@ class _Clock(StepClock):
         if not super().step_ends(step).stop and len(self.step_s) < self._most:
             return Control(stop=False)
         self._measured()
-        return Control(stop=self._kernels is None)
+        return Control(stop=self._kernels is None or max(self.step_s) > _LONGEST_PROFILED_S)
 
     def _measured(self) -> None:
         recorder, request = self.recorder, self._request
