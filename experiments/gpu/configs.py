@@ -174,7 +174,14 @@ def _grid() -> tuple[Config, ...]:
     )
 
 
-CONFIGS = (*_FIRST, *_EACH_LAW, *_grid(), *_OTHER_SIZES)
+_HOST = (
+    samples("h1", "sft", _SMALL, 64, (1, 1), "the host's seconds: LoRA with almost no work", **LORA, **_OFF),
+    samples("h2", "sft", _SMALL, 64, (1, 1), "the host's seconds: full, checkpointing"),
+    samples("h3", "dpo", _SMALL, 64, (1, 1), "the host's seconds: DPO with LoRA, checkpointing", **LORA),
+    samples("h4", "sft", _MIDDLE, 64, (1, 4), "the host's seconds: accumulation", **LORA),
+    samples("h5", "sft", _SMALL, 64, (1, 1), "the host's seconds: float32 under autocast", dtype="float32", **_OFF),
+)  # fmt: skip
+CONFIGS = (*_FIRST, *_EACH_LAW, *_grid(), *_OTHER_SIZES, *_HOST)
 
 # Only where vLLM is installed, and where there are two cards (gpu.ranks).
 VLLM = generating("v1", _SMALL, 512, 128, _8_2_2, "g1 with vLLM on the same card", use_vllm=True, vllm_mode="colocate",

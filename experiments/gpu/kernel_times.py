@@ -1,4 +1,4 @@
-"""Seconds of single operations on a card, beside those of the simulated card: `python -m gpu.kernel_times OUT [sim:CARD]`.
+"""Seconds of single operations on a card, or on a simulated one: `python -m gpu.kernel_times OUT [sim:CARD]`.
 
 Each operation is repeated on the same tensors, which are larger than the card's cache unless the name says small. On
 the card CUDA's events time the repetitions together; on the simulated card its clock does.
@@ -8,6 +8,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,23 +169,44 @@ def _products() -> Iterator[tuple[str, Callable[[], Operation]]]:
 
 
 def _attention() -> Iterator[tuple[str, Callable[[], Operation]]]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention import SDPBackend
 
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION),
-                          ("efficient", SDPBackend.EFFICIENT_ATTENTION)):  # fmt: skip
-        for backward in (False, True):
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+                "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+    for batch, heads, length, dim in ((4, 16, 2048, 128), (4, 14, 2048, 64), (16, 16, 512, 128), (16, 14, 512, 64),
+                                      (1, 32, 8192, 128), (8, 32, 1024, 128), (2, 8, 2048, 256)):  # fmt: skip
+        for name, backend in backends.items():
+            for gradient in (False, True):
+                words = (
+                    f"attention {name} {batch} x {heads} x {length} x {dim}{' and its gradient' if gradient else ''}"
+                )
+                yield words, partial(_attended, (batch, heads, length, dim), backend, gradient)
+    shape = 4, 16, 2048, 128
+    yield "attention cudnn, whole", partial(_attended, shape, backends["cudnn"], True, causal=False)
+    yield "attention efficient, whole", partial(_attended, shape, backends["efficient"], True, causal=False)
+    yield "attention as torch chooses", partial(_attended, shape, None, True)
+    yield "attention as torch chooses, a mask", partial(_attended, shape, None, True, causal=False, masked=True)
+    yield "attention cudnn, a mask", partial(_attended, shape, backends["cudnn"], True, causal=False, masked=True)
+    yield (
+        "attention efficient, a mask",
+        partial(_attended, shape, backends["efficient"], True, causal=False, masked=True),
+    )
 
-            def made(backend: Any = backend, backward: bool = backward) -> Operation:
-                q, k, v = (_of(4, 16, 2048, 128).requires_grad_(backward) for _ in range(3))
 
-                def run() -> object:
-                    with sdpa_kernel(backend):
-                        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                    return torch.autograd.grad(out, (q, k, v), out) if backward else out
+def _attended(
+    shape: tuple[int, int, int, int], backend: Any, gradient: bool, *, causal: bool = True, masked: bool = False
+) -> Operation:
+    from torch.nn.attention import sdpa_kernel
 
-                return run
+    q, k, v = (_of(*shape).requires_grad_(gradient) for _ in range(3))
+    mask = torch.ones(shape[0], 1, shape[2], shape[2], device="cuda", dtype=torch.bool).tril() if masked else None
 
-            yield f"attention {name}{' and its gradient' if backward else ''}", made
+    def run() -> object:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return torch.autograd.grad(out, (q, k, v), out) if gradient else out
+
+    return run
 
 
 def _optimizer() -> Iterator[tuple[str, Callable[[], Operation]]]:
@@ -249,6 +272,77 @@ def launches() -> dict[str, float]:
             "view": many(lambda: [x.view(64) for _ in range(500)])}  # fmt: skip
 
 
+def queued() -> dict[str, float]:
+    """Seconds of one kernel of many that are queued, by its elements: what a kernel takes beside its own work."""
+    found = {}
+    for elements in (64, 1 << 16, 1 << 20, 1 << 22):
+        x = _of(elements)
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)  # 50 ms, in which the host queues all
+            begins.record()
+            for _ in range(500):
+                x.mul_(1.0)
+            ends.record()
+            torch.cuda.synchronize()
+        found[str(elements)] = begins.elapsed_time(ends) / 1000 / 500
+    return found
+
+
+def passes() -> Iterator[dict[str, object]]:
+    """Host seconds and launches of a forward, a backward and an optimizer step of a model with almost no work."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = Qwen2Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=24,
+                        num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    for lora, keeps, autocast in ((False, True, False), (False, False, False), (True, True, False), (True, False, False),
+                                  (False, True, True)):  # fmt: skip
+        model: Any = Qwen2ForCausalLM(shape).to("cuda", _FP32 if autocast else _BF16)
+        if lora:
+            model = get_peft_model(
+                model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+            )
+        model.train()
+        if not keeps:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        words = torch.randint(0, 1000, (1, 16), device="cuda")
+
+        def step() -> list[float]:
+            times = []
+            for what in ("forward", "backward", "optimizer"):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                if what == "forward":
+                    with torch.autocast("cuda", _BF16, enabled=autocast):
+                        loss = model(input_ids=words, labels=words).loss
+                elif what == "backward":
+                    loss.backward()
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                times.append(time.perf_counter() - began)
+            return times
+
+        step()
+        found = [step() for _ in range(7)]
+        row: dict[str, object] = {"lora": lora, "keeps activations": keeps, "autocast": autocast}
+        for place, what in enumerate(("forward", "backward", "optimizer")):
+            row[what] = sorted(times[place] for times in found)[3]
+        yield row | _launches(step)
+
+
+def _launches(step: Callable[[], object]) -> dict[str, object]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+    kernels = [event for event in seen.events() if str(event.device_type).endswith("CUDA")]
+    return {"launches": len(kernels)}
+
+
 def main() -> None:
     out, simulated = (
         Path(sys.argv[1]),
@@ -256,7 +350,7 @@ def main() -> None:
     )
     rows: dict[str, object] = {}
     if simulated is None:
-        rows["host"] = launches()
+        rows["host"], rows["queued"], rows["passes"] = launches(), queued(), list(passes())
         for name, make in operations():
             try:
                 rows[name] = on_card(make())
