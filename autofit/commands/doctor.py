@@ -169,6 +169,7 @@ def _calibrate() -> str:
 
     costs = measure()
     return (
-        f"{costs.launch_s * 1e6:.1f} us a kernel, {costs.backward_launch_s * 1e6:.1f} us one of backward, "
+        f"{costs.launch_s * 1e6:.1f} us a kernel, {costs.recorded_launch_s * 1e6:.1f} us one of a forward that is "
+        f"trained, {costs.backward_launch_s * 1e6:.1f} us one of backward, "
         f"{costs.view_s * 1e6:.1f} us a view (in {costs_path()}); simulated cards take them from now on"
     )

@@ -28,7 +28,7 @@ from autofit.fakegpu.kernels import Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.error import COLLECTIVES, HOST
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family, matrices
-from autofit.fakegpu.specs import GpuSpec, HostCosts
+from autofit.fakegpu.specs import GpuSpec, HostCosts, Launch
 
 # Which part of a training pass runs in this thread.
 
@@ -38,9 +38,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def launched_by_autograd() -> bool:
-    """Whether autograd's engine launches, not Python: in backward, except where a layer's forward runs once more."""
-    return in_backward() and not torch.is_grad_enabled()
+def launch() -> Launch:
+    """Who launches now: in backward autograd's engine, except where a layer's forward runs once more."""
+    if torch.is_grad_enabled():
+        return Launch.RECORDED
+    return Launch.AUTOGRAD if in_backward() else Launch.PLAIN
 
 
 aten = torch.ops.aten
@@ -101,7 +103,7 @@ class OperationLog(Protocol):
     def view(self) -> None: ...
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, backward: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
     ) -> None: ...
 
     def decode_step(self, number: int) -> None: ...
@@ -200,7 +202,7 @@ class Clock:
             rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
-            self.log.kernel(func, (), out, work=work, times=None, backward=launched_by_autograd())
+            self.log.kernel(func, (), out, work=work, times=None, by=launch())
             self.log.aside = False
 
     # ------------------------------------------------------------------ streams
@@ -229,7 +231,7 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside = not blocks
-            self.log.kernel(func, (), call.tensors, work=work, times=None, backward=launched_by_autograd())
+            self.log.kernel(func, (), call.tensors, work=work, times=None, by=launch())
             self.log.aside = False
 
     def collective_s(self, call: Call) -> float:
@@ -297,10 +299,10 @@ class Clock:
             if self.log is not None:
                 self.log.view()
             return
-        backward = launched_by_autograd()
+        by = launch()
         if self.log is not None:
-            self.log.kernel(func, args, out, work=cost.work, times=cost.times, backward=backward)
-        self._run(cost, backward=backward)
+            self.log.kernel(func, args, out, work=cost.work, times=cost.times, by=by)
+        self._run(cost, by)
 
     def _cost(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
@@ -327,11 +329,11 @@ class Clock:
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
         """Charge a kernel without an operator of torch."""
         work = Work("", (), rate, 0, False, flops, nbytes)
-        self._run(_Cost(work, None, *self.kernels.seconds(work), True), backward=launched_by_autograd())
+        self._run(_Cost(work, None, *self.kernels.seconds(work), True), launch())
 
-    def _run(self, cost: _Cost, *, backward: bool) -> None:
+    def _run(self, cost: _Cost, by: Launch) -> None:
         work = cost.work
-        self.host_s += self.costs.backward_launch_s if backward else self.costs.launch_s
+        self.host_s += self.costs.of(by)
         start_s = max(self.gpu_s, self.host_s)
         self.gpu_s = self._beside_collectives(start_s, cost.seconds)
         self.busy_s[cost.family] += self.gpu_s - start_s
@@ -380,7 +382,7 @@ def _dtype(value: object) -> torch.dtype:
 
 
 def _multiplied(name: str, args: Sequence[object], out: object) -> torch.dtype:
-    """The dtype that a product's tensor cores multiply in: of its matrices, whose sum may have another (`out_dtype`)."""
+    """The dtype in which a product is multiplied: its matrices', whose sum may have another (`out_dtype`)."""
     dtype = matrices(name, [a for a in args if isinstance(a, torch.Tensor)])[1].dtype
     return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else _dtype(out)
 

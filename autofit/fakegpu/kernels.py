@@ -360,7 +360,8 @@ def _pattern(
     laid_out = _layout(first)
     if not _is_dense(first) or any(t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]):
         return "strided"
-    return "cast" if len({t.dtype for t in whole}) > 1 else "streaming"
+    widened = all(tensor.element_size() < first.element_size() for tensor in whole[1:])
+    return "cast" if widened and len(whole) > 1 else "streaming"
 
 
 def _layout(tensor: torch.Tensor) -> list[int]:

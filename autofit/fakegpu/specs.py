@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 
@@ -35,6 +36,10 @@ _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1
 # (0.01 GiB steps). The largest figure of one process without NCCL is used. Programs with kernels of their own can hold
 # more: 0.84 and 1.00 GiB were seen on an A100.
 _SCALED = "estimate, may be off by 150 MiB: {} MiB of an {} scaled by SM count"
+_MEASURED_H100 = (
+    "measured on one (driver 580.159, torch 2.11.0, CUDA 13.0, experiments/gpu, 2026-11-26): 767 MiB of 29 trainings "
+    "and rollouts of torch's own operators, at most 793; 833 with bitsandbytes' 8-bit products"
+)
 # Bytes/s between the card and pinned memory of the host, by the generation of its PCIe slot of 16 lanes, as measured:
 # 3: 12.2 to the card and 12.9 back, Tesla P100 (github mpicbg-scicomp/gearshifft#82).
 # 4: 25.1 to an A100-SXM4-40GB (NVIDIA/nvbandwidth#42; 18.1 for single copies of 10 GiB), about 25 back from another
@@ -257,24 +262,24 @@ _ALL = (
           tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142,
           capacity_source=_printed("44.42 GiB, 45495 and 45589 MiB",
                                    "stepfun-ai/Step-Video-T2V#8")),
-    _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=666, gb_per_s=3350,
-          context_source=_seen("0.65"),
+    _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=793, gb_per_s=3350,
+          context_source=_MEASURED_H100,
           tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
           capacity_source=_printed("79.11 GiB, 81082 to 81090 MiB",
                                    "vllm-project/vllm#27508")),
-    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=575, gb_per_s=2000,
-          context_source=_SCALED.format(666, "H100"),
+    _spec("h100-pcie", "NVIDIA H100 PCIe", capacity_mib=81008, context_mib=685, gb_per_s=2000,
+          context_source=_SCALED.format(793, "H100"),
           tflops=(756, 378, 51), capability=(9, 0), links=_PCIE_5, network_gbit_per_s=400, sm_count=114, pcie=5,
           capacity_source=_printed("81008 MiB",
                                    "a public torch log")),
-    _spec("h20", "NVIDIA H20", capacity_mib=97280, context_mib=666, gb_per_s=4000,
-          context_source=_SCALED.format(666, "H100"),
+    _spec("h20", "NVIDIA H20", capacity_mib=97280, context_mib=793, gb_per_s=4000,
+          context_source=_SCALED.format(793, "H100"),
           tflops=(148, 74, 44), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=78, pcie=5,
           rates_source="resellers' tables, as there is no public data sheet; 78 SMs and 4,000 GB/s also in github "
                        "RightNow-AI/AutoMegaKernel#3, which measured 3,712 GB/s",
           capacity_source=_printed("about 95.1 GiB", "RightNow-AI/AutoMegaKernel#3")),
-    _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=666, gb_per_s=4800,
-          context_source=_seen("0.65", " (H100, the same chip)"),
+    _spec("h200", "NVIDIA H200", capacity_mib=143156, context_mib=793, gb_per_s=4800,
+          context_source=f"{_MEASURED_H100} (H100, the same chip)",
           tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
           capacity_source=_printed("143156 MiB",
                                    "public Ultralytics logs, torch 2.11")),
@@ -340,6 +345,14 @@ def gpu_spec(name: str) -> GpuSpec:
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
 
 
+class Launch(IntEnum):
+    """Who launches a kernel: Python with gradients off, Python with gradients recorded, or autograd."""
+
+    PLAIN = 0
+    RECORDED = 1
+    AUTOGRAD = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
     """Host costs of eager PyTorch, and how much slower than measured the card's kernels are.
@@ -349,12 +362,20 @@ class HostCosts:
     eager Llama-2-7B, whose step launches 1972 kernels and makes 2089 views on the simulated card (experiments/rates).
     Transformers' own `generate` agrees: 35.71 ms a token for 40 layers of Llama-13B (github
     foundation-model-stack/foundation-model-stack#69) are 18 us for each of the 49 kernels of a layer.
-    `backward_launch_s` is one that autograd launches from C++: no more than a single operator called from Python,
-    which took 6 us (github zebra-uestc/llaisys, docs/ops/nvidia.md, torch's addition of 1536 elements).
+    A training's kernels take the host longer. `recorded_launch_s` is one whose gradient is recorded, and
+    `backward_launch_s` one that autograd launches, with its share of nodes that launch none. Their ratio is that of
+    the steps h1 and h3 of experiments/gpu on one host (38 and 49 us; h2 and h4 then come within 6 %), their size what
+    four host-bound steps took on another, whose rollouts agree with `launch_s` (s6, d1, d3, d4: 26 to 35 us recorded).
+    Both hosts were virtual machines with an Intel Xeon and an H100 (2026-11-26).
     `view_s` is what `autofit doctor --calibrate` measures on servers, 1 to 2 us.
     """
 
     launch_s: float = 18.3e-6
-    backward_launch_s: float = 6e-6
+    recorded_launch_s: float = 29.5e-6
+    backward_launch_s: float = 38e-6
     view_s: float = 1.5e-6
     gpu_slowdown: float = 1.0
+
+    def of(self, launch: Launch) -> float:
+        """Host seconds of one launch."""
+        return (self.launch_s, self.recorded_launch_s, self.backward_launch_s)[launch]

@@ -63,6 +63,8 @@ def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
     from autofit.fakegpu.calibrate import load_host_costs
 
     costs = load_host_costs(path)
+    if costs is None:
+        return None, PUBLISHED
     record = json.loads(path.read_text())
     return costs, f"{record['source']}, {record['measured_at'][:10]}"
 

@@ -77,13 +77,7 @@ def attentions(wheel: Path, card: Card, shortest_s: float) -> Iterator[str]:
     for name, each, mine in zip(("prefill", "decode"), both, known, strict=True):
         chosen = ~mine & ((each.queries > 1) if name == "prefill" else True)
         shapes = (each.batch, each.heads, each.key_heads, each.queries, each.keys, each.dim)
-        told = table.seconds(
-            machine(card), *(x[chosen] for x in shapes), causal=name == "prefill", backward=False, efficient=False
-        )
-        if name == "prefill" and table.version > 2:
-            from autofit.fakegpu.rates.products import VERSION_2_OF_3
-
-            told = told / VERSION_2_OF_3
+        told = table.seconds(machine(card), *(x[chosen] for x in shapes), causal=name == "prefill")
         yield f"| {card.folder} | {name} | {errors(told, each.seconds[chosen])} | {int(chosen.sum())} |"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autofit.fakegpu.rates.kernels import KernelSeconds
-from autofit.fakegpu.rates.products import VERSION_2_OF_3, Floats
+from autofit.fakegpu.rates.products import Floats
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 # The shape of a decoder-only transformer, as far as the time and the memory of its generation follow from it.
@@ -242,12 +242,8 @@ class Forward:
         heads = max(1, decoder.heads // self.ranks)
         key_heads = max(1, decoder.key_heads // self.ranks)
         of = np.stack([sequences, heads * one, key_heads * one, queries, keys, decoder.head_dim * one])
-        told = self.kernels.measured(
-            "attention", "_scaled_dot_product_flash_attention", of, rate=self.kernels.spec.half_flops_per_s,
-            item_bytes=ITEM, causal=False,
-        )  # fmt: skip
-        newest = self.kernels.rates.attention.version > 2  # the engine's kernels are those that were measured
-        return np.asarray(np.where((queries > 1) & newest, told / VERSION_2_OF_3, told))
+        rate = self.kernels.spec.half_flops_per_s  # the engine's kernels are those that were measured
+        return self.kernels.measured("attention", "engine", of, rate=rate, item_bytes=ITEM, causal=False)
 
     @property
     def _bandwidth(self) -> float:

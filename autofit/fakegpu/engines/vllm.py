@@ -46,6 +46,9 @@ _SLEEP_S_PER_GIB, _WAKE_S_PER_GIB = 0.31 / 47.4, 0.4 / 47.4
 # Host seconds of a step: scheduling 0.2 ms, states and inputs 0.23 ms (vllm-project/vllm#42131, one sequence), the
 # output's update 1.1 us a sequence (vllm-project/vllm#46112: 0.287 ms for 256). Detokenising is not measured: as much.
 _STEP_HOST_S = 0.43e-3
+# A launch from compiled code, as a share of one with the modules' Python: no more than a single operator called from
+# Python, which took 6 us (github zebra-uestc/llaisys, docs/ops/nvidia.md), of 18.3 us.
+_COMPILED_LAUNCH = 6 / 18.3
 _SEQUENCE_HOST_S = 2.2e-6
 
 
@@ -206,7 +209,7 @@ class VllmEngine:
 
     def _launching_s(self, batch: Batch) -> Floats:
         """Host seconds of launching what is not in one graph: attention between the graphs of a mixed batch."""
-        launch_s = self.costs.backward_launch_s  # from compiled code, without the modules' Python
+        launch_s = _COMPILED_LAUNCH * self.costs.launch_s
         largest = self.graph_sizes[-1] if self.graph_sizes else 0
         whole = (batch.prefilling == 0) & (batch.tokens <= min(largest, self.most_sequences))
         pieces = np.where(batch.tokens <= largest, 3.0, 11.0)  # launches a layer

@@ -14,7 +14,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols, phase_of
 from autofit.fakegpu.kernels import Times
 from autofit.fakegpu.rates.kernels import Work
-from autofit.fakegpu.specs import HostCosts
+from autofit.fakegpu.specs import HostCosts, Launch
 
 
 class Info(NamedTuple):
@@ -48,11 +48,12 @@ class Info(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Work of the host in one segment."""
+    """Work of the host in one segment: launches, in the order of `Launch`, and views."""
 
-    launches: int = 0
+    plain: int = 0
+    recorded: int = 0
+    autograd: int = 0
     views: int = 0
-    backward: int = 0  # launches by autograd
 
 
 @dataclass(slots=True)
@@ -83,8 +84,8 @@ class KernelKinds:
         return self.counts.get(kind, 0) / max(1, self.repeats.get(phase_of(self.segment(kind)), 1))
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
-        launches, views, backward = self.host_counts.get(segment, HostCounts())
-        seconds = launches * costs.launch_s + views * costs.view_s + backward * costs.backward_launch_s
+        *launches, views = self.host_counts.get(segment, HostCounts())
+        seconds = views * costs.view_s + sum(number * costs.of(by) for by, number in zip(Launch, launches, strict=True))
         return seconds / max(1, self.repeats.get(segment, 1))
 
 
@@ -109,7 +110,7 @@ class KernelLog:
             self._steps, self._step_hosts = [], []
         self._decoding = True
         self._steps.append({})
-        self._step_hosts.append([0, 0, 0])
+        self._step_hosts.append(list(HostCounts()))
 
     def decode_end(self) -> None:
         self._decoding = False
@@ -120,14 +121,14 @@ class KernelLog:
 
     def view(self) -> None:
         if self.on:
-            self._host()[1] += 1
+            self._host()[-1] += 1
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, backward: bool
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
     ) -> None:
         if not self.on:
             return
-        self._host()[2 if backward else 0] += 1
+        self._host()[by] += 1
         shapes: list[Shape] = []
         sizes: list[int] = []
         _add(args, shapes, sizes)
@@ -162,7 +163,7 @@ class KernelLog:
     def _host(self) -> list[int]:
         if self._decoding:
             return self._step_hosts[-1]
-        return self._hosts.setdefault(self.phase, [0, 0, 0])
+        return self._hosts.setdefault(self.phase, list(HostCounts()))
 
 
 def _add(value: object, shapes: list[Shape], sizes: list[int]) -> None:

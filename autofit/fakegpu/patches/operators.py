@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.clock import launched_by_autograd
+from autofit.fakegpu.clock import launch
 from autofit.fakegpu.patches.redirect import Undo, untouched
+from autofit.fakegpu.specs import Launch
 from autofit.fakegpu.tracer import Handler, Tracer
 
 aten = torch.ops.aten
@@ -118,7 +119,7 @@ def _into_zeros(tracer: Tracer, function: OpOverload) -> Handler:
 
 def _by_engine() -> bool:
     """Whether the caller is the C++ engine itself; a backward written in Python has its own frame."""
-    if not launched_by_autograd():
+    if launch() is not Launch.AUTOGRAD:
         return False
     return sys._getframe(4).f_code.co_name == "_engine_run_backward"  # here, the handler, _run, __torch_dispatch__
 

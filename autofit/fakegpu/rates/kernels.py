@@ -24,11 +24,12 @@ from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 Pattern = Literal["streaming", "cast", "strided", "cat", "gather", "scatter", "one_block"]
 # GB/s of one multiprocessor, learned from half of Liger-Kernel's measurements of plain torch
-# (experiments/rates/bandwidth.py, which tells the other half). No gather, scatter or loss was measured on the H100.
+# (experiments/rates/bandwidth.py, which tells the other half). Gather, scatter and loss on the H100 are of
+# experiments/gpu/kernel_times.py: rows of 4 KiB, and 4,096 targets.
 # `one_block` is the loss of targets, 8 bytes each, that one block works off: the time of waiting for memory.
 PER_MULTIPROCESSOR: Mapping[str, dict[Pattern, float]] = {
     "a100_sxm": {"cast": 13.8, "strided": 7.0, "cat": 16.0, "gather": 5.8, "scatter": 3.7, "one_block": 0.16},
-    "h100_sxm": {"cast": 15.1, "strided": 14.4, "cat": 14.7},
+    "h100_sxm": {"cast": 15.1, "strided": 14.4, "cat": 14.7, "gather": 21.0, "scatter": 6.5, "one_block": 2.05},
 }
 _MEASURED = {"a100_sxm": "a100_sxm"}  # all newer cards: h100_sxm
 
@@ -174,6 +175,10 @@ class KernelSeconds:
             told = self.rates.gemms.seconds(machine, of[1], of[2], of[3], of[0])
         else:
             told = self.rates.attention.seconds(
-                machine, *of, causal=causal, backward=name.endswith("_backward"), efficient="efficient" in name
+                machine,
+                *of,
+                causal=causal,
+                backward=name.endswith("_backward"),
+                of_torch=next((kind for kind in ("efficient", "cudnn", "flash") if kind in name), None),
             )
         return told * self.costs.gpu_slowdown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,20 +139,26 @@ class GemmTable:
 # Seconds of one attention kernel on one card: a roofline, corrected by what was measured near the same shape.
 #
 # The forward of flash attention was measured (causal, with and without grouped queries), as was one step of decoding.
-# The rest follows from published ratios:
-#
-# - backward: 2.5 times the FLOPs of the forward (FlashAttention-2, arXiv 2307.08691, section 3.2: five matrix products
-#   instead of two), at 63 instead of 73 % of the peak, both the best of the same paper (section 4.1, A100).
-# - memory-efficient attention (xformers' CUTLASS kernel, which takes masks): half the speed of flash attention (the
-#   same paper, section 4.1, "around 2x faster than FlashAttention and its CUTLASS version in xformers").
-# - torch's own flash attention is version 2; where the measured one is version 3, which a H100 has, the ratio of both
-#   is 75 to 35 % of the peak (FlashAttention-3, arXiv 2407.08608, abstract). For later cards the same is assumed.
-#
 # Needs no torch.
 
-BACKWARD = 2.5 * 0.73 / 0.63
-EFFICIENT = 2.0
-VERSION_2_OF_3 = 0.75 / 0.35
+
+class Slower(NamedTuple):
+    """Seconds of a kernel over those of the measured forward."""
+
+    forward: float
+    backward: float
+
+
+# The backward has 2.5 times the FLOPs of the forward (FlashAttention-2, arXiv 2307.08691, section 3.2: five matrix
+# products instead of two), at 63 instead of 73 % of the peak, both the best of the same paper (section 4.1, A100).
+_BACKWARD = 2.5 * 0.73 / 0.63
+# Memory-efficient attention (xformers' CUTLASS kernel, which takes masks) has half the speed of flash attention (the
+# same paper, section 4.1, "around 2x faster than FlashAttention and its CUTLASS version in xformers").
+_TORCH = {"flash": Slower(1.0, _BACKWARD), "cudnn": Slower(1.0, _BACKWARD), "efficient": Slower(2.0, 2.0 * _BACKWARD)}
+# Where flash attention 3 was measured, as on a H100, torch has version 2 and cuDNN's. Geometric means over shapes of 30
+# to 550 GFLOP with heads of 64, 128 and 256 (efficient backward: without 256, 20 times), causal, torch 2.11.0 on an
+# H100 80GB HBM3 (experiments/gpu/kernel_times.py, 2026-11-26); a shape is up to 47 % off. Assumed of later cards.
+_BESIDE_VERSION_3 = {"flash": Slower(1.09, 3.4), "cudnn": Slower(0.63, 1.96), "efficient": Slower(1.96, 6.4)}
 FLOPS_FRAC = (
     0.5  # of the roofline that the corrections are relative to; any number gives the same seconds where measured
 )
@@ -184,15 +191,15 @@ class AttentionTable:
 
     def seconds(
         self, machine: Machine, batch: Floats, heads: Floats, key_heads: Floats, queries: Floats, keys: Floats,
-        dim: Floats, *, causal: bool, backward: bool, efficient: bool,
+        dim: Floats, *, causal: bool, backward: bool = False, of_torch: str | None = None,
     ) -> Floats:  # fmt: skip
-        """Seconds of one kernel of torch, one entry a shape."""
+        """Seconds of one kernel, one entry a shape: `of_torch` ("flash", "cudnn", "efficient"), else as measured."""
         batch, heads, key_heads = (np.maximum(np.asarray(x, float), 1.0) for x in (batch, heads, key_heads))
         queries, keys, dim = (np.maximum(np.asarray(x, float), 1.0) for x in (queries, keys, dim))
         group = np.maximum(heads / key_heads, 1.0)
         least = roofline(machine, batch, heads, key_heads, queries, keys, dim, share=0.5 if causal else 1.0)
-        slower = (BACKWARD if backward else 1.0) * (EFFICIENT if efficient else 1.0)
-        slower *= VERSION_2_OF_3 if self.version > 2 else 1.0
+        kernels = _BESIDE_VERSION_3 if self.version > 2 else _TORCH
+        slower = kernels[of_torch][backward] if of_torch else 1.0
         many = slower * (self.shortest_s + least) * np.exp(self.prefill.at(keys, batch * heads, group, dim))
         one = (self.shortest_s + least) * np.exp(self.decode.at(keys, batch * key_heads, group, dim))
         return np.where(queries == 1.0, one, many)
