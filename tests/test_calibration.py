@@ -45,8 +45,10 @@ def test_doctor_measures_this_host_once_for_every_card(capsys: pytest.CaptureFix
 def test_a_real_probe_corrects_its_card_alone() -> None:
     own = HostCosts()
     costs = calibration.fit_card("sim:l4", predicted=PREDICTED, measured=MEASURED).costs
-    assert costs == replace(own, gpu_slowdown=2.0, launch_s=own.launch_s * 1.5,
-                            backward_launch_s=own.backward_launch_s * 1.5, view_s=own.view_s * 1.5)  # fmt: skip
+    assert costs == replace(
+        own, gpu_slowdown=2.0, launch_s=own.launch_s * 1.5, recorded_launch_s=own.recorded_launch_s * 1.5,
+        backward_launch_s=own.backward_launch_s * 1.5, view_s=own.view_s * 1.5,
+    )  # fmt: skip
     found, source = calibration.host_costs("sim:l4")
     assert found == costs
     assert "fitted to a probe on NVIDIA L4" in source

@@ -129,11 +129,11 @@ def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
 
 
 def load_host_costs(path: Path) -> HostCosts | None:
-    """Costs written by `save_host_costs`; None if the file does not exist. Raises FakeGpuError if it is damaged."""
+    """Costs written by `save_host_costs`; None without a file of this version. Raises FakeGpuError if it is damaged."""
     try:
         record = json.loads(path.read_text())
         held = record["host_costs"]
-        if "recorded_launch_s" not in held:  # of a version that did not tell a training's launches apart
+        if {field.name for field in fields(HostCosts)} - set(held) == {"recorded_launch_s"}:  # of an older version
             return None
         costs = HostCosts(**{field.name: float(held[field.name]) for field in fields(HostCosts)})
     except FileNotFoundError:

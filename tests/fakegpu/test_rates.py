@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autofit.fakegpu import GPU_SPECS, HostCosts, fake_gpu, gpu_spec
+from autofit.fakegpu.kernels import flops
 from autofit.fakegpu.rates.cards import MEASURED, card_rates, rates_name, stand_in
 from autofit.fakegpu.rates.error import log_error
 from autofit.fakegpu.rates.kernels import KernelSeconds, Work
@@ -108,8 +110,8 @@ def test_a_slower_card_is_slower_in_every_kernel() -> None:
     )
 
 
-def test_autograd_launches_faster_than_python_but_a_recomputed_layer_is_python() -> None:
-    costs = HostCosts(launch_s=1e-3, backward_launch_s=1e-5, view_s=1e-9)
+def test_autograd_launches_at_a_cost_of_its_own_but_a_recomputed_layer_is_pythons() -> None:
+    costs = HostCosts(launch_s=1e-9, recorded_launch_s=1e-3, backward_launch_s=1e-5, view_s=1e-9)
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.sin(torch.sin(x))
@@ -209,3 +211,51 @@ def test_an_optimizer_that_is_fused_reads_four_tensors_and_writes_three() -> Non
             optimizer.step()
             gpu.clock.log = None
     assert log.moved["_fused_adamw_"] == pytest.approx(7 * size * 4, rel=0.01)
+
+
+def _busy_s(run: Callable[[], object]) -> float:
+    with fake_gpu("h100") as gpu:
+        run()
+    return sum(gpu.clock.busy_s.values())
+
+
+def test_a_product_that_is_added_up_in_32_bits_takes_as_long_as_one_in_16() -> None:
+    def added_up(**sum_dtype: torch.dtype) -> object:
+        a, b = (torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty(4096, 4096, device="cuda", dtype=sum_dtype.get("out_dtype", torch.bfloat16))
+        return torch.addmm(out, a, b, out=out, **sum_dtype)  # type: ignore[call-overload]
+
+    assert _busy_s(lambda: added_up(out_dtype=torch.float32)) < 1.2 * _busy_s(added_up)
+
+
+@pytest.mark.parametrize("key_heads", [16, 4])
+def test_attention_of_grouped_heads_is_counted(key_heads: int) -> None:
+    """torch's own counter of FLOPs refuses them in some versions: a kernel without FLOPs had the rate of 32 bits."""
+    q = torch.empty(2, 16, 512, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, key_heads, 512, 64, dtype=torch.bfloat16, device="meta")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert flops(attention, (q, k, k, 0.0, True), {}, q) == 4 * 2 * 16 * 512 * 512 * 64
+
+
+def test_hoppers_own_attention_is_faster_than_version_2_and_its_backward_too() -> None:
+    def seconds(kind: str) -> float:
+        sizes = [np.array([float(size)]) for size in (4, 16, 16, 2048, 2048, 128)]
+        rates = card_rates("h100_sxm")
+        return float(rates.attention.seconds(rates.machine, *sizes, causal=True, of_torch=kind)[0])
+
+    assert seconds("cudnn") < seconds("flash") < seconds("efficient")
+
+
+def test_a_kernel_takes_a_short_ones_time_beside_its_bytes() -> None:
+    kernels = KernelSeconds(gpu_spec("h100"), HostCosts())
+    moved = 600_000_000
+    assert kernels.others(0, moved, 1e12) == pytest.approx(moved / kernels.bandwidth_bytes_per_s + kernels.shortest_s)
+
+
+@pytest.mark.parametrize(("read", "written", "slow"), [("bfloat16", "float32", True), ("float32", "bfloat16", False)])
+def test_only_a_cast_to_more_bits_is_slow(read: str, written: str, slow: bool) -> None:
+    def cast() -> object:
+        return torch.empty(1 << 26, device="cuda", dtype=getattr(torch, read)).to(getattr(torch, written))
+
+    streamed_s = KernelSeconds(gpu_spec("h100"), HostCosts()).others(0, 6 << 26, 1e12)
+    assert (_busy_s(cast) > 1.2 * streamed_s) is slow

@@ -122,8 +122,8 @@ class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
     A segment's time is the maximum of its host launches, its GPU kernels and its copies on a stream of their own.
-    Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is bound by FLOPs,
-    bytes or the minimum kernel time.
+    Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is a short one and
+    bound by FLOPs or bytes.
     `sums` holds the summed seconds of those others whose bound is the same at all sample points.
     """
 
@@ -197,19 +197,20 @@ class KernelRows:
         """
         x = Basis(self.exponents).at(sample)
         flop, cold = x @ self.flop_s.T, x @ self.move_s.T
-        move = self.kernels.warm(cold)
-        shortest_s = self.kernels.shortest_s
-        top = np.maximum(np.maximum(flop, move), shortest_s) * (1 - 1e-9)
+        move, fastest = self.kernels.warm(cold), self.kernels.cached_factor
+        top = np.maximum(flop, move) * (1 - 1e-9)
         one = self._constant
         fixed = ~np.delete(self.counts, one, axis=1).any(axis=1)
         shortest = np.zeros_like(self.flop_s)
-        shortest[:, one] = shortest_s
+        shortest[:, one] = self.kernels.shortest_s
         names = np.asarray(self.segments)
         tabled = np.isin(np.arange(len(names)), self.tabled.numbers)
         left = ~tabled
         sums: dict[str, tuple[Floats, Floats]] = {}
-        linear = np.where(move >= 0.999 * cold, cold, 0.0)  # what the cache shortens is no polynomial
-        for seconds, rows in ((flop, self.flop_s), (linear, self.move_s), (x @ shortest.T, shortest)):
+        linear = np.where(move >= 0.999 * cold, cold, 0.0)  # what the cache shortens in part is no polynomial
+        cached = np.where(move <= 1.001 * cold / fastest, move, 0.0)
+        for seconds, bound in ((flop, self.flop_s), (linear, self.move_s), (cached, self.move_s / fastest)):
+            rows = bound + shortest
             mine = left & fixed & (seconds >= top).all(axis=0)
             left &= ~mine
             for segment in np.unique(names[mine]):
@@ -260,7 +261,7 @@ class KernelRows:
         used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
         x = Basis(tuple(self.exponents[i] for i in used)).at(table)
         each = np.maximum(x @ self.flop_s[mine][:, used].T, self.kernels.warm(x @ self.move_s[mine][:, used].T))
-        np.maximum(each, self.kernels.shortest_s, out=each)
+        each += self.kernels.shortest_s
         places = np.cumsum(mine) - 1
         for number, seconds in self.tabled.seconds(x, used, mine, self.kernels):
             move = x @ self.move_s[number][used]
