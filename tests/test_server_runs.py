@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from served_runs import failure, folder_of_run
-from test_slurm_promote import logs, resumed, steps, wait
+from test_slurm_promote import logs, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
 from autofit.files import read_json
@@ -21,6 +21,7 @@ from autofit.probing.supervise import Ending, RanksEnded, computing_env
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.server import Beside
 from autofit.promotion.server_keeper import start_keeper
+from autofit.watching.events import Kind, events_of
 
 
 @pytest.fixture
@@ -38,9 +39,23 @@ def started(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", program], cwd=folder)
 
 
-def gone(folder: Path) -> Callable[[], bool]:
-    """Whether no process of the run is left."""
-    return lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info)] + servers_of(folder)
+def left(folder: Path) -> dict[int, str]:
+    """{pid: command line} of the living processes of the run."""
+    servers = {process.pid for process in servers_of(folder)}
+    commands = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return {pid: command for pid, command in commands.items() if str(folder) in command or pid in servers}
+
+
+def wait_until_none_is_left(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while processes := left(folder):
+        assert time.monotonic() < deadline, f"left: {processes}\n{logs(folder)}"
+        time.sleep(0.1)
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether the run was resumed; a kill while a checkpoint is saved leaves it torn, and an older one is told."""
+    return any(event.kind in (Kind.RESUME, Kind.CHECKPOINT) for event in events_of(folder))
 
 
 @pytest.mark.slow
@@ -53,18 +68,18 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
         wait(folder, lambda: steps(folder) >= 2)
         assert len(servers_of(folder)) == 2
         job.kill()
-    wait(folder, gone(folder), within_s=60)
+    wait_until_none_is_left(folder)
     with started(folder) as job:
-        wait(folder, lambda: resumed(folder))
+        wait(folder, lambda: goes_on(folder))
         [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.server_keeper" in p.cmdline()]
         keeper.kill()
         job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"
-    wait(folder, gone(folder), within_s=60)
+    wait_until_none_is_left(folder)
     with started(folder):
         pass
     assert (read_json(folder / "final.json") or {}).get("steps") == 30, logs(folder)
-    assert gone(folder)()
+    assert not left(folder)
 
 
 @pytest.mark.slow

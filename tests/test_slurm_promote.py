@@ -60,8 +60,8 @@ def start(folder: Path, nodes: int = 1) -> str:
     return str((read_json(folder / "job.json") or {})["slurm"])
 
 
-def wait(folder: Path, what: Callable[[], object], *, within_s: float = 240) -> None:
-    deadline = time.monotonic() + within_s
+def wait(folder: Path, what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 240
     while not what():
         assert time.monotonic() < deadline, logs(folder)
         time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 from search_driver import plan
 
+from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.tracking.runs import client, experiment_id
 from autofit.tracking.study_mirror import _sync, sync
@@ -119,10 +121,40 @@ def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) 
     env = {**os.environ, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     follower = subprocess.Popen([sys.executable, "-m", "autofit.tracking.study_mirror", str(folder), "law"], env=env,
                                 stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    assert follower.stderr is not None
+    said = [follower.stderr.readline()]
+    while not said[-1].startswith(b"MLflow:"):
+        assert said[-1]
+        said.append(follower.stderr.readline())
     _, errors = follower.communicate(b"", timeout=500)
     assert follower.returncode == 0
-    assert b"MLflow:" in errors
-    assert b"Traceback" not in errors
+    assert b"Traceback" not in b"".join(said) + errors
+
+
+def test_a_mirror_whose_starter_is_gone_is_ended_by_the_kernel_whatever_it_waits_for() -> None:
+    hangs = "import time; told_to_end(within_s=1); print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", f"from autofit.tracking.follower import told_to_end; {hangs}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mirror:
+        assert mirror.stdin is not None
+        assert mirror.stdout is not None
+        mirror.stdout.readline()
+        assert mirror.poll() is None
+        mirror.stdin.close()
+        assert mirror.wait(timeout=60) == -signal.SIGALRM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["run_mirror", "study_mirror"])
+def test_a_mirror_ends_with_its_last_look_and_unloads_nothing(module: str, tmp_path: Path) -> None:
+    """To unload MLflow takes far longer than the look, and the training or the search waits for it."""
+    write_json(tmp_path / "request.json", {"study_folder": str(tmp_path), "folder": "", "study": "law", "trial": 0})
+    asked = [str(tmp_path / "request.json")] if module == "run_mirror" else [str(tmp_path), "law"]
+    begin = f"runpy.run_module('autofit.tracking.{module}', run_name='__main__')"
+    program = f"import atexit, runpy; atexit.register(print, 'unloads'); {begin}"
+    done = subprocess.run([sys.executable, "-c", program, *asked], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    assert "there are no studies in" in done.stderr
+    assert done.stdout == ""
 
 
 def test_many_runs_at_once_are_those_that_mlflows_client_makes_one_by_one(

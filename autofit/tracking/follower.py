@@ -1,8 +1,11 @@
 """MLflow's mirrors as processes of their own, so that this one loads no MLflow and waits little for it."""
 
 import contextlib
+import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from autofit.watching.events import events_of, read_progress
 
 MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
 _AT_THE_END_S = 20
+_ALONE_S = 30  # as long as a search or a training waits for its mirror; one that was killed cannot kill it
 
 
 @contextlib.contextmanager
@@ -36,6 +40,23 @@ def following(folder: Path, study: str, *, say: Callable[[str], None] = lambda _
         except subprocess.TimeoutExpired:
             process.kill()
             say(f"MLflow is behind (see {log_path}); `autofit sync` brings it up to date")
+
+
+def told_to_end(*, within_s: int = _ALONE_S) -> threading.Event:
+    """In a mirror: an event that is set once standard input closes, as the process that started it ends or was killed.
+
+    The kernel kills this process `within_s` later, whatever it waits for. Call it before `nice`, which is each thread's
+    own: a busy machine gives a nice thread less than a hundredth of a processor.
+    """
+    told = threading.Event()
+
+    def wait() -> None:
+        select.select([sys.stdin], [], [])
+        signal.alarm(within_s)
+        told.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return told
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ that a slow or unreachable MLflow affects nothing else.
 
 import json
 import os
-import select
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from mlflow.entities import Run
 
 from autofit.errors import AutofitError
 from autofit.tracking.database import make_whole, tracking_uri
+from autofit.tracking.follower import told_to_end
 from autofit.tracking.front_plot import study_figure
 from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import (
@@ -200,11 +200,12 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
 
 def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s, or less often where that takes long, until standard input closes; then once more."""
+    told = told_to_end()
     os.nice(19)  # gives way to the probe, which is being timed
     study, ended, took_s = None, False, 0.0
     mirrored: set[tuple[object, ...]] = set()
     while not ended:
-        ended = bool(select.select([sys.stdin], [], [], max(_FOLLOW_S, _REST * took_s))[0])
+        ended = told.wait(max(_FOLLOW_S, _REST * took_s))
         began = time.monotonic()
         try:
             study = study or load_study(folder, study_name)
@@ -220,3 +221,4 @@ def follow(folder: Path, study_name: str) -> None:
 
 if __name__ == "__main__":
     follow(Path(sys.argv[1]), sys.argv[2])
+    os._exit(0)  # at once, as run_mirror
