@@ -292,48 +292,55 @@ def queued() -> dict[str, float]:
 
 def passes() -> Iterator[dict[str, object]]:
     """Host seconds and launches of a forward, a backward and an optimizer step of a model with almost no work."""
+    for lora, keeps, autocast in (
+        (False, True, False), (False, False, False), (True, True, False), (True, False, False), (False, True, True),
+    ):  # fmt: skip
+        step = _pass(lora=lora, keeps=keeps, autocast=autocast)
+        step()
+        found = [step() for _ in range(7)]
+        row: dict[str, object] = {"lora": lora, "keeps activations": keeps, "autocast": autocast}
+        row |= {what: sorted(times[what] for times in found)[3] for what in found[0]}
+        yield row | _launches(step)
+
+
+def _pass(*, lora: bool, keeps: bool, autocast: bool) -> Callable[[], dict[str, float]]:
+    """A step of training, which tells the host's seconds of each part."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = Qwen2Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=24,
                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    for lora, keeps, autocast in ((False, True, False), (False, False, False), (True, True, False), (True, False, False),
-                                  (False, True, True)):  # fmt: skip
-        model: Any = Qwen2ForCausalLM(shape).to("cuda", _FP32 if autocast else _BF16)
-        if lora:
-            model = get_peft_model(
-                model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
-            )
-        model.train()
-        if not keeps:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True)
-        words = torch.randint(0, 1000, (1, 16), device="cuda")
+    model: Any = Qwen2ForCausalLM(shape).to("cuda", _FP32 if autocast else _BF16)
+    if lora:
+        adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+        model = get_peft_model(model, adapter)
+    model.train()
+    if not keeps:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    words = torch.randint(0, 1000, (1, 16), device="cuda")
 
-        def step() -> list[float]:
-            times = []
-            for what in ("forward", "backward", "optimizer"):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                if what == "forward":
-                    with torch.autocast("cuda", _BF16, enabled=autocast):
-                        loss = model(input_ids=words, labels=words).loss
-                elif what == "backward":
-                    loss.backward()
-                else:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                times.append(time.perf_counter() - began)
-            return times
+    def forward() -> Any:
+        with torch.autocast("cuda", _BF16, enabled=autocast):
+            return model(input_ids=words, labels=words).loss
 
-        step()
-        found = [step() for _ in range(7)]
-        row: dict[str, object] = {"lora": lora, "keeps activations": keeps, "autocast": autocast}
-        for place, what in enumerate(("forward", "backward", "optimizer")):
-            row[what] = sorted(times[place] for times in found)[3]
-        yield row | _launches(step)
+    def step() -> dict[str, float]:
+        forward_s, loss = _host_s(forward)
+        backward_s, _ = _host_s(loss.backward)
+        optimizer_s, _ = _host_s(optimizer.step)
+        optimizer.zero_grad()
+        return {"forward": forward_s, "backward": backward_s, "optimizer": optimizer_s}
+
+    return step
+
+
+def _host_s(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds until the host has launched the work, and what it returns."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    done = work()
+    return time.perf_counter() - began, done
 
 
 def _launches(step: Callable[[], object]) -> dict[str, object]:
@@ -344,10 +351,8 @@ def _launches(step: Callable[[], object]) -> dict[str, object]:
 
 
 def main() -> None:
-    out, simulated = (
-        Path(sys.argv[1]),
-        next((a.removeprefix("sim:") for a in sys.argv[2:] if a.startswith("sim:")), None),
-    )
+    out = Path(sys.argv[1])
+    simulated = next((a.removeprefix("sim:") for a in sys.argv[2:] if a.startswith("sim:")), None)
     rows: dict[str, object] = {}
     if simulated is None:
         rows["host"], rows["queued"], rows["passes"] = launches(), queued(), list(passes())
