@@ -187,6 +187,11 @@ class KernelRows:
         return CollectiveSeconds(self.kernels.spec).left_frac
 
     @property
+    def _shortest_s(self) -> Floats:
+        """What each kernel takes beside its FLOPs or bytes; nothing of copies over a link, which move none."""
+        return np.where(self.move_s.any(axis=1), self.kernels.shortest_s, 0.0)
+
+    @property
     def _constant(self) -> int:
         return self.exponents.index((0,) * len(self.exponents[0]))
 
@@ -202,7 +207,7 @@ class KernelRows:
         one = self._constant
         fixed = ~np.delete(self.counts, one, axis=1).any(axis=1)
         shortest = np.zeros_like(self.flop_s)
-        shortest[:, one] = self.kernels.shortest_s
+        shortest[:, one] = self._shortest_s
         names = np.asarray(self.segments)
         tabled = np.isin(np.arange(len(names)), self.tabled.numbers)
         left = ~tabled
@@ -261,7 +266,7 @@ class KernelRows:
         used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
         x = Basis(tuple(self.exponents[i] for i in used)).at(table)
         each = np.maximum(x @ self.flop_s[mine][:, used].T, self.kernels.warm(x @ self.move_s[mine][:, used].T))
-        each += self.kernels.shortest_s
+        each += self._shortest_s[mine]
         places = np.cumsum(mine) - 1
         for number, seconds in self.tabled.seconds(x, used, mine, self.kernels):
             move = x @ self.move_s[number][used]

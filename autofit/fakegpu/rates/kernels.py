@@ -148,10 +148,11 @@ class KernelSeconds:
     def others(self, flops: float, nbytes: float, rate: float, pattern: Pattern = "streaming") -> float:
         """A short kernel, and the longer of FLOPs at the card's achieved rate and bytes at its achieved bandwidth.
 
-        On an H100, kernels that stream 0.1 to 0.6 GB take 3 to 6 us more than their bytes do (experiments/gpu).
+        On an H100, kernels that stream 0.1 to 0.6 GB take 3 to 6 us more than their bytes do (experiments/gpu). What
+        moves no bytes of the card's memory is a copy over a link, whose own rate is all that it takes.
         """
         moving_s = float(self.warm(np.array(nbytes / self.bandwidth(pattern))))
-        return max(flops / (rate * self.flops_frac), moving_s) + self.shortest_s
+        return max(flops / (rate * self.flops_frac), moving_s) + (self.shortest_s if nbytes else 0.0)
 
     def warm(self, cold_s: Floats) -> Floats:
         """Seconds of moving bytes that take `cold_s` from memory; few bytes, just written, are still in the cache.
