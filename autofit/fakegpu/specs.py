@@ -362,17 +362,18 @@ class HostCosts:
     eager Llama-2-7B, whose step launches 1972 kernels and makes 2089 views on the simulated card (experiments/rates).
     Transformers' own `generate` agrees: 35.71 ms a token for 40 layers of Llama-13B (github
     foundation-model-stack/foundation-model-stack#69) are 18 us for each of the 49 kernels of a layer.
-    A training's kernels take the host longer. `recorded_launch_s` is one whose gradient is recorded, and
-    `backward_launch_s` one that autograd launches, with its share of nodes that launch none. Their ratio is that of
-    the steps h1 and h3 of experiments/gpu on one host (38 and 49 us; h2 and h4 then come within 6 %), their size what
-    four host-bound steps took on another, whose rollouts agree with `launch_s` (s6, d1, d3, d4: 26 to 35 us recorded).
-    Both hosts were virtual machines with an Intel Xeon and an H100 (2026-11-26).
+    `recorded_launch_s` is one whose gradient is recorded, and `backward_launch_s` one that autograd launches, with its
+    share of nodes that launch none. Hosts differ in both. With 18.3 us each, three LoRA trainings of PEFT on an L40S
+    (experiments/accuracy) are predicted 2, 5 and 12 % too slow, with 29.5 and 38 us 31, 37 and 31 %. The latter are
+    what a virtual machine with an Intel Xeon and an H100 took (s6, d1, d3, d4, h1 and h3 of experiments/gpu,
+    2026-11-26), whose rollouts agree with `launch_s`. The former are the default, as most of the rows that were
+    measured elsewhere are of such hosts; `autofit doctor --calibrate` and a real probe tell more of one host.
     `view_s` is what `autofit doctor --calibrate` measures on servers, 1 to 2 us.
     """
 
     launch_s: float = 18.3e-6
-    recorded_launch_s: float = 29.5e-6
-    backward_launch_s: float = 38e-6
+    recorded_launch_s: float = 18.3e-6
+    backward_launch_s: float = 18.3e-6
     view_s: float = 1.5e-6
     gpu_slowdown: float = 1.0
 
