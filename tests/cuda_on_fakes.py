@@ -116,13 +116,13 @@ def capability(argument: str) -> int:
     with _cards_from_the_driver(torch.cuda):
         devices: tuple[Any, ...] = (None, 1, torch.cuda.device(0))
         found = [torch.cuda.get_device_capability(device) for device in devices]
-        count = torch.cuda.device_count()
+        count, available = torch.cuda.device_count(), torch.cuda.is_available()
     assert torch.cuda.get_device_capability is before
     started = [_cuda_started(torch.cuda)]
     os.environ["FAKE_CUDA_ORDER"] = "0"
     ctypes.CDLL("libcuda.so.1").cuInit(0)  # by a library, without torch's knowledge
     started.append(_cuda_started(torch.cuda))
-    return answer(asked, {"found": found, "count": count, "started": started})
+    return answer(asked, {"found": found, "count": count, "available": available, "started": started})
 
 
 def imported(argument: str) -> int:

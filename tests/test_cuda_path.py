@@ -57,7 +57,7 @@ def test_imports_learn_of_cards_without_starting_cuda_and_it_is_seen_where_one_d
     fork_server: ForkServer, tmp_path: Path, libraries: Path
 ) -> None:
     told = in_child(fork_server, "capability", tmp_path, libraries)
-    assert told == {"found": [[9, 0]] * 3, "count": 2, "started": [False, True]}
+    assert told == {"found": [[9, 0]] * 3, "count": 2, "available": True, "started": [False, True]}
 
 
 def test_a_server_whose_imports_started_cuda_begins_again_without_them_so_that_its_forks_can(tmp_path: Path) -> None:
