@@ -1,4 +1,4 @@
-"""Draw the front of the built-in recipe as docs/img/split.svg and split.zh.svg: one effective batch, four splits.
+"""Draw the front of the built-in recipe as docs/img/split.svg and split.zh.svg: one effective batch, its splits.
 
     python docs/picture.py
 
