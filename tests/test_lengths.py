@@ -348,6 +348,5 @@ def test_the_steps_are_those_of_the_trainer_itself_on_samples_that_differ(traine
     assert told.peak_allocated_bytes == pytest.approx(np.median(peaks), rel=0.04)
     assert told.step_s == pytest.approx(np.median(seconds), rel=0.04)
     assert told.run.step_s == pytest.approx(np.mean(seconds), rel=0.02)
-    assert (
-        max(seconds) / 1.005 <= told.most_s <= 1.1 * max(seconds)
-    )  # a formula's seconds are those of a trace to 0.2 %
+    # The other micro-batch of the worst step is on a line between two simulated lengths: 0.13 % too low for hf.
+    assert max(seconds) / 1.002 <= told.most_s <= 1.1 * max(seconds)
