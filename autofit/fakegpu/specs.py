@@ -37,8 +37,8 @@ _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1
 # more: 0.84 and 1.00 GiB were seen on an A100.
 _SCALED = "estimate, may be off by 150 MiB: {} MiB of an {} scaled by SM count"
 _MEASURED_H100 = (
-    "measured on one (driver 580.159, torch 2.11.0, CUDA 13.0, experiments/gpu, 2026-11-26): 767 MiB of 26 of 43 trainings "
-    "and rollouts of torch's own operators, at most 793; 833 with bitsandbytes' 8-bit products"
+    "measured on one (driver 580.159, torch 2.11.0, CUDA 13.0, experiments/gpu, 2026-11-26): 767 MiB of 26 of 43 "
+    "trainings and rollouts of torch's own operators, at most 793; 833 with bitsandbytes' 8-bit products"
 )
 # Bytes/s between the card and pinned memory of the host, by the generation of its PCIe slot of 16 lanes, as measured:
 # 3: 12.2 to the card and 12.9 back, Tesla P100 (github mpicbg-scicomp/gearshifft#82).
