@@ -96,6 +96,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What commands keep between runs or share with others goes to folders of this session's own."""
     os.environ["AUTOFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["AUTOFIT_SERVER"] = "0"  # no command of a test leaves a server behind, unless the test is of that
+    os.environ["AUTOFIT_MLFLOW"] = "0"  # a mirror imports for 4 s, and a training waits for its own; see `mirrored`
     # The slots of probes lie there: sessions and workers of pytest-xdist do not wait for each other's. A short path,
     # as a socket's has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="autofit-tests-", ignore_cleanup_errors=True) as folder:
@@ -115,6 +116,12 @@ def tiny_recipe(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     """A GRPO recipe in a folder of its own, which is also the working directory."""
     monkeypatch.chdir(tmp_path)
     return tiny.write_recipe(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches and full runs of this test are mirrored to MLflow while they work, as outside of tests."""
+    monkeypatch.delenv("AUTOFIT_MLFLOW")
 
 
 @pytest.fixture(scope="session")

@@ -1,35 +1,43 @@
-"""A probe that has ended, run once more in a process of its own with something patched."""
+"""A probe that has ended, run once more in a child of the fork server with something patched."""
 
-import subprocess
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
+from unittest import mock
 
 from autofit.files import read_json, write_json
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.result import ProbeRequest, ProbeResult
 
-_PROGRAM = """
-import sys
-from unittest import mock
-from autofit.probing import simulated, worker
-from autofit.trainers.grpo import RolloutRun
-with mock.patch.object({patched}):
-    worker.run(sys.argv[1])
-"""
+Patched = Literal["all layers", "all micro-batches"]
 
 
-def probed_anew(probe: Path, folder: Path, patched: str) -> ProbeResult:
-    """The result of the probe in the folder `probe`, run again in the new `folder`.
-
-    `patched` are the arguments of `mock.patch.object`, as code that sees `simulated`, `worker` and `RolloutRun`.
-    """
+def probed_anew(probe: Path, folder: Path, patched: Patched, server: ForkServer) -> ProbeResult:
+    """The result of the probe in the folder `probe`, run again in the new `folder` with none of `patched` left out."""
     told = read_json(probe / "request.json")
     assert told is not None
     request = replace(ProbeRequest.from_json(told), folder=folder, server_socket=None)
     folder.mkdir()
     write_json(request.request_path, request.to_json())
-    command = [sys.executable, "-c", _PROGRAM.format(patched=patched), str(request.request_path)]
-    subprocess.run(command, cwd=folder.parent, check=True, capture_output=True, timeout=300)
+    ending = server.call(
+        {"entry": "probed_anew:probe_again", "argument": json.dumps([str(request.request_path), patched]),
+         "cwd": str(folder.parent), "env": {}, "log": str(folder / "log"), "deadline_s": 300}
+    )  # fmt: skip
+    assert ending.exit_code == 0, (folder / "log").read_text()
     answer = read_json(request.answer_path)
     assert answer is not None
     return ProbeResult.from_json(answer)
+
+
+def probe_again(argument: str) -> int:
+    """In the child: the probe itself."""
+    from autofit.probing import simulated, worker
+    from autofit.trainers.grpo import RolloutRun
+
+    request_path, patched = json.loads(argument)
+    all_layers = mock.patch.object(simulated, "needs_all_layers", return_value=True)
+    all_micro_batches = mock.patch.object(RolloutRun, "rollout_every", 0)
+    with all_layers if patched == "all layers" else all_micro_batches:
+        worker.run(request_path)
+    return 0

@@ -22,13 +22,15 @@ from autofit.tuning.study import load_study
 from autofit.watching.events import read_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder with a real search of 2 probes over the tiny recipe, in which 3 epochs are trained."""
+    """A folder with a real search of 2 probes over the tiny recipe, in which 2 epochs of 6 steps are trained."""
     folder = tmp_path_factory.mktemp("promotion")
     tiny.write_recipe(folder, tiny_model, max_steps=None, num_train_epochs=2, temperature=1.0)
+    tiny.write_dataset(folder / "data" / "train.jsonl", rows=12)
     done = run(folder, "search", "run.yaml", "--target-vram", "100MB", "--trials", "2", "--no-confirm", "--json",
                "--device", "cpu")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -79,7 +81,7 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
     assert whole.returncode == 0, whole.stderr
     expected = json.loads(whole.stdout.splitlines()[-1])
     reference = progress(studied)
-    assert expected["steps"] == 24  # 2 epochs x 24 prompts / 2 prompts a step
+    assert expected["steps"] == STEPS  # 2 epochs x 12 prompts / 2 prompts a step
 
     assert (
         run(studied, "promote", "0", "--json").stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
@@ -89,11 +91,11 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
     (studied / "out").rename(tmp_path / "out")
 
     first = start(studied, "promote", "0")
-    wait_for_step(studied, 5)
+    wait_for_step(studied, 2)
     first.send_signal(signal.SIGINT)
     assert first.wait(timeout=300) == 130
     second = start(studied, "promote", "0")
-    wait_for_step(studied, 15)  # in the second epoch
+    wait_for_step(studied, 7)  # in the second epoch
     request = next(studied.glob("autofit-studies/promoted/*/started.json"))
     (request.parent / "stop").touch()
     second.wait(timeout=300)
@@ -102,7 +104,7 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
     final = json.loads(third.stdout.splitlines()[-1])
     assert (final["steps"], final["final_loss"]) == (expected["steps"], expected["final_loss"])
     resumed = progress(studied)
-    assert [line["step"] for line in resumed] == list(range(1, 25))
+    assert [line["step"] for line in resumed] == list(range(1, STEPS + 1))
     for ours, theirs in zip(resumed, reference, strict=True):
         assert (ours["loss"], ours["reward"], ours["grad_norm"]) == (
             theirs["loss"],
@@ -157,6 +159,7 @@ def _trained(folder: Path, trainer: str, values: dict[str, object], server: Fork
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mirrored")
 def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(studied: Path) -> None:
     assert run(studied, "promote", "0").returncode == 0  # done already, where the run of another test is there
     folder = studied / "autofit-studies"
@@ -170,7 +173,7 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
     for name in ("loss", "reward", "completions/mean_length", "completions/clipped_ratio", "completions_per_s",
                  "host_rss_bytes"):  # fmt: skip
         steps = [m.step for m in api.get_metric_history(run_.info.run_id, name)]
-        assert sorted(steps) == list(range(1, 25)), name
+        assert sorted(steps) == list(range(1, STEPS + 1)), name
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: 
     path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)
     with contextlib.chdir(tmp_path):
         few = probe(path, tmp_path / "few", fork_server, limit_bytes=None)
-    whole = probed_anew(tmp_path / "few", tmp_path / "all", "RolloutRun, 'rollout_every', 0")
+    whole = probed_anew(tmp_path / "few", tmp_path / "all", "all micro-batches", fork_server)
     assert (few.phases, few.categories, few.least_capacity_bytes) == (
         whole.phases, whole.categories, whole.least_capacity_bytes
     )  # fmt: skip

@@ -49,9 +49,9 @@ def probe(
     return result
 
 
-def with_all_layers(folder: Path) -> ProbeResult:
+def with_all_layers(folder: Path, server: ForkServer) -> ProbeResult:
     """The result of the probe in `folder`, traced anew with all layers."""
-    return probed_anew(folder / "probe", folder / "deep", "simulated, 'needs_all_layers', lambda values: True")
+    return probed_anew(folder / "probe", folder / "deep", "all layers", server)
 
 
 def held(result: ProbeResult, phase: str, *names: str) -> float:
@@ -115,7 +115,7 @@ def test_ranks_hold_to_the_byte_from_few_layers_what_they_hold_with_all(
     tmp_path: Path, fork_server: ForkServer, sharding: Sharding, trainer: TrainerName, changes: dict[str, object]
 ) -> None:
     few = probe(tmp_path / "run", fork_server, Launch(ranks=8, sharding=sharding), trainer=trainer, **changes)
-    every = with_all_layers(tmp_path / "run")
+    every = with_all_layers(tmp_path / "run", fork_server)
     assert few.phases == every.phases
     assert few.step_s[0] == pytest.approx(every.step_s[0], rel=0.005)
     assert_same_host(few, every)
@@ -142,7 +142,7 @@ def test_what_is_offloaded_is_counted_on_the_host(
 ) -> None:
     launch = Launch(ranks=4, sharding="fsdp2", offload="parameters")
     few = probe(tmp_path / "moved", fork_server, launch, trainer=trainer, **changes)
-    every = with_all_layers(tmp_path / "moved")
+    every = with_all_layers(tmp_path / "moved", fork_server)
     assert few.phases == every.phases
     assert_same_host(few, every)
     assert few.host is not None

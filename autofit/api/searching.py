@@ -46,7 +46,7 @@ from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.search import Progress as _Progress
 from autofit.tuning.sensitivity import sensitivity
-from autofit.tuning.storage import database_of, use_storage
+from autofit.tuning.storage import database_of, mlflow_follows, use_storage
 from autofit.tuning.study import driving, open_storage, trials_of
 from autofit.units import format_seconds
 
@@ -200,7 +200,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(driving(plan.folder, plan.name))
             study = open_study(plan)
-            if mirroring:
+            if mirroring and mlflow_follows():
                 stack.enter_context(following(plan.folder, study.study_name, say=self._note))
             private_folder(plan.folder / "probes")
             keep_worst_case(planned.scratch, plan.probes_folder)

@@ -43,6 +43,7 @@ from autofit.promotion.server import with_address
 from autofit.promotion.start import Start, not_loaded, tell_oom, tell_oom_and_save, tell_oom_of_rank
 from autofit.recipe.launch import Launch, split
 from autofit.recipe.secrets import opened
+from autofit.tuning.storage import mlflow_follows
 from autofit.watching.contract import Promise
 from autofit.watching.events import read_progress
 from autofit.watching.thresholds import guards_of
@@ -191,7 +192,7 @@ def _errors_told(
 @contextmanager
 def _mirrored(request: dict[str, Any], folder: Path, rank: int | None) -> Iterator[None]:
     """Context with a mirror to MLflow, of the process that records the run."""
-    mirror = None if rank else start_mirror(request, folder)
+    mirror = None if rank or not mlflow_follows() else start_mirror(request, folder)
     try:
         yield
     finally:

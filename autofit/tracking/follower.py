@@ -13,7 +13,7 @@ from pathlib import Path
 from autofit.files import read_json
 from autofit.probing.launch import is_alive
 from autofit.promotion.run_folder import RunFolder
-from autofit.tuning.storage import child_environment
+from autofit.tuning.storage import child_environment, mlflow_follows
 from autofit.watching.events import events_of, read_progress
 
 MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
@@ -68,7 +68,8 @@ def mended(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if RunFolder(folder).request_path.exists() and _has_ended(folder) and not _is_up_to_date(folder):
+        has_run = mlflow_follows() and RunFolder(folder).request_path.exists()
+        if has_run and _has_ended(folder) and not _is_up_to_date(folder):
             _mirror_once(folder)
 
 

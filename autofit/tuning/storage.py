@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 VARIABLE = "AUTOFIT_STORAGE"
+_MLFLOW = "AUTOFIT_MLFLOW"  # 0: nothing is mirrored while it works; `autofit sync` does it later
 # The methods by which Optuna asks a database.
 CALLS = (
     "create_new_study", "delete_study", "set_study_user_attr", "set_study_system_attr", "get_study_id_from_name",
@@ -82,6 +83,11 @@ def _place(folder: Path) -> Path:
             f"--dir: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"
         )
     return path
+
+
+def mlflow_follows() -> bool:
+    """Whether searches and full runs are mirrored to MLflow while they work: not with AUTOFIT_MLFLOW=0."""
+    return os.environ.get(_MLFLOW, "1") not in ("0", "")
 
 
 def use_storage(folder: Path, storage: str | None) -> None:
