@@ -72,14 +72,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of durations.tsv as slow, but for whole cases of a capability, which the default tests have.
 
-    Whole files first, after the longest training: the single tests that follow keep both workers busy to the end.
+    Whole files first, after the longest training, then those with the longest tests: the short ones that follow keep
+    all workers busy to the end.
     """
     long = durations.read()
+    longest: dict[str, float] = {}  # of each file's tests, in seconds
     for item in items:
-        row = long.get(f"{item.nodeid.split('::')[0]}::{item.name}")
-        if row is not None and not row.is_default:
-            item.add_marker("slow")
-    items.sort(key=lambda item: (not item.nodeid.startswith("tests/demo/"), item.nodeid.split("::")[0] not in TOGETHER))
+        file = item.nodeid.split("::")[0]
+        row = long.get(f"{file}::{item.name}")
+        if row is not None:
+            longest[file] = max(row.seconds, longest.get(file, 0.0))
+            if not row.is_default:
+                item.add_marker("slow")
+
+    def place(item: pytest.Item) -> tuple[bool, bool, float]:
+        file = item.nodeid.split("::")[0]
+        return not file.startswith("tests/demo/"), file not in TOGETHER, -longest.get(file, 0.0)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
