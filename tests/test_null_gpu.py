@@ -165,8 +165,11 @@ def test_a_sample_of_operators_takes_the_bytes_of_torchs_own_dispatch(null_gpu: 
     assert [row for row in ran if not is_exact(row)] == []
 
 
-@pytest.mark.parametrize("visible", [1, 8])  # two: the tests of ranks
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "visible"),  # two: the tests of ranks
+    [("sft", 1), *((trainer, 8) for trainer in TRAINERS),
+     *(pytest.param(trainer, 1, marks=pytest.mark.thorough) for trainer in TRAINERS if trainer != "sft")],
+)  # fmt: skip
 def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(
     trainer: TrainerName, visible: int, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +184,7 @@ def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(
     assert result.device_used_bytes >= result.peak_reserved_bytes + 500 * MIB
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("bits", ["load_in_4bit", pytest.param("load_in_8bit", marks=pytest.mark.thorough)])
 def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
     bits: str, cards: Callable[..., None], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +197,7 @@ def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2"])  # DDP compares numbers, which are zeros without values
-@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.thorough), "grpo"])
 def test_two_ranks_are_probed_on_two_cards(
     trainer: TrainerName, sharding: Sharding, cards: Callable[..., None], server: ForkServer, tmp_path: Path,
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +251,14 @@ def test_a_killed_rank_ends_all_and_gives_its_card_back(
     assert no_process_names(request.folder)
 
 
-def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path: Path, tiny_model: Path) -> None:
+# CI has changes on a card from the simulated one, and confirmations by a law (test_confirmation.py).
+SHORT = ("--trials", "1", "--no-confirm", "--no-advice")
+
+
+@pytest.mark.parametrize("how", [SHORT, pytest.param(("--trials", "3"), marks=pytest.mark.thorough)])
+def test_search_and_promote_run_on_one_card(
+    null_gpu: NullGpu, tmp_path: Path, tiny_model: Path, how: tuple[str, ...]
+) -> None:
     null_gpu.has(h100s(1))
     recipe = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
 
@@ -261,7 +271,7 @@ def test_search_confirm_and_promote_run_on_one_card(null_gpu: NullGpu, tmp_path:
         return done.stdout
 
     told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB",
-                   "--trials", "3", "--no-mlflow", "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
+                   *how, "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
     assert json.loads(told)
     autofit("promote", "best", "--dir", str(tmp_path / "study"))
 
