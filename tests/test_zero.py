@@ -60,7 +60,7 @@ class TestWithDeepSpeed:
         "launch",
         [
             Launch(ranks=RANKS, sharding="zero2"),
-            pytest.param(Launch(ranks=RANKS, sharding="zero1"), marks=pytest.mark.slow),
+            pytest.param(Launch(ranks=RANKS, sharding="zero1"), marks=pytest.mark.thorough),
             pytest.param(Launch(ranks=RANKS, sharding="zero2", offload="optimizer"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero3"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero3", offload="parameters"), marks=pytest.mark.slow),
@@ -88,7 +88,7 @@ class TestWithDeepSpeed:
             assert 12 * share < kept < 24 * share
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+    @pytest.mark.parametrize("sharding", [pytest.param("zero2", marks=pytest.mark.thorough), "zero3"])
     def test_grpo_with_lora(
         self, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, sharding: launches.Sharding
     ) -> None:
@@ -100,7 +100,11 @@ class TestWithDeepSpeed:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("mode", "lora", "sharding"),
-        [("colocate", False, "zero3"), ("colocate", True, "zero3"), ("server", False, "zero2")],
+        [
+            pytest.param("colocate", False, "zero3", marks=pytest.mark.thorough),
+            ("colocate", True, "zero3"),
+            ("server", False, "zero2"),
+        ],
     )
     def test_weights_for_vllm_are_gathered_in_a_phase_of_their_own(
         self, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, mode: str, lora: bool,

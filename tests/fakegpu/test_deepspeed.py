@@ -125,7 +125,7 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])  # 1 and 2 are one engine
 def test_simulated_ranks_hold_the_bytes_of_real_ones(
     stage: int, extensions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
