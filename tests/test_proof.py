@@ -101,6 +101,16 @@ def test_verify_and_promote_tell_a_neutral_trial_from_one_that_only_claims_to_be
     assert autofit_("verify", "9").returncode == 2
 
 
+@pytest.mark.usefixtures("warm")
+def test_where_a_server_is_kept_the_proof_is_a_fork_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(subprocess, "run")
+    request, answer = tmp_path / "request.json", tmp_path / "answer.json"
+    request.write_text(json.dumps({"trainer": "nowhere:TRAINER", "answer": str(answer)}))
+    code, said = autofit.proof.proof._run_worker(request, tmp_path)
+    assert code == 0, said
+    assert "error" in json.loads(answer.read_text())
+
+
 # -- verdicts, with a worker of a known answer ------------------------------------------------------------------------
 
 

@@ -346,7 +346,7 @@ def _run_worker(request: Path, cwd: Path) -> tuple[int, str]:
 
 
 def _run_forked(server: str, request: Path, cwd: Path) -> tuple[int, str]:
-    """The same by a fork of the kept server, which has the worker's imports (5 s)."""
+    """The same by a fork of the kept server, which has the worker's imports."""
     log = request.with_name("worker.log")
     message = {
         "entry": "autofit.proof.worker:run", "argument": str(request), "cwd": str(cwd), "log": str(log),
