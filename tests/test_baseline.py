@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import command_line
 import pytest
 import yaml
 
@@ -14,8 +14,7 @@ from autofit.recipe.source import baseline_path
 
 
 def autofit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "autofit", *arguments], cwd=folder, capture_output=True, text=True,
-                          timeout=400)  # fmt: skip
+    return command_line.run(folder, *arguments)
 
 
 def test_the_baseline_keeps_the_field_notes_groups_and_effective_batch() -> None:

@@ -299,7 +299,7 @@ def test_a_promoted_run_ends_with_its_contract_and_the_report_shows_it(tmp_path:
     tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=8)
     searched = command_line.run(
         tmp_path, "search", "run.yaml", "--target-vram", "1GB", "--device", "cpu", "--trials", "1", "--trainer", "sft",
-        "--no-confirm", "--no-mlflow",
+        "--no-confirm",
     )  # fmt: skip
     assert searched.returncode == 0, searched.stderr
     done = command_line.run(tmp_path, "promote", "best", "--json")
@@ -323,3 +323,4 @@ def test_a_promoted_run_ends_with_its_contract_and_the_report_shows_it(tmp_path:
     (run,) = json.loads(json.dumps(found.to_dict()))["promoted"]
     assert (run["contract"], run["verdict"], run["state"]) == (final["contract"], final["verdict"], "done")
     assert "Full run of trial 0 on cpu: done, step 8 of 8" in str(found)
+    assert not (tmp_path / "autofit-studies" / "mlflow.db").exists()  # AUTOFIT_MLFLOW=0; `mirrored` tests are without

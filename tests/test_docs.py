@@ -164,13 +164,11 @@ def test_the_picture_has_the_figures_of_the_search(name: str, texts: dict[str, s
 
 @pytest.mark.slow
 def test_outputs_of_the_commands_page_are_those_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three blocks of the commands page; `nox -s outputs` runs all of them."""
+    """Two blocks of the commands page; `nox -s outputs` runs all of them."""
     text = (ROOT / "docs/commands.md").read_text("utf-8")
-    blocks = [
-        b.group() for b in outputs.BLOCK.finditer(text) if re.search(r"\$ autofit (check|doctor|explain) ", b.group())
-    ]
+    blocks = [b.group() for b in outputs.BLOCK.finditer(text) if re.search(r"\$ autofit (check|explain) ", b.group())]
     files = re.findall(r"^```yaml title=.*?^```$", text, re.DOTALL | re.MULTILINE)
     page = "\n".join([*files, *blocks])
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     monkeypatch.setenv("AUTOFIT_CACHE", os.environ.get("AUTOFIT_CACHE", str(tmp_path)))
     assert outputs.compared(outputs.with_outputs(page)) == outputs.compared(page)

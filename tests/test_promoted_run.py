@@ -181,6 +181,7 @@ def test_secrets_of_the_recipe_do_not_reach_mlflow(folder: Path) -> None:
     assert mirrored(folder).data.params["learning_rate"] == "1e-05"
 
 
+@pytest.mark.usefixtures("mirrored")
 def test_promote_mends_what_a_killed_mirror_left_and_starts_no_process_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

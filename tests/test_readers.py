@@ -601,6 +601,7 @@ def test_a_file_of_another_tool_is_a_source_with_its_trainer_its_launch_and_its_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("tool", "batch", "tokens"), [("LLaMA-Factory", 8, 96), ("Axolotl", 8, 128), ("ms-swift", 16, 96)]
 )
@@ -616,6 +617,7 @@ def test_a_command_takes_another_tools_file_where_it_takes_a_recipe(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -625,7 +627,10 @@ def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_fil
     text = "# mine\n" + yaml.safe_dump(values)
     (tmp_path / "mine.yaml").write_text(text)
     at = ["--dir", str(tmp_path / "studies")]
-    assert main(["search", str(tmp_path / "mine.yaml"), "--gpu", "rtx4090", "--trials", "3", *at]) == 0
+    knobs = {"per_device_train_batch_size": {"tier": "neutral", "values": "solved", "memory": "ascending"}}
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump({"trainer": "grpo", "knobs": knobs}))
+    few = ["--space", str(tmp_path / "space.yaml"), "--trials", "2", "--no-advice"]
+    assert main(["search", str(tmp_path / "mine.yaml"), "--gpu", "rtx4090", *few, *at]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "In your file: " in said
     assert main(["promote", "best", *at, "--out", str(tmp_path / "tuned.yaml")]) == 0

@@ -128,6 +128,7 @@ LLAVA = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_siz
          "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "projection_dim": 32}  # fmt: skip
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("trainer", "kind", "vision", "tokens"),
     [
@@ -147,7 +148,7 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
     else:
         values |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_length": 2048}
     (tmp_path / "run.yaml").write_text(json.dumps(values))
-    found = estimate(tmp_path / "run.yaml", trainer=trainer, gpu="a10g", prompt_tokens=16)
+    found = estimate(tmp_path / "run.yaml", trainer=trainer, gpu="a10g", prompt_tokens=16, advice=False)
     longest = found.recipe.longest_prompt_tokens or found.recipe.longest_sample_tokens
     assert longest is not None
     assert 0 <= longest - tokens - 16 < 24  # and the words of the chat template
@@ -157,14 +158,15 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_rollout_that_serves_four_steps_is_a_quarter_of_each_and_has_the_optimizers_state_beside_it(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     common = {"reward_funcs": ["think_format_reward"], "use_peft": False}
     once = tiny.write_recipe(tmp_path, tiny_model, **common)
-    one = estimate(once, gpu="a10g", prompt_tokens=4)
-    four = estimate(once, gpu="a10g", prompt_tokens=4, changes={"num_iterations": 4})
+    one = estimate(once, gpu="a10g", prompt_tokens=4, advice=False)
+    four = estimate(once, gpu="a10g", prompt_tokens=4, changes={"num_iterations": 4}, advice=False)
     share = four.result.rollout_s[0] / one.result.rollout_s[0]
     assert 0.25 < share < 0.35  # with old log-probabilities, which one iteration does not need
     peak = {name: p.peak_allocated_bytes for name, found in (("one", one), ("four", four)) for p in found.phases

@@ -4,6 +4,7 @@ import os
 import stat
 from pathlib import Path
 
+import command_line
 import pytest
 import yaml
 
@@ -124,13 +125,15 @@ def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(
     assert found.winner is not None
     done = autofit.promote("best", folder=folder)
     assert done.status == "done"
+    synced = command_line.run(tiny_recipe.parent, "sync", "--dir", str(folder))
+    assert synced.returncode == 0, synced.stderr
     assert yaml.safe_load(done.yaml_path.read_text())["hub_token"] == TOKEN  # as the user wrote it there
     assert stat.S_IMODE(done.yaml_path.stat().st_mode) == 0o600
     output = Path(values["output_dir"])
     files = [path for home in (folder, output) for path in home.rglob("*") if path.is_file() and path != done.yaml_path]
     assert len([path for path in files if path.is_relative_to(folder)]) > 20
     assert stat.S_IMODE((folder / "studies.db").stat().st_mode) == 0o600
-    assert {path.name for path in files} >= {"studies.db", "probe.log", "training_args.bin"}
+    assert {path.name for path in files} >= {"studies.db", "mlflow.db", "probe.log", "training_args.bin"}
     with_secrets = [path for path in files if any(s.encode() in path.read_bytes() for s in (TOKEN, KEY, PASSWORD))]
     assert with_secrets == []
     assert TOKEN not in repr(os.environ)

@@ -16,7 +16,6 @@ from served_runs import failure, folder_of_run
 from test_slurm_promote import logs, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
-from autofit.files import read_json
 from autofit.probing.supervise import Ending, RanksEnded, computing_env
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.server import Beside
@@ -63,7 +62,7 @@ def goes_on(folder: Path) -> bool:
 def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    folder = folder_of_run(tmp_path / "run", tiny_model, max_steps=30, save_steps=1)
+    folder = folder_of_run(tmp_path / "run", tiny_model, max_steps=60, save_steps=1)
     with started(folder) as job:
         wait(folder, lambda: steps(folder) >= 2)
         assert len(servers_of(folder)) == 2
@@ -76,10 +75,6 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
         job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"
     wait_until_none_is_left(folder)
-    with started(folder):
-        pass
-    assert (read_json(folder / "final.json") or {}).get("steps") == 30, logs(folder)
-    assert not left(folder)
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     assert set(found.shares) == {"update"}  # of an engine's law no part is known
 
 
+@pytest.mark.usefixtures("warm")
 def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,8 +155,8 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
 
 @pytest.mark.slow
 def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
-    """Of 24, the one of the longest prompt has no padding; the others have a mask."""
-    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 24, "bf16": True}
+    """Of 12, the one of the longest prompt has no padding; the others have a mask."""
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12, "bf16": True}
     path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)
     with contextlib.chdir(tmp_path):
         few = probe(path, tmp_path / "few", fork_server, limit_bytes=None)

@@ -108,17 +108,19 @@ def test_a_run_goes_on_after_usr2_and_ends_as_if_it_never_was(slurm: Cluster, ti
 
 
 @pytest.mark.slow
-def test_a_run_of_two_nodes_goes_on_after_usr2_and_names_the_node_of_a_killed_rank(
-    slurm: Cluster, tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("after_usr2", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_run_of_two_nodes_names_the_node_of_a_killed_rank(
+    slurm: Cluster, tiny_model: Path, tmp_path: Path, after_usr2: bool
 ) -> None:
     folder = folder_of_run(tmp_path / "run", tiny_model, Launch(ranks=2, machines=2), max_steps=4000)
     job = start(folder, nodes=2)
     wait(folder, lambda: steps(folder) >= 2)
-    slurm.run("scancel", "--signal=USR2", job)
-    wait(folder, lambda: resumed(folder))
-    since = resumed(folder)[0]
-    wait(folder, lambda: steps(folder) > since)
-    assert [line[0] for line in lines(folder)] == list(range(1, steps(folder) + 1))
+    if after_usr2:
+        slurm.run("scancel", "--signal=USR2", job)
+        wait(folder, lambda: resumed(folder))
+        since = resumed(folder)[0]
+        wait(folder, lambda: steps(folder) > since)
+        assert [line[0] for line in lines(folder)] == list(range(1, steps(folder) + 1))
     [victim] = [p for p in psutil.process_iter(["cmdline"]) if _is_rank(p, folder, "1")]
     began = time.monotonic()
     victim.kill()

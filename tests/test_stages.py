@@ -265,24 +265,19 @@ def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
     ]
 
 
-STEPS = 24  # enough to be killed among them
+STEPS = 16  # enough to be killed among them
 
 
 @pytest.mark.slow
-def test_killed_between_and_within_stages_it_goes_on_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+def test_killed_within_its_second_stage_it_goes_on_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
     changes = sft_then_grpo(tmp_path, tiny_model, grpo_steps=STEPS)
     first = start(tmp_path, changes)
     wait_for(lambda: steps(tmp_path), first, tmp_path)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=500) == 130
-    saved = steps(tmp_path)
-    assert 0 < len(saved) < STEPS
-    second = start(tmp_path, changes)
-    wait_for(lambda: len(steps(tmp_path)) > len(saved), second, tmp_path)
     for path in tmp_path.glob("autofit-studies/promoted/sft-then-grpo-grpo-*/started.json"):
         os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
-    second.kill()
-    second.wait()
+    first.kill()
+    first.wait()
+    assert 0 < len(steps(tmp_path)) < STEPS
     found = finish(tmp_path, changes)
     assert [stage["status"] for stage in found["stages"]] == ["kept", "done"]
     assert [stage["final"]["steps"] for stage in found["stages"]] == [2, STEPS]

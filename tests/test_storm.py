@@ -97,7 +97,7 @@ def test_a_run_passes_over_a_checkpoint_that_was_torn(tmp_path: Path) -> None:
     assert not found.wrong
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # 42 s; CI has what others may do with each folder (test_owners.py)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -> None:
     found = meet_neighbours(tmp_path, meetings=1, dice=random.Random(17), until=time.monotonic() + 60)
@@ -107,8 +107,8 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
-    found = attack_commands(tmp_path, inputs=16, seed=17, first=8, until=time.monotonic() + 300)
-    assert found.tried[WHOLE] == 16
+    found = attack_commands(tmp_path, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
+    assert found.tried[WHOLE] == 8
     assert not found.wrong
 
 
