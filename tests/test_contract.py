@@ -128,9 +128,25 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_se
         prepare(path, trainer=recipe.trainer, device="cpu", folder=Path.cwd() / "w", server=fork_server)
 
 
+SIMULATED_ELSEWHERE = ("grpo", "sft", "dpo", "reward", "hf")  # test_simulated.py, test_hf.py
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "sim:t4"])
-def test_a_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer, device: str) -> None:
+def test_a_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer) -> None:
+    runs_through_every_phase(recipe, fork_server, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", indirect=True,
+    argvalues=[pytest.param(name, marks=pytest.mark.thorough) if name in SIMULATED_ELSEWHERE else name
+               for name in TRAINERS],
+)  # fmt: skip
+def test_a_simulated_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer) -> None:
+    runs_through_every_phase(recipe, fork_server, "sim:t4")
+
+
+def runs_through_every_phase(recipe: Recipe, fork_server: ForkServer, device: str) -> None:
     micro = recipe.micro_batch_size
     split: dict[str, object] = {
         recipe.keys.micro_batch: 2 * micro,

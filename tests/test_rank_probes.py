@@ -178,7 +178,7 @@ def test_ranks_start_without_a_fork_server_too(recipe: Recipe, tmp_path: Path, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp2"])
 def test_four_ranks_fit(sharding: Sharding, recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
     result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, sharding=sharding, ranks=4))
     assert result.status is ProbeStatus.FIT, result.reason
