@@ -252,7 +252,8 @@ def test_a_killed_rank_ends_all_and_gives_its_card_back(
 
 
 # CI has changes on a card from the simulated one, and confirmations by a law (test_confirmation.py).
-SHORT = ("--trials", "1", "--no-confirm", "--no-advice")
+SHORT = ("--trials", "1", "--no-confirm", "--no-advice", "--space", "one_knob.yaml")
+ONE_KNOB = "trainer: sft\nknobs: {per_device_train_batch_size: {tier: neutral, values: solved, memory: ascending}}\n"
 
 
 @pytest.mark.parametrize("how", [SHORT, pytest.param(("--trials", "3"), marks=pytest.mark.thorough)])
@@ -261,6 +262,7 @@ def test_search_and_promote_run_on_one_card(
 ) -> None:
     null_gpu.has(h100s(1))
     recipe = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
+    (tmp_path / "one_knob.yaml").write_text(ONE_KNOB)
 
     def autofit(*command: str) -> str:
         done = subprocess.run(
