@@ -95,6 +95,10 @@ class Levers:
     def _listed(self) -> dict[str, tuple[Knob, tuple[Value, ...]]]:
         return {k.name: (k, c) for k, c in zip(self.space.knobs, self.space.choices, strict=True)}
 
+    def values(self, name: str) -> tuple[Value, ...]:
+        """All values of a knob, valid by themselves or not; () where the space has no such knob."""
+        return self._listed[name][1] if name in self._listed else ()
+
     def others(self, name: str) -> tuple[Value, ...]:
         """The values of a knob besides the recipe's own, valid by themselves."""
         return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
