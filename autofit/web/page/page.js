@@ -187,7 +187,7 @@ function done() {
   return verdict ? `${spoken(verdict)} ${count === 1 ? "1 change" : `${count} changes`} to apply.` : "Done.";
 }
 
-const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.used_bytes)} of ${gb(line.capacity_bytes)}. ${line.batch}`;
+const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.shown_bytes)} of ${gb(line.capacity_bytes)} ${line.shown_as}. ${line.batch}`;
 
 const WANTED = {"fits": "What makes it faster", "tight": "What leaves more room", "does not fit": "What makes it fit"};
 
@@ -197,7 +197,7 @@ function showVerdict() {
   const of = verdict, kind = {"fits": "", "tight": " may", "does not fit": " no"}[of.verdict];
   const many = of.count > 1 ? `${of.count} x ` : "";
   const figures = [
-    [gb(of.verdict === "does not fit" ? of.least_bytes : of.used_bytes), of.verdict === "does not fit" ? "needed on each card" : `of ${gb(of.capacity_bytes)} used`],
+    of.verdict === "does not fit" ? [gb(of.least_bytes), "needed on each card"] : [gb(of.shown_bytes), `of ${gb(of.capacity_bytes)} ${of.shown_as}`],
     [seconds(of.step_s), of.step_s_90 ? `a step (${seconds(of.step_s_90[0])} to ${seconds(of.step_s_90[1])})` : "a step"],
   ];
   if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
