@@ -5,18 +5,19 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from recipes import grpo_recipe
+from recipes import grpo_recipe, trl_facts
 
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.cards import other_card
 from autofit.forecast.change import Change, Trier
 from autofit.forecast.faster import faster_changes
-from autofit.forecast.levers import Levers
+from autofit.forecast.levers import MICRO, Levers
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.recipe.recipe import merge
+from autofit.recipe.launch import Launch
+from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import set_options
 from autofit.tuning.frontier import Trial
 
@@ -148,3 +149,13 @@ def test_the_options_are_what_a_shell_and_yaml_read_back() -> None:
     words = shlex.split(set_options(changes))
     assert words[::2] == ["--set"] * len(changes)
     assert settings(words[1::2]) == changes
+
+
+def test_only_micro_batches_that_divide_the_batch_are_tried() -> None:
+    """3 of a batch of 16 was taken for the candidate with 1: a step of many more micro-batches than are needed."""
+    resolved: dict[str, object] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    facts = trl_facts("sft", resolved)
+    recipe = Recipe(trainer="sft", values=dict(resolved), resolved=resolved, launch=Launch(ranks=1), model="m", **facts)
+    levers = Levers.of(recipe, "sim:h100")
+    assert levers.strengths[MICRO] == (2, 1)
+    assert levers.candidate({MICRO: 3}) is None

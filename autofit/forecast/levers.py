@@ -125,8 +125,8 @@ class Levers:
         params |= {name: value for name, value in at.items() if name not in (MICRO, ROLLOUT)}
         found = space.settled(params)
         kept = space.params(found)
-        if any(kept[name] != value for name, value in at.items() if name not in (MICRO, ROLLOUT)):
-            return None  # it has no effect without another setting
+        if any(kept[name] != params[name] for name in (keys.micro_batch, keys.rollout, *at) if name in params):
+            return None  # it has no effect without another setting, or the batch has no such micro-batch
         return found if space.violated(found) is None else None
 
     def tier(self, at: Assignment) -> Tier:

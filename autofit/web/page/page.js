@@ -212,7 +212,7 @@ function showVerdict() {
     element("h3", "Effective batch"), element("p", `${of.batch} Changes marked neutral keep it exactly.`),
     figuresTable(),
     element("details", [element("summary", "The recipe with these changes"), element("pre", element("code", of.yaml)),
-      element("button", "Copy YAML", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
+      element("button", "Copy", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
     element("details", [element("summary", "What was simulated"), facts(of.facts)]),
     element("ul", [], {id: "notes", class: "notes"}),
   );
