@@ -30,6 +30,7 @@ from autofit.forecast.shop import Shop
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
+from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
@@ -43,7 +44,7 @@ from autofit.web.pasted import read, write_config
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
-_ORDER = ("load", "wake-up", "sync", "rollout", "scoring", "update", "optimizer", "save", "resume")
+_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, SAVE)
 Told = dict[str, object]
 
 
@@ -105,10 +106,12 @@ def _facts(recipe: Recipe, given: Mapping[str, object]) -> list[tuple[str, str]]
 
 
 def _phases(result: ProbeResult, context_bytes: int, capacity_bytes: int) -> list[Told]:
-    """Each phase with its bytes by category, in the order of a step."""
+    """Each phase that holds anything, with its bytes by category, in the order of a step."""
     found = []
     places = {name: place for place, name in enumerate(_ORDER)}
     for phase in sorted(result.phases, key=lambda phase: places.get(phase.name, len(places))):
+        if not phase.peak_allocated_bytes:
+            continue
         held = context_bytes + phase.peak_allocated_bytes
         kept = max(0, min(phase.device_used_bytes, capacity_bytes) - held)
         found.append({"name": phase.name, "bytes": held, "cached_bytes": kept,

@@ -27,6 +27,7 @@ function drawn(tag, attributes, words) {
 
 const gb = (bytes) => bytes === null || bytes === undefined ? "-"
   : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
+const sentence = (text) => `${/^(vLLM|verl)/.test(text) ? text[0] : text[0].toUpperCase()}${text.slice(1)}.`;
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -203,8 +204,8 @@ function showVerdict() {
   if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
-    element("p", of.why[0].toUpperCase() + of.why.slice(1) + "."),
-    ...of.warnings.map((text) => element("p", text[0].toUpperCase() + text.slice(1) + ".", {class: "bad"})),
+    element("p", sentence(of.why)),
+    ...of.warnings.map((text) => element("p", sentence(text), {class: "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
@@ -226,7 +227,7 @@ const facts = (pairs) => element("table", pairs.map(([name, text]) => element("t
 
 function showNotes() {
   const list = document.getElementById("notes");
-  if (list) list.replaceChildren(...notes.map((text) => element("li", text[0].toUpperCase() + text.slice(1) + ".")));
+  if (list) list.replaceChildren(...notes.map((text) => element("li", sentence(text))));
 }
 
 function applied() {
