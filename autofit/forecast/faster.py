@@ -97,10 +97,10 @@ def _started(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) ->
         return at
     update = max((sum(held.values()) for name, held in known.parts.items() if name != ROLLOUT_PHASE), default=0)
     kept = sum(nbytes for name, nbytes in known.parts.get(ROLLOUT_PHASE, {}).items() if name not in MADE)
-    ways = [(known.outside_bytes + update, at)]
+    ways = [(update, at)]
     if SLEEP in levers.own:
-        ways.append((known.context_bytes + kept, {**at, SLEEP: True}))
-    room = roomy_bytes(trier.capacity_bytes, trier.device)
+        ways.append((kept, {**at, SLEEP: True}))
+    room = roomy_bytes(trier.capacity_bytes, trier.device) - known.context_bytes
     for held, way in ways:
         if found := next((one for one, nbytes in _shares(way, levers, trier) if held + nbytes <= room), None):
             return found
