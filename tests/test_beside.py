@@ -4,18 +4,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from recipes import grpo_recipe
+import pytest
+from recipes import grpo_recipe, trl_facts
 
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.cards import other_card
 from autofit.forecast.change import Change, Trier
 from autofit.forecast.faster import faster_changes
-from autofit.forecast.levers import Levers
+from autofit.forecast.levers import MICRO, Levers
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.recipe.recipe import merge
+from autofit.recipe.launch import Launch
+from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import set_options
 from autofit.tuning.frontier import Trial
 
@@ -24,29 +26,38 @@ GB = 10**9
 
 
 def run(values: Values) -> ProbeResult:
-    """A law: bfloat16 halves bytes and seconds, a larger rollout is faster, vLLM crashes, no checkpoints: +30 GB."""
+    """A law: bfloat16 halves bytes and seconds, a larger rollout is faster, vLLM crashes.
+
+    Without checkpoints 10 GB a sample of the micro-batch are held, for a step that is 0.3 s shorter.
+    """
     half = 2 if values.get("dtype") == "bfloat16" else 1
-    chunk = cast(int, values["steps_per_generation"])
-    used = (16 // half + chunk + (0 if values.get("gradient_checkpointing", True) else 30)) * GB
-    step_s = 8.0 / half / chunk + (1.0 if values.get("gradient_checkpointing", True) else 0.7)
+    chunk, micro = cast(int, values["steps_per_generation"]), cast(int, values["per_device_train_batch_size"])
+    held = 0 if values.get("gradient_checkpointing", True) else 10 * micro * GB
+    used = (16 // half + chunk * micro // 4) * GB + held
+    step_s = 32.0 / half / chunk / micro + (1.0 if values.get("gradient_checkpointing", True) else 0.7)
     found = ProbeResult(
-        status=ProbeStatus.FIT, device="sim:h100", device_used_bytes=used, least_capacity_bytes=used,
+        status=ProbeStatus.FIT if used <= 40 * GB else ProbeStatus.OOM, device="sim:h100",
+        device_used_bytes=used, least_capacity_bytes=used,
         step_s=(step_s,), rollout_s=(step_s - 1.0,),
-        categories={"update": {"weights": used // 2}, "rollout": {"weights": used // 2, "KV cache": chunk * GB}},
+        categories={
+            "update": {"weights": 10 * GB // half, "activations": 6 * GB // half + held},
+            "rollout": {"weights": 10 * GB // half, "KV cache": chunk * micro // 4 * GB},
+        },
     )  # fmt: skip
     failed = replace(found, status=ProbeStatus.FAILED, reason="ImportError: no vllm (during load; see p.log)")
     return failed if values.get("use_vllm") else found
 
 
 def faster(
-    *, below: Tier | None = None, most: int = 9, **changed: object
+    *, below: Tier | None = None, most: int = 9, weights_bytes: int | None = None, **changed: object
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
     own: dict[str, object] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 1, "dtype": None,
-        "use_vllm": False, "vllm_mode": "colocate", "gradient_checkpointing": True, "generation_batch_size": 4,
+        "use_vllm": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": False,
+        "gradient_checkpointing": True, "generation_batch_size": 4,
         **changed,
     }  # fmt: skip
-    recipe = grpo_recipe(**own)
+    recipe = replace(grpo_recipe(**own), weights_bytes=weights_bytes)
     trier = Trier(recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, probe=run, tell=lambda _: None)
     return faster_changes(
         Levers.of(recipe, "sim:h100"), trier, run(merge(recipe.values, {})), below=below, most=most, workers=1
@@ -54,19 +65,33 @@ def faster(
 
 
 def test_a_config_that_fits_is_told_what_makes_it_faster_neutral_changes_first() -> None:
-    """Without checkpoints it would not leave room, and vLLM cannot be tried: neither is called slow or too large."""
+    """vLLM cannot be tried, so it is not called slow or too large; nor are weights of fewer bits beside it."""
     found, untried = faster()
-    assert [change.tier for change in found] == ["neutral", "approximate"]
+    assert [change.tier for change in found] == ["neutral", "neutral", "approximate"]
     assert found[0].changes == {"steps_per_generation": 4}
-    assert found[1].changes == {"dtype": "bfloat16"}
-    assert [change.changes for change in untried] == [{"use_vllm": True}]
+    assert found[2].changes == {"dtype": "bfloat16"}
+    assert [change.changes["use_vllm"] for change in untried] == [True]
 
 
-def test_vllm_is_proposed_asleep_during_the_update_where_its_share_has_no_room_beside_it() -> None:
-    for share, sleeps in ((0.4, False), (0.6, True)):
-        _, (untried,) = faster(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=False)
-        assert untried.changes["use_vllm"]
-        assert bool(untried.changes.get("vllm_enable_sleep_mode")) is sleeps
+def test_without_checkpoints_the_largest_micro_batch_that_leaves_room_is_told() -> None:
+    """With the own one of 4 it would need 57 GB of 40; 3 does not divide the batch of 16."""
+    change = next(change for change in faster()[0] if "gradient_checkpointing" in change.changes)
+    assert change.changes["gradient_checkpointing"] is False
+    assert change.changes["per_device_train_batch_size"] == 2
+    assert change.device_used_bytes == 37 * GB
+
+
+@pytest.mark.parametrize(
+    ("weights_gb", "share", "sleeps"),
+    [(2, 0.5, False), (17, 0.5, False), (19, 0.6, True)],
+)
+def test_vllm_gets_the_largest_share_that_has_room_and_sleeps_where_none_has_it_beside_the_update(
+    weights_gb: int, share: float, *, sleeps: bool
+) -> None:
+    _, (untried,) = faster(weights_bytes=weights_gb * GB)
+    assert untried.changes["use_vllm"]
+    assert untried.changes["vllm_gpu_memory_utilization"] == share
+    assert bool(untried.changes.get("vllm_enable_sleep_mode")) is sleeps
 
 
 def test_beside_a_search_only_lower_tiers_are_told() -> None:
@@ -124,3 +149,13 @@ def test_the_options_are_what_a_shell_and_yaml_read_back() -> None:
     words = shlex.split(set_options(changes))
     assert words[::2] == ["--set"] * len(changes)
     assert settings(words[1::2]) == changes
+
+
+def test_only_micro_batches_that_divide_the_batch_are_tried() -> None:
+    """3 of a batch of 16 was taken for the candidate with 1: a step of many more micro-batches than are needed."""
+    resolved: dict[str, object] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    facts = trl_facts("sft", resolved)
+    recipe = Recipe(trainer="sft", values=dict(resolved), resolved=resolved, launch=Launch(ranks=1), model="m", **facts)
+    levers = Levers.of(recipe, "sim:h100")
+    assert levers.strengths[MICRO] == (2, 1)
+    assert levers.candidate({MICRO: 3}) is None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from autofit.api.reading import source_of
 from autofit.cli import main
 from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
@@ -357,6 +358,27 @@ def test_another_tools_file_is_explained_by_its_own_arithmetic(tmp_path: Path) -
     assert found.tool == "verl"
 
 
+VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/train.parquet \\
+  data.train_batch_size=16 data.max_prompt_length=64 data.max_response_length=64 actor_rollout_ref.model.path=a/b \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.n=2 \\
+  actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+  trainer.n_gpus_per_node=2
+"""
+
+
+def test_the_settings_of_a_command_of_verl_are_all_in_the_list_and_its_model_is_one_of_the_catalogue(
+    tmp_path: Path,
+) -> None:
+    values = dict(source_of(read(VERL.replace("a/b", MODEL), tmp_path).script).values)
+    found = allowed(values, known=(), trainer="verl")
+    assert found.notes == ()
+    assert found.values == {key: value for key, value in values.items() if key != "trust_remote_code"}
+    assert allowed(values, known=(), trainer="verl", model="/tmp/model").values["model_path"] == "/tmp/model"
+    with pytest.raises(ConfigError, match="model_path must be one of the"):
+        allowed({**values, "model_path": "/etc"}, known=(), trainer="verl")
+
+
 def test_no_file_that_another_tools_file_names_is_read(tmp_path: Path) -> None:
     yaml = """stage: sft
 finetuning_type: lora
@@ -510,6 +532,20 @@ bf16: true
     assert verdict["trainer"] == "hf"
     assert "trains on 2 samples: 1 at a time x 2 accumulation steps" in str(verdict["batch"])
     assert any("a file of LLaMA-Factory" in str(line["text"]) for line in told if line["is"] == "note")
+
+
+@pytest.mark.slow
+def test_a_command_of_verl_is_simulated_and_its_changes_are_overrides_of_its_own(simulator: Simulator) -> None:
+    question = Question.from_json({"text": VERL, "config": json.dumps(SMALL), "card": "rtx4090"})
+    told = [line for line in simulator.answer(question) if line is not None]
+    verdict = next(line for line in told if line["is"] == "verdict")
+    assert (verdict["trainer"], verdict["count"]) == ("verl", 2)
+    assert {"rollout", "sync", "update"} <= {phase["name"] for phase in verdict["phases"]}  # type: ignore[attr-defined]
+    changes = {"ppo_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    changed = replace(question, changes=changes)
+    told = [line for line in simulator.answer(changed) if line is not None]
+    verdict = next(line for line in told if line["is"] == "verdict")
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 " in str(verdict["yaml"])
 
 
 @pytest.mark.slow

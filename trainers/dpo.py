@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
+from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import Lengths
 
 from .common import (
@@ -54,6 +55,8 @@ class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.precompute_ref_log_probs:
+            if active_gpu() is None:  # the first pass of a process also loads kernels: the last one's seconds count
+                self.score_reference()
             self.score_reference()
         return super().train(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
 from autofit.space.traits import traits_of
 
-_MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a batch makes
+MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a batch makes
 _TRAINED = ("gradients", "optimizer")
 _ROLLOUT_PHASES = ("rollout", "scoring", "wake-up", "sync")
 _ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -74,14 +74,14 @@ class Bounds:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
         if name == MICRO:
-            scales = category in _MADE and phase not in ("rollout", "wake-up", "sync", "optimizer")
+            scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer")
             return number(after) / number(before) if scales else 1.0
         if name == ROLLOUT:
-            scales = category in _MADE and phase in _ROLLOUT_PHASES
+            scales = category in MADE and phase in _ROLLOUT_PHASES
             return number(after) / number(before) if scales else 1.0
         if name in (keys.completion, keys.length) and isinstance(after, int) and isinstance(before, int):
             prompt = self.recipe.longest_prompt_tokens or 0 if name == keys.completion and category != "logits" else 0
-            return (prompt + after) / (prompt + before) if category in _MADE else 1.0
+            return (prompt + after) / (prompt + before) if category in MADE else 1.0
         if name in CHECKPOINTING:
             return 0.0 if phase == "update" and category in ("activations", "temporaries") else 1.0
         if name == ALLOCATOR:
@@ -105,11 +105,11 @@ class Bounds:
         if name == "precompute_ref_log_probs":
             return 0.5 if category == "weights" else 1.0
         if name == "optim":
-            return 0.0 if category == "optimizer" or (phase == "optimizer" and category in _MADE) else 1.0
+            return 0.0 if category == "optimizer" or (phase == "optimizer" and category in MADE) else 1.0
         frees = traits_of(name, self.stated).frees
         if frees == "all":
             return 0.0
-        return 0.0 if category in (_MADE if frees is None else frees) else 1.0
+        return 0.0 if category in (MADE if frees is None else frees) else 1.0
 
     def _quantised(self, kind: str) -> float:
         recipe = self.recipe

@@ -1,25 +1,32 @@
-"""Changes of one setting that make a config faster, each simulated: also those that a search may not try."""
+"""Changes that make a config faster, each simulated: also those that a search may not try.
+
+An idea is one setting, with what it needs of others to fit: vLLM a share of the card that holds the weights, a step
+without checkpoints a smaller micro-batch.
+"""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from autofit.errors import Cancelled
 from autofit.fakegpu.specs import gpu_spec
-from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.bounds import MADE, Bounds, Known
 from autofit.forecast.change import Change, Trier
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
+from autofit.plugin.protocol import ROLLOUT as ROLLOUT_PHASE
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import TIERS, Tier
 
 LEAST_GAIN = 0.01  # share of the step's seconds
+_TRIES = 2  # of an idea: as it is, and so that it fits
+_BESIDE_WEIGHTS = 1.15  # times the weights that vLLM's share is tried with: its activations and cache lie beside them
 _SPEEDS = ("first", "early")  # the order in which settings are tried for their speed
 
 
 def faster_changes(
     levers: Levers, trier: Trier, base: ProbeResult, *, below: Tier | None = None, most: int = 3, workers: int = 2
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    """(changes of one setting that are faster than `base` and leave room, changes that could not be tried).
+    """(changes that are faster than `base` and leave room, changes that could not be tried).
 
     One that raises Cancelled ends with what was tried before.
 
@@ -27,11 +34,20 @@ def faster_changes(
     """
     ideas = _ideas(levers, trier, base, below)[:most]
 
-    def tried(at: Assignment) -> list[Change]:
-        changes, given = levers.changes(at), levers.changes(at, yaml=True)
+    def tried(idea: Assignment) -> list[Change]:
+        """The idea as it fits, or as it was tried last."""
+        found: list[Change] = []
+        at: Assignment | None = idea
         with contextlib.suppress(Cancelled):
-            return [trier.result(changes, given, tier=levers.tier(at), settings=len(at))[0]]
-        return []
+            for _ in range(_TRIES):
+                if at is None:
+                    break
+                changes, given = levers.changes(at), levers.changes(at, yaml=True)
+                change, result = trier.result(changes, given, tier=levers.tier(at), settings=len(at))
+                found = [change]
+                done = change.failure or (change.fits and not change.tight)
+                at = None if done else _leaner(at, levers, trier, result)
+        return found
 
     with ThreadPoolExecutor(workers) as pool:
         found = [change for row in pool.map(tried, ideas) for change in row]
@@ -49,7 +65,7 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
     unchecked: Assignment = {n: False for n in CHECKPOINTING if levers.own.get(n) is True}
     update: list[Assignment] = [unchecked, batches[1]]
     neutral = [batches[0], *update] if of_rollout else [*update, batches[0]]
-    known = [_asleep(at, levers, trier, base) for at in _others(levers)]
+    known = [_started(at, levers, trier, base) for at in _others(levers)]
     engines = [at for at in known if any(levers.traits(name).speed == "first" for name in at)]
     rest = [at for at in known if at not in engines]
     order = [*neutral[:1], *engines, *neutral[1:], *rest]
@@ -71,13 +87,55 @@ def _turn(levers: Levers, name: str) -> tuple[int, int]:
     return (_SPEEDS.index(speed), levers.rank(name)) if speed in _SPEEDS else (len(_SPEEDS), 0)
 
 
-def _asleep(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> Assignment:
-    """`at`, with vLLM asleep during the update where its share of the card has no room beside it."""
-    share, used = levers.own.get(SHARE), base.device_used_bytes or 0
-    room = roomy_bytes(trier.capacity_bytes, trier.device)
-    if not at.get("use_vllm") or SLEEP not in levers.own or not isinstance(share, float):
+def _started(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> Assignment:
+    """`at`; one that starts vLLM with the largest share of the card that has room beside the rest.
+
+    vLLM sleeps outside of rollouts where no share that holds the weights has room beside the update.
+    """
+    known = _known({}, base, trier)
+    if not at.get("use_vllm") or known is None or not isinstance(levers.own.get(SHARE), float):
         return at
-    return at if used + share * trier.capacity_bytes <= room else {**at, SLEEP: True}
+    update = max((sum(held.values()) for name, held in known.parts.items() if name != ROLLOUT_PHASE), default=0)
+    kept = sum(nbytes for name, nbytes in known.parts.get(ROLLOUT_PHASE, {}).items() if name not in MADE)
+    ways = [(update, at)]
+    if SLEEP in levers.own:
+        ways.append((kept, {**at, SLEEP: True}))
+    room = roomy_bytes(trier.capacity_bytes, trier.device) - known.context_bytes
+    for held, way in ways:
+        if found := next((one for one, nbytes in _shares(way, levers, trier) if held + nbytes <= room), None):
+            return found
+    return ways[-1][1]
+
+
+def _shares(at: Assignment, levers: Levers, trier: Trier) -> list[tuple[Assignment, float]]:
+    """[(`at` with a share of the card for vLLM that may hold the weights, its bytes)], the largest share first."""
+    least = (levers.space.recipe.weights_bytes or 0) * _BESIDE_WEIGHTS
+    own = levers.own.get(SHARE)
+    listed = sorted({share for share in (own, *levers.values(SHARE)) if isinstance(share, float)}, reverse=True)
+    every = [({**at, SHARE: share} if share != own else at, share * trier.capacity_bytes) for share in listed]
+    return [(one, nbytes) for one, nbytes in every if nbytes >= least and levers.candidate(one)]
+
+
+def _leaner(at: Assignment, levers: Levers, trier: Trier, result: ProbeResult) -> Assignment | None:
+    """`at` with what may make it fit after its `result` did not: a smaller share for vLLM or a smaller micro-batch."""
+    if at.get("use_vllm"):
+        shares = [one for one, _ in _shares(at, levers, trier)]
+        return next(iter(shares[shares.index(at) + 1 :]), None) if at in shares else None
+    known = _known(at, result, trier)
+    if known is None or MICRO in at or not any(at.get(name) is False for name in CHECKPOINTING):
+        return None
+    sizes = [{**at, MICRO: size} for size in levers.strengths.get(MICRO, ())]
+    return next((one for one in sizes if levers.candidate(one) and _has_room(one, known, levers, trier)), None)
+
+
+def _known(at: Assignment, result: ProbeResult, trier: Trier) -> Known | None:
+    return Known.of(at, result, gpu_spec(trier.device.removeprefix("sim:")).context_bytes)
+
+
+def _has_room(at: Assignment, known: Known, levers: Levers, trier: Trier) -> bool:
+    """Whether these settings are expected to leave room, by what is known of others."""
+    bounds = Bounds(levers.space.recipe, levers.own, levers.space.stated)
+    return bounds.expected_bytes(known, at) <= roomy_bytes(trier.capacity_bytes, trier.device)
 
 
 def _is_meant(levers: Levers, at: Assignment) -> bool:
@@ -86,10 +144,8 @@ def _is_meant(levers: Levers, at: Assignment) -> bool:
 
 def _larger(levers: Levers, trier: Trier, base: ProbeResult, name: str) -> Assignment:
     """The largest micro-batch or rollout that is expected to leave room; {} if there is none."""
-    known = Known.of({}, base, gpu_spec(trier.device.removeprefix("sim:")).context_bytes)
+    known = _known({}, base, trier)
     if name not in levers.own or known is None:
         return {}
-    room = roomy_bytes(trier.capacity_bytes, trier.device)
-    bounds = Bounds(levers.space.recipe, levers.own, levers.space.stated)
-    fitting = [n for n in levers.larger(name) if bounds.expected_bytes(known, {name: n}) <= room]
+    fitting = [n for n in levers.larger(name) if _has_room({name: n}, known, levers, trier)]
     return {name: fitting[-1]} if fitting else {}

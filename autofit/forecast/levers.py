@@ -95,6 +95,10 @@ class Levers:
     def _listed(self) -> dict[str, tuple[Knob, tuple[Value, ...]]]:
         return {k.name: (k, c) for k, c in zip(self.space.knobs, self.space.choices, strict=True)}
 
+    def values(self, name: str) -> tuple[Value, ...]:
+        """All values of a knob, valid by themselves or not; () where the space has no such knob."""
+        return self._listed[name][1] if name in self._listed else ()
+
     def others(self, name: str) -> tuple[Value, ...]:
         """The values of a knob besides the recipe's own, valid by themselves."""
         return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
@@ -121,8 +125,8 @@ class Levers:
         params |= {name: value for name, value in at.items() if name not in (MICRO, ROLLOUT)}
         found = space.settled(params)
         kept = space.params(found)
-        if any(kept[name] != value for name, value in at.items() if name not in (MICRO, ROLLOUT)):
-            return None  # it has no effect without another setting
+        if any(kept[name] != params[name] for name in (keys.micro_batch, keys.rollout, *at) if name in params):
+            return None  # it has no effect without another setting, or the batch has no such micro-batch
         return found if space.violated(found) is None else None
 
     def tier(self, at: Assignment) -> Tier:

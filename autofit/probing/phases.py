@@ -19,13 +19,15 @@ class Recorder:
         self.phase = LOAD
         self.peaks: list[PhasePeak] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.latest_s: defaultdict[str, float] = defaultdict(float)  # of each phase's last visit alone
         phase_path.write_text(self.phase)
 
     def enter(self, phase: str) -> str:
         """Switch to `phase`; returns the previous phase."""
         now, left = self._memory.now_s(), self.phase
         self.peaks.append(self._memory.switch(left, phase))
-        self.seconds[left] += now - self._entered
+        self.latest_s[left] = now - self._entered
+        self.seconds[left] += self.latest_s[left]
         self._entered, self.phase = now, phase
         if phase != left:
             self._phase_path.write_text(phase)
@@ -59,7 +61,8 @@ class StepClock(Followed):
 
     Stops the training after `round_of` measured steps, or after the first multiple of them that took long enough.
 
-    Seconds of scoring done once before training (DPO's reference) are distributed: each step gets its share.
+    Seconds of scoring done before training (DPO's reference) are distributed: each step gets its share of the last one,
+    as the first of a process also loads kernels.
     """
 
     def __init__(self, run: Run, recorder: Recorder, memory: Memory, *, measure_after: int, round_of: int) -> None:
@@ -74,7 +77,7 @@ class StepClock(Followed):
         self._share_s = 0.0
 
     def train_begins(self) -> None:
-        self._share_s = self.recorder.seconds[SCORING] * self._run.scoring_share
+        self._share_s = self.recorder.latest_s[SCORING] * self._run.scoring_share
 
     def step_begins(self, step: int) -> None:
         super().step_begins(step)

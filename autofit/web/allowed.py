@@ -31,6 +31,7 @@ _MOST = {
     "num_processes": 1024, "num_machines": 128,
 }  # fmt: skip
 
+_MODELS = frozenset({"model_name_or_path", "model_path"})  # the second is verl's
 _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation", "use_cache")  # what model_init_kwargs may have
 _ACCELERATE = ("single_gpu", "multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")  # configs that TRL ships
 _FILES = ("deepspeed", "fsdp_config", "accelerator_config", "config_file", "accelerate_config")
@@ -44,7 +45,9 @@ class Allowed:
     notes: tuple[str, ...]
 
 
-def allowed(values: Mapping[str, object], *, known: Iterable[str], model: str | None = None) -> Allowed:
+def allowed(
+    values: Mapping[str, object], *, known: Iterable[str], trainer: str = "", model: str | None = None
+) -> Allowed:
     """`values` as far as a stranger's may go. `model` is the folder of a pasted config, in place of the named model.
 
     `known` are the keys that the trainer takes; the name of any other goes on without its value, for the trainer to
@@ -52,8 +55,8 @@ def allowed(values: Mapping[str, object], *, known: Iterable[str], model: str | 
     """
     taken, found, notes, left = frozenset(known), dict[str, object](), list[str](), list[str]()
     for key, value in values.items():
-        if key == "model_name_or_path":
-            found[key] = _model(value) if model is None else model
+        if key in _MODELS:
+            found[key] = _model(value, key) if model is None else model
         elif key == "reward_model_name_or_path":
             found[key] = None if value is None else _model(value, key)
         elif key == "reward_funcs":
@@ -72,13 +75,13 @@ def allowed(values: Mapping[str, object], *, known: Iterable[str], model: str | 
             continue
         elif key == "fsdp" and isinstance(value, bool | str):
             found[key] = value if isinstance(value, bool) else " ".join(_word(key, part) for part in value.split()[:4])
-        elif (kept := _kept(key, value)) is not None:
+        elif (kept := _kept(key, value, _listed(trainer))) is not None:
             found[key] = kept[0]
         elif key in taken:
             left.append(key)
         else:
             found[key] = None  # the trainer says what is wrong with the key
-    if model is not None:
+    if model is not None and not _MODELS & values.keys():
         found["model_name_or_path"] = model
     if left:
         notes.append(f"left out: {', '.join(left[:12])}{f' and {len(left) - 12} more' if len(left) > 12 else ''}")
@@ -89,17 +92,17 @@ def allowed(values: Mapping[str, object], *, known: Iterable[str], model: str | 
 
 @cache
 def _listed(kind: str) -> frozenset[str]:
-    """The settings of a kind, as settings.yaml lists them."""
+    """The settings of a kind or of a trainer, as settings.yaml lists them."""
     text = (resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8")
-    found = yaml.safe_load(text)[kind]
+    found = yaml.safe_load(text).get(kind, [])
     return frozenset(found if isinstance(found, list) else (name for names in found.values() for name in names))
 
 
-def _kept(key: str, value: object) -> tuple[object] | None:
-    """The value of a setting of the list, checked; None for another setting."""
+def _kept(key: str, value: object, of_trainer: frozenset[str]) -> tuple[object] | None:
+    """The value of a setting of the list or `of_trainer`, checked; None for another setting."""
     if key == "attn_implementation":
         return (_attention(value),)
-    if key in _listed("plain") or key.partition(".")[0] == LAUNCH:
+    if key in _listed("plain") | of_trainer or key.startswith(f"{LAUNCH}."):
         return (_plain(key, value),)
     outer, dot, inner = key.partition(".")
     if dot and (outer in _listed("mappings") or (outer == "model_init_kwargs" and inner in _OF_MODEL)):

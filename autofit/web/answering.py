@@ -28,7 +28,9 @@ from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown
 from autofit.forecast.offers import Offer
 from autofit.forecast.shop import Shop
 from autofit.frontends.foreign import Explanation
+from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
+from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
@@ -42,19 +44,20 @@ from autofit.web.pasted import read, write_config
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
-_ORDER = ("load", "wake-up", "sync", "rollout", "scoring", "update", "optimizer", "save", "resume")
+_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, SAVE)
 Told = dict[str, object]
 
 
-def verdict_told(check: Check, given: Mapping[str, object]) -> Told:
-    """The verdict, its reasons, and the bytes of each phase."""
+def verdict_told(check: Check, given: Mapping[str, object], changes: Mapping[str, object]) -> Told:
+    """The verdict, its reasons, and the bytes of each phase; `given` are the values with the `changes` in them."""
     result, recipe = check.result, check.recipe
     spec = gpu_spec(check.device.removeprefix("sim:"))
+    shown, what = shown_bytes(result, check.capacity_bytes)
     return {
         "is": "verdict", "verdict": check.verdict, "why": check.line.removeprefix(f"{check.verdict}: "),
         "card": spec.name, "card_name": spec.full_name, "count": recipe.launch.cards, "model": _model(recipe, given),
-        "trainer": recipe.trainer, "used_bytes": result.device_used_bytes, "capacity_bytes": check.capacity_bytes,
-        "most_bytes": most_used_bytes(shown_bytes(result, check.capacity_bytes)[0], check.device),
+        "trainer": recipe.trainer, "used_bytes": result.device_used_bytes, "shown_bytes": shown, "shown_as": what,
+        "capacity_bytes": check.capacity_bytes, "most_bytes": most_used_bytes(shown, check.device),
         "least_bytes": result.least_capacity_bytes, "step_s": result.median_step_s,
         "step_s_90": result.step_s_interval, "rollout_s": next(iter(result.rollout_s), None),
         "batch": batch_words(recipe), "facts": [[name, text] for name, text in _facts(recipe, given)],
@@ -63,8 +66,18 @@ def verdict_told(check: Check, given: Mapping[str, object]) -> Told:
             *(line.removesuffix(".") for line in care_lines(result, recipe, check.capacity_bytes)),
             *float32_words(recipe, result, check.capacity_bytes),
         ],
-        "yaml": yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True),
+        "yaml": _tuned(recipe, given, changes),
     }  # fmt: skip
+
+
+def _tuned(recipe: Recipe, given: Mapping[str, object], changes: Mapping[str, object]) -> str:
+    """The file that was pasted with the `changes`, in its own keys."""
+    if not recipe.foreign:
+        return yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
+    try:
+        return own_text(recipe.foreign, changes)
+    except ConfigError:  # it would be read otherwise than it was meant
+        return f"{recipe.foreign['text']}\n# to change: {own_words(recipe.foreign, changes)}\n"
 
 
 def batch_words(recipe: Recipe) -> str:
@@ -93,10 +106,12 @@ def _facts(recipe: Recipe, given: Mapping[str, object]) -> list[tuple[str, str]]
 
 
 def _phases(result: ProbeResult, context_bytes: int, capacity_bytes: int) -> list[Told]:
-    """Each phase with its bytes by category, in the order of a step."""
+    """Each phase that holds anything, with its bytes by category, in the order of a step."""
     found = []
     places = {name: place for place, name in enumerate(_ORDER)}
     for phase in sorted(result.phases, key=lambda phase: places.get(phase.name, len(places))):
+        if not phase.peak_allocated_bytes:
+            continue
         held = context_bytes + phase.peak_allocated_bytes
         kept = max(0, min(phase.device_used_bytes, capacity_bytes) - held)
         found.append({"name": phase.name, "bytes": held, "cached_bytes": kept,
@@ -129,7 +144,8 @@ def _change(change: Change, recipe: Recipe, step_s: float | None, stated: Mappin
     keys = [*change.changes, *(f"env.{name}" for name in (env if isinstance(env, Mapping) else ()))]
     reasons = [text for key in keys if (text := reason_for(key, stated))]
     return {
-        "words": describe_changes(change.changes, recipe.resolved), "set": dict(change.given), "tier": change.tier,
+        "words": change.own or describe_changes(change.changes, recipe.resolved),
+        "set": dict(change.given), "tier": change.tier,
         "used_bytes": change.device_used_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
         "speedup": step_s / change.step_s if step_s and change.step_s else None, "reasons": reasons[:2],
     }  # fmt: skip
@@ -167,7 +183,9 @@ def run(request_path: str) -> int:
     with (path.parent / TOLD).open("a", encoding="utf-8") as file:
 
         def tell(said: Mapping[str, object]) -> None:
-            text = json.dumps(said, default=str).replace(f"{path.parent}/recipe", "the file")
+            text = json.dumps(said, default=str)
+            for name in ("recipe", "pasted.yaml", "pasted.sh"):
+                text = text.replace(f"{path.parent}/{name}", "the file")
             text = text.replace(str(path.parent), "")  # no place of this machine is told
             file.write(text + "\n")
             file.flush()
@@ -186,7 +204,14 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     pasted = read(question.text, folder)
     for note in pasted.notes:
         tell({"is": "note", "text": note})
-    source = source_of(pasted.values)  # another tool's file as the commands take it
+    try:
+        source = source_of(pasted.script or pasted.values)  # another tool's file as the commands take it
+    except ConfigError as error:
+        if pasted.explained is None:
+            raise
+        tell({"is": "note", "text": one_line(str(error), 600)})
+        tell(explained_told(pasted.explained))
+        return
     if pasted.explained is not None and source.trainer not in _TRAINERS:
         tell(explained_told(pasted.explained))
         return
@@ -213,7 +238,7 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
         if question.kind == "cards":
             _cards(estimating, question.count or estimating.recipe.launch.cards, tell)
         else:
-            _check(estimating, given, seconds["advice"], tell)
+            _check(estimating, given, question.changes, seconds["advice"], tell)
 
 
 def _named(trainer: str | None) -> str | None:
@@ -225,7 +250,7 @@ def _named(trainer: str | None) -> str | None:
 def _allowed(given: Mapping[str, object], trainer: str, question: Question, folder: Path) -> Allowed:
     takes = getattr(load(trainer), "takes", set)
     model = write_config(question.config, folder / "model") if question.config.strip() else None
-    return allowed(given, known=takes(), model=model)
+    return allowed(given, known=takes(), trainer=trainer, model=model)
 
 
 def _tokens(trainer: str, values: Mapping[str, object]) -> int:
@@ -236,7 +261,9 @@ def _tokens(trainer: str, values: Mapping[str, object]) -> int:
     return most if isinstance(most, int) and 1 <= most <= 131_072 else 2 * _TOKENS
 
 
-def _check(estimating: Estimator, given: Mapping[str, object], advice_s: float, tell: Tell) -> None:
+def _check(
+    estimating: Estimator, given: Mapping[str, object], changes: Mapping[str, object], advice_s: float, tell: Tell
+) -> None:
     """The verdict, then what to change."""
     estimating = replace(estimating, least_of_fits=False)  # a second less; the page does not show it
     if clash := next(clashes(estimating.recipe), None):
@@ -252,7 +279,7 @@ def _check(estimating: Estimator, given: Mapping[str, object], advice_s: float, 
         recipe=recipe, device=estimating.device, capacity_bytes=capacity, result=result,
         crash=None if fits else crash_of(result, recipe, capacity),
     )  # fmt: skip
-    tell(verdict_told(check, given))
+    tell(verdict_told(check, given, changes))
     for note in result.notes:
         tell({"is": "note", "text": note})
     if advice_s:

@@ -73,6 +73,7 @@ class Pasted:
     sharing: str = ""  # an accelerate config by its name
     notes: tuple[str, ...] = ()
     explained: Explanation | None = None
+    script: Path | None = None  # of verl, which says more than a mapping
 
 
 def read(text: str, folder: Path) -> Pasted:
@@ -82,7 +83,7 @@ def read(text: str, folder: Path) -> Pasted:
     if starts_verl(text):
         script = folder / "pasted.sh"
         script.write_text(text, encoding="utf-8")
-        return Pasted(explained=explain(script))
+        return Pasted(explained=explain(script), script=script)
     if _is_command(text):
         return _command(text, folder)
     recipe = folder / "pasted.yaml"

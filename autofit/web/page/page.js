@@ -27,6 +27,7 @@ function drawn(tag, attributes, words) {
 
 const gb = (bytes) => bytes === null || bytes === undefined ? "-"
   : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
+const sentence = (text) => `${/^(vLLM|verl)/.test(text) ? text[0] : text[0].toUpperCase()}${text.slice(1)}.`;
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -187,7 +188,7 @@ function done() {
   return verdict ? `${spoken(verdict)} ${count === 1 ? "1 change" : `${count} changes`} to apply.` : "Done.";
 }
 
-const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.used_bytes)} of ${gb(line.capacity_bytes)}. ${line.batch}`;
+const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.shown_bytes)} of ${gb(line.capacity_bytes)} ${line.shown_as}. ${line.batch}`;
 
 const WANTED = {"fits": "What makes it faster", "tight": "What leaves more room", "does not fit": "What makes it fit"};
 
@@ -197,14 +198,14 @@ function showVerdict() {
   const of = verdict, kind = {"fits": "", "tight": " may", "does not fit": " no"}[of.verdict];
   const many = of.count > 1 ? `${of.count} x ` : "";
   const figures = [
-    [gb(of.verdict === "does not fit" ? of.least_bytes : of.used_bytes), of.verdict === "does not fit" ? "needed on each card" : `of ${gb(of.capacity_bytes)} used`],
+    of.verdict === "does not fit" ? [gb(of.least_bytes), "needed on each card"] : [gb(of.shown_bytes), `of ${gb(of.capacity_bytes)} ${of.shown_as}`],
     [seconds(of.step_s), of.step_s_90 ? `a step (${seconds(of.step_s_90[0])} to ${seconds(of.step_s_90[1])})` : "a step"],
   ];
   if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
-    element("p", of.why[0].toUpperCase() + of.why.slice(1) + "."),
-    ...of.warnings.map((text) => element("p", text[0].toUpperCase() + text.slice(1) + ".", {class: "bad"})),
+    element("p", sentence(of.why)),
+    ...of.warnings.map((text) => element("p", sentence(text), {class: "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
@@ -212,7 +213,7 @@ function showVerdict() {
     element("h3", "Effective batch"), element("p", `${of.batch} Changes marked neutral keep it exactly.`),
     figuresTable(),
     element("details", [element("summary", "The recipe with these changes"), element("pre", element("code", of.yaml)),
-      element("button", "Copy YAML", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
+      element("button", "Copy", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
     element("details", [element("summary", "What was simulated"), facts(of.facts)]),
     element("ul", [], {id: "notes", class: "notes"}),
   );
@@ -226,7 +227,7 @@ const facts = (pairs) => element("table", pairs.map(([name, text]) => element("t
 
 function showNotes() {
   const list = document.getElementById("notes");
-  if (list) list.replaceChildren(...notes.map((text) => element("li", text[0].toUpperCase() + text.slice(1) + ".")));
+  if (list) list.replaceChildren(...notes.map((text) => element("li", sentence(text))));
 }
 
 function applied() {
