@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
 from recipes import grpo_recipe, trl_facts
 
-from autofit.api.lower_tiers import Outside, outside_lines, outside_of
+from autofit.api.lower_tiers import Outside, outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.cards import other_card
 from autofit.forecast.change import Change, Trier
+from autofit.forecast.estimate import Estimator
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import MICRO, Levers
 from autofit.hardware.hardware import Device
+from autofit.probing.fork_server import ForkServer
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import Launch
@@ -98,6 +101,34 @@ def test_beside_a_search_only_lower_tiers_are_told() -> None:
     found, _ = faster(below="neutral")
     assert [change.changes for change in found] == [{"dtype": "bfloat16"}]
     assert faster(below="approximate") == ((), ())
+
+
+@pytest.mark.parametrize(("device", "loss", "base_probed"), [
+    ("sim:h100", "grpo", False), ("cuda", "grpo", True), ("sim:h100", "dapo", True),
+])  # fmt: skip
+def test_the_winner_is_simulated_again_only_where_its_trial_does_not_say_what_is_asked(
+    device: Device, loss: str, base_probed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dapo a larger rollout is of a lower tier, and whether it has room is told by the least capacity."""
+    recipe = grpo_recipe(dtype=None, steps_per_generation=1, generation_batch_size=4, loss_type=loss)
+    asked: list[Values] = []
+
+    def probe(_: Estimator, values: Values) -> ProbeResult:
+        asked.append(values)
+        return run(values)
+
+    monkeypatch.setattr(Estimator, "probe", probe)
+    estimator = Estimator(
+        recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, folder=Path(), worst_case=Path(),
+        server=cast(ForkServer, None), deadline_s=1.0,
+    )  # fmt: skip
+    best = Trial(
+        number=3, tier="neutral", params={}, changes={}, result=replace(run(recipe.values), device=device)
+    )  # fmt: skip
+    kept = outside(best, [best], estimator, "neutral")
+    assert kept is not None
+    assert (asked.count(recipe.values) == 1) is base_probed
+    assert "bfloat16" in str(kept["changes"])
 
 
 def test_what_lies_outside_is_a_line_each_with_its_option() -> None:

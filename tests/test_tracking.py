@@ -16,6 +16,8 @@ from search_driver import plan
 
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
+from autofit.tracking import follower
+from autofit.tracking.follower import following, keep_mirrored, told_of
 from autofit.tracking.runs import client, experiment_id
 from autofit.tracking.study_mirror import _sync, sync
 from autofit.tuning.search import Search, open_study
@@ -129,6 +131,71 @@ def test_mlflow_being_down_costs_a_search_nothing(folder: Path, tmp_path: Path) 
     _, errors = follower.communicate(b"", timeout=500)
     assert follower.returncode == 0
     assert b"Traceback" not in b"".join(said) + errors
+
+
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command of each mirror that is started, in place of which a process that only ends is."""
+    started: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def ends(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return popen([sys.executable, "-c", "import sys; sys.stdin.read()"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", ends)
+    return started
+
+
+def test_a_search_that_mlflow_shows_already_starts_no_mirror(
+    folder: Path, tmp_path: Path, mirrors: list[list[str]]
+) -> None:
+    shutil.copy(folder / "studies.db", tmp_path)
+    (tmp_path / "probes" / "law").mkdir(parents=True)
+    study, database = load_study(tmp_path, "law"), tmp_path / "mlflow.db"
+    database.write_text("as the mirror left it")
+    with following(tmp_path, study):
+        pass
+    assert len(mirrors) == 1  # nothing says that it is shown
+    keep_mirrored(tmp_path, "law", told_of(study))
+    with following(tmp_path, study):
+        pass
+    assert len(mirrors) == 1
+    database.write_text("as somebody changed it since")
+    with following(tmp_path, study):
+        pass
+    assert len(mirrors) == 2
+    keep_mirrored(tmp_path, "law", told_of(study)[:-1])  # a trial was told since
+    with following(tmp_path, study):
+        pass
+    assert len(mirrors) == 3
+
+
+def test_a_mirror_is_started_once_and_where_the_search_fails_too(
+    folder: Path, tmp_path: Path, mirrors: list[list[str]]
+) -> None:
+    study = load_study(folder, "law")
+    with following(tmp_path, study) as followed:
+        assert mirrors == []
+        followed.begin()
+        followed.begin()
+    assert len(mirrors) == 1
+    with pytest.raises(KeyError), following(tmp_path, study):
+        raise KeyError
+    assert len(mirrors) == 2
+
+
+@pytest.mark.slow
+def test_the_last_look_of_a_mirror_is_noted(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "studies.db", tmp_path)
+    (tmp_path / "probes" / "law").mkdir(parents=True)
+    study = load_study(tmp_path, "law")
+    subprocess.run([sys.executable, "-m", "autofit.tracking.study_mirror", str(tmp_path), "law"], check=True,
+                   stdin=subprocess.DEVNULL)  # fmt: skip
+    assert follower.is_mirrored(tmp_path, study)
+    assert_equal_to_optuna(tmp_path)
+    client(tmp_path).delete_run(runs_of(tmp_path)["3"].info.run_id)
+    assert not follower.is_mirrored(tmp_path, study)
 
 
 def test_a_mirror_whose_starter_is_gone_is_ended_by_the_kernel_whatever_it_waits_for() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from autofit.api.planning import Planned, Request
 from autofit.forecast.change import Change, Tell
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.faster import faster_changes
+from autofit.forecast.faster import asks_of_sizes, faster_changes
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
@@ -161,11 +161,12 @@ def outside(
     if allow == TIERS[-1]:
         return None
     tuned = _with(estimator.recipe, best.changes)
-    estimator = replace(estimator, recipe=tuned)
-    base = estimator.probe(tuned.values)
+    estimator, levers = replace(estimator, recipe=tuned), Levers.of(tuned, estimator.device)
+    base = best.result
+    if base is None or base.device != estimator.device or asks_of_sizes(levers, below=allow):
+        base = estimator.probe(tuned.values)  # a trial on a real card, or one without its least capacity
     if base.status is not ProbeStatus.FIT:
         return None
-    levers = Levers.of(tuned, estimator.device)
     faster, _ = faster_changes(levers, estimator.trier(tell), base, below=allow, most=MOST)
     return _kept(best.number, allow, [Outside.of(change, base.median_step_s) for change in faster])
 

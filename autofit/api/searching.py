@@ -38,7 +38,7 @@ from autofit.recipe.recipe import merge
 from autofit.space.describe import describe_changes
 from autofit.space.knob import StatedSpace
 from autofit.space.space import Space
-from autofit.tracking.follower import following
+from autofit.tracking.follower import Follower, following
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
 from autofit.tuning.record import Stop, StopKind, keep_record, record_of
@@ -200,8 +200,8 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(driving(plan.folder, plan.name))
             study = open_study(plan)
-            if mirroring and mlflow_follows():
-                stack.enter_context(following(plan.folder, study.study_name, say=self._note))
+            mirroring = mirroring and mlflow_follows()
+            follower = stack.enter_context(following(plan.folder, study, say=self._note)) if mirroring else None
             private_folder(plan.folder / "probes")
             keep_worst_case(planned.scratch, plan.probes_folder)
             drop(planned.scratch)
@@ -222,7 +222,7 @@ class _Run:
                 self._note("the time at a breakpoint counts as the probe's; --study gives it a study of its own",
                            label="debug")  # fmt: skip
             driver = Search(plan, study, server_socket=self._server.socket_path, launcher=launcher)
-            driver.on_told, driver.on_progress = self._on_told(plan, study), self._showing(plan)
+            driver.on_told, driver.on_progress = self._on_told(plan, study, follower), self._showing(plan)
             driver.on_note = self._note
             try:
                 stop = driver.run()
@@ -244,11 +244,13 @@ class _Run:
     def _note(self, text: str, *, label: str = "") -> None:
         self._tell(Event(text=text, label=label))
 
-    def _on_told(self, plan: Plan, study: optuna.Study) -> Callable[[Trial], None]:
+    def _on_told(self, plan: Plan, study: optuna.Study, follower: Follower | None) -> Callable[[Trial], None]:
         base = baseline(trials_of(study))  # of an earlier run, if there is one
 
         def told(trial: Trial) -> None:
             nonlocal base
+            if follower is not None:
+                follower.begin()
             base = base if trial.changes else trial
             text = trial_line(trial, plan.recipe.resolved, base, limit_bytes=plan.limit_bytes)
             self._tell(Event(text=text, trial=TrialResult.of(trial, base, limit_bytes=plan.limit_bytes)))

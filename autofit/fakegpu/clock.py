@@ -92,6 +92,7 @@ class _Cost(NamedTuple):
     by_shapes: bool  # whether all operations on inputs of these shapes cost the same
 
 
+KnownCosts = dict[tuple[object, ...] | None, _Cost | None]  # by operation and inputs; None: a view
 _UNKNOWN = _Cost(Work("", (), 0.0, 0, False, 0, 0), None, 0.0, "others", False)
 
 
@@ -132,7 +133,7 @@ class Clock:
         self.collectives = CollectiveSeconds(spec)
         self.ranks = 1  # of the largest group that had a collective
         self._collecting: deque[tuple[float, float]] = deque()  # times of collectives that kernels may run beside
-        self._costs: dict[tuple[object, ...] | None, _Cost | None] = {}
+        self.known: KnownCosts = {}  # may be shared by clocks of one card and host, one after another
         self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
         self.flops = 0
         self.bytes_moved = 0
@@ -289,11 +290,11 @@ class Clock:
         """
         if self.asleep:
             return
-        cost = self._costs.get(key, _UNKNOWN)
+        cost = self.known.get(key, _UNKNOWN)
         if cost is _UNKNOWN:
             cost = self._cost(func, args, kwargs, out)
             if key is not None and (cost is None or cost.by_shapes):
-                self._costs[key] = cost
+                self.known[key] = cost
         if cost is None:
             self.host_s += self.costs.view_s
             if self.log is not None:

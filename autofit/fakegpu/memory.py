@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType
 from typing import NamedTuple, cast
 
@@ -256,12 +257,16 @@ def _text(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 1024:.2f} KiB"
 
 
+@cache
+def _of_library(file: str) -> bool:
+    return any(part in file for part in _LIBRARY_PARTS)
+
+
 def _caller() -> tuple[CodeType | None, int]:
     """Code and line of the innermost frame outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in _LIBRARY_PARTS):
+        if not _of_library(frame.f_code.co_filename):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0

@@ -21,6 +21,7 @@ from autofit.fakegpu.kernels import tensors
 
 aten = torch.ops.aten
 _META = torch.device("meta")
+_make_subclass = torch.Tensor._make_subclass  # torch's own: a card's replacement, of which this is, passes fakes on
 _MISS = object()
 _FACTORIES = {  # make a tensor of a given shape, from no tensor
     aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default,
@@ -162,9 +163,7 @@ class Shortcut:
             made = FakeTensor(self._mode, meta, device)
             self._attributes[device] = dict(vars(made))
             return made
-        made = torch.Tensor._make_subclass(
-            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-        )
+        made = _make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         vars(made).update(attributes)
         return made
 
@@ -186,12 +185,14 @@ def _is_on_meta(func: OpOverload) -> bool:
 
 def _describe(value: object, key: list[object], found: list[int]) -> bool:
     """Append the cache key of an argument, and to `found` its tensors; false if it cannot be part of a key."""
-    if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex:
+    if type(value) is FakeTensor:
+        if value.constant is not None or value.dtype.is_complex:
             return False
         key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
         found.append(id(value))
         return True
+    if isinstance(value, torch.Tensor):
+        return False
     if isinstance(value, (list, tuple)):
         key.append(len(value))
         return all(_describe(item, key, found) for item in value)

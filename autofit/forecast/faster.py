@@ -57,6 +57,15 @@ def faster_changes(
     return tuple(sorted(quick, key=lambda c: c.cost)), tuple(c for c in found if c.failure)
 
 
+def asks_of_sizes(levers: Levers, *, below: Tier) -> bool:
+    """Whether larger micro-batches or rollouts count among the changes of the tiers below `below`.
+
+    Only these depend on how little memory is enough for the base (its least capacity).
+    """
+    sizes = ({name: size} for name in (MICRO, ROLLOUT) if name in levers.own for size in levers.larger(name))
+    return any(TIERS.index(levers.tier(at)) > TIERS.index(below) for at in sizes)
+
+
 def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) -> list[Assignment]:
     """Changes of one setting, the most promising first: those of the phase that takes longer, then the others."""
     over = -1 if below is None else TIERS.index(below)

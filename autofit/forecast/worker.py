@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
+from autofit.fakegpu.clock import KnownCosts
 from autofit.fakegpu.depth.expand import Mark, Run, expanded
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import (
@@ -76,6 +77,7 @@ class Recording:
     device: str
     worst_case: WorstCase
     operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
+    costs: KnownCosts = field(default_factory=dict)  # of operations
 
     def trace(self, point: Point, stack: Stack | None = None) -> Trace:
         """Two optimizer steps at `point`, with all layers or with those that `stack` keeps."""
@@ -98,6 +100,7 @@ class Recording:
     @contextmanager
     def _card(self, stack: Stack | None, *, follow_layers: bool = False) -> Iterator[FakeGpu]:
         gc.collect()
+        gc.freeze()  # what is left of earlier traces stays; the collections that trainers ask for need not look at it
         spec = gpu_spec(self.device.removeprefix("sim:"))
         few = nullcontext() if stack is None else shallow_models(stack, pattern=layers_alike(self.values))
         card = fake_gpu(
@@ -107,6 +110,7 @@ class Recording:
             gpu.only_last_decode_steps = True
             if gpu.tracer.shortcut is not None:
                 gpu.tracer.shortcut.known = self.operations
+            gpu.clock.known = self.costs
             yield gpu
 
     def _train(self, gpu: FakeGpu, point: Point) -> "_Marks":

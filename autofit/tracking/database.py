@@ -21,6 +21,7 @@ from mlflow.store.db import utils as mlflow_utils
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from autofit.errors import EnvironmentFault
+from autofit.tracking.follower import DATABASE
 from autofit.tuning.locks import exclusive, is_there, put_in_place, set_aside
 
 _utils: Any = mlflow_utils  # MLflow is not fully typed
@@ -42,7 +43,7 @@ def tracking_uri(folder: Path) -> str:
 
 def own_path(folder: Path) -> Path:
     """MLflow's database beside the studies."""
-    return folder / "mlflow.db"
+    return folder / DATABASE
 
 
 def _to_stderr(text: str) -> None:

@@ -1,6 +1,7 @@
 """MLflow's mirrors as processes of their own, so that this one loads no MLflow and waits little for it."""
 
 import contextlib
+import os
 import select
 import signal
 import subprocess
@@ -10,36 +11,102 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autofit.files import read_json
+import optuna
+
+from autofit.files import read_json, stamp, write_json
 from autofit.probing.launch import is_alive
 from autofit.promotion.run_folder import RunFolder
 from autofit.tuning.storage import child_environment, mlflow_follows
+from autofit.tuning.study import with_confirmations
 from autofit.watching.events import events_of, read_progress
 
-MIRRORED = "mlflow.json"  # in the folder of a full run that has ended: the state that MLflow shows
+MIRRORED = "mlflow.json"  # in the folder of a full run that has ended, or of a study's probes: what MLflow shows of it
+DATABASE = "mlflow.db"  # MLflow's own, beside the studies
 _AT_THE_END_S = 20
 _ALONE_S = 30  # as long as a search or a training waits for its mirror; one that was killed cannot kill it
 
 
-@contextlib.contextmanager
-def following(folder: Path, study: str, *, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Mirror `study` to MLflow meanwhile; a slow or absent MLflow costs the search at most 20 s at its end."""
-    log_path = folder / "mlflow.log"
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(folder), study],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=child_environment(folder),
-        )  # fmt: skip
-    try:
-        yield
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
+class Follower:
+    """The mirror of a search's study, in a process that imports MLflow: it is started once there is something to tell.
+
+    A search that goes on with a study that MLflow shows already starts none.
+    """
+
+    def __init__(self, folder: Path, study: optuna.Study) -> None:
+        self._folder, self._study = folder, study
+        self.log_path = folder / "mlflow.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Mirror the study from here on."""
+        if self._process is not None:
+            return
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(self._folder),
+                 self._study.study_name],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                env=child_environment(self._folder),
+            )  # fmt: skip
+
+    def end(self) -> bool:
+        """Let it look once more, and end; False where that takes more than 20 s."""
+        if self._process is None and is_mirrored(self._folder, self._study):
+            return True
+        self.begin()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
-            process.wait(timeout=_AT_THE_END_S)
+            self._process.wait(timeout=_AT_THE_END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            say(f"MLflow is behind (see {log_path}); `autofit sync` brings it up to date")
+            self._process.kill()
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def following(folder: Path, study: optuna.Study, *, say: Callable[[str], None] = lambda _: None) -> Iterator[Follower]:
+    """Mirror `study` to MLflow meanwhile; a slow or absent MLflow costs the search at most 20 s at its end."""
+    follower = Follower(folder, study)
+    try:
+        yield follower
+    except BaseException:
+        follower.begin()  # whatever was told meanwhile; the database may not say
+        raise
+    finally:
+        if not follower.end():
+            say(f"MLflow is behind (see {follower.log_path}); `autofit sync` brings it up to date")
+
+
+def told_of(study: optuna.Study) -> list[object]:
+    """What MLflow is told of the finished trials of `study`, as JSON: another list once one ends or is confirmed."""
+    frozen = study.get_trials(deepcopy=False)
+    return [
+        [t.number, str(frozen[t.number].datetime_complete), t.confirmed and list(t.confirmed.step_s),
+         t.comparison is not None]
+        for t in with_confirmations(study, frozen)
+        if t.result is not None
+    ]  # fmt: skip
+
+
+def keep_mirrored(folder: Path, study: str, told: list[object]) -> None:
+    """Note that MLflow's own database shows `told` of the study; it counts until that database is written again."""
+    home = folder / "probes" / study
+    if home.exists():
+        write_json(home / MIRRORED, {"told": told, "database": _mark_of(folder)})
+
+
+def is_mirrored(folder: Path, study: optuna.Study) -> bool:
+    """Whether MLflow's own database shows all of the study already; False of a server that the user names."""
+    if os.environ.get("MLFLOW_TRACKING_URI") or stamp(folder / DATABASE) is None:
+        return False
+    known = read_json(folder / "probes" / study.study_name / MIRRORED)
+    return known == {"told": told_of(study), "database": _mark_of(folder)}
+
+
+def _mark_of(folder: Path) -> list[int]:
+    return list(stamp(folder / DATABASE) or ())
 
 
 def told_to_end(*, within_s: int = _ALONE_S) -> threading.Event:

@@ -17,7 +17,7 @@ from mlflow.entities import Run
 
 from autofit.errors import AutofitError
 from autofit.tracking.database import make_whole, tracking_uri
-from autofit.tracking.follower import told_to_end
+from autofit.tracking.follower import keep_mirrored, told_of, told_to_end
 from autofit.tracking.front_plot import study_figure
 from autofit.tracking.promoted_run import mirror_promoted
 from autofit.tracking.runs import (
@@ -213,7 +213,10 @@ def follow(folder: Path, study_name: str) -> None:
                 mirrored.clear()
             with database_errors(folder), tracking_errors(folder):
                 _mend(folder)
+                told_now = told_of(study)
                 _sync(folder, study, mirrored)
+            if ended:
+                keep_mirrored(folder, study_name, told_now)
         except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
         took_s = time.monotonic() - began

@@ -1,7 +1,9 @@
 """What the kernels for meta tensors tell of an operation is what FakeTensorMode tells."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu import op_cache as cache
+from autofit.fakegpu.clock import Clock, KnownCosts
 from autofit.fakegpu.op_cache import Shortcut
+from autofit.fakegpu.patches import low_bit
 
 
 def size_one(spec: object) -> object:
@@ -109,3 +113,40 @@ def test_a_tensor_of_python_values_is_as_torch_makes_it(make: Callable[[], torch
         told = found.shape, found.dtype, found.device
     real = make()
     assert told == (real.shape, real.dtype, real.device)
+
+
+def test_cards_that_share_costs_compute_each_once_and_take_the_same_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forecast traces one recipe on eight cards, one after another."""
+    computed: list[OpOverload] = []
+    of_one = Clock._cost
+
+    def counting(self: Clock, func: OpOverload, *rest: Any) -> Any:
+        computed.append(func)
+        return of_one(self, func, *rest)
+
+    def trained(known: KnownCosts) -> tuple[float, float, int]:
+        with fake_gpu("a100-80gb") as gpu:
+            gpu.clock.known = known
+            layer = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3):
+                layer(torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)).softmax(-1).sum().backward()
+            return gpu.clock.host_s, gpu.clock.gpu_s, gpu.clock.kernel_count
+
+    monkeypatch.setattr(Clock, "_cost", counting)
+    known: KnownCosts = {}
+    alone = trained(known)
+    assert len(computed) >= 5
+    computed.clear()
+    assert trained(known) == alone
+    assert computed == []
+
+
+def test_the_function_that_chooses_bitsandbytes_kernels_is_read_once() -> None:
+    with fake_gpu("a100-80gb"):
+        pass
+    before = low_bit._read.cache_info()
+    for card in ("a100-80gb", "h100"):
+        with fake_gpu(card):
+            pass
+    assert low_bit._read.cache_info().misses == before.misses
+    assert low_bit._read.cache_info().hits == before.hits + (2 if "bitsandbytes" in sys.modules else 0)

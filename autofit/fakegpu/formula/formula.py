@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,7 +70,7 @@ class Trace:
         kinds, units, phases = [], [], []
         for a in gpu.memory.allocations:
             unit = _itemsize(a.dtype)
-            shape = a.shape if int(np.prod(a.shape, dtype=np.int64)) * unit == a.nbytes else (a.nbytes,)
+            shape = a.shape if prod(a.shape) * unit == a.nbytes else (a.nbytes,)
             phase = a.phase.rstrip("+")
             file = a.code.co_filename if a.code else ""
             parts = tuple((part.scale, part.multiples) for part in a.parts)
@@ -338,6 +340,7 @@ def _engine(kept: dict[str, Any] | None) -> VllmEngine | PagedBatching | None:
     return PagedBatching.from_json(kept) if "continuous" in kept else VllmEngine.from_json(kept)
 
 
+@cache
 def _itemsize(dtype: str) -> int:
     import torch
 

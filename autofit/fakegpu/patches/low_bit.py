@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -99,18 +99,28 @@ def _function_that_chooses(spec: GpuSpec) -> tuple[int, Callable[..., bool]] | N
     if not path.is_file():
         return None
     major, minor = spec.compute_capability
-    names: dict[str, object] = {"torch": torch, "_gpu_dispatch_props": lambda _: (spec.sm_count, major, minor)}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == "_gemm_4bit_use_custom_cuda":
-            node.decorator_list = []
-            exec(compile(ast.Module([node], []), str(path), "exec"), names)  # noqa: S102 - the library's own function
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    names.setdefault(target.id, node.value.value)  # CUDA's comes before ROCm's
+    code, constants = _read(str(path), path.read_text())
+    names = {**constants, "torch": torch, "_gpu_dispatch_props": lambda _: (spec.sm_count, major, minor)}
+    exec(code, names)  # noqa: S102 - the library's own function
     limit, chosen = names.get("_gemm_4bit_custom_max_m"), names.get("_gemm_4bit_use_custom_cuda")
     known = {"_GEMM_4BIT_CUSTOM_FLOOR_M"} <= names.keys() and isinstance(limit, int) and inspect.isfunction(chosen)
     return (limit, chosen) if known else None  # type: ignore[return-value]
+
+
+@functools.cache
+def _read(path: str, source: str) -> tuple[CodeType, Mapping[str, object]]:
+    """Code that defines the function that chooses, and the constants of its module; read once for many cards."""
+    functions: list[ast.stmt] = []
+    constants: dict[str, object] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "_gemm_4bit_use_custom_cuda":
+            node.decorator_list = []
+            functions.append(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    constants.setdefault(target.id, node.value.value)  # CUDA's comes before ROCm's
+    return compile(ast.Module(functions, []), path, "exec"), constants
 
 
 def _int8_quant(gpu: FakeGpu, a: torch.Tensor, threshold: float = 0.0) -> object:
