@@ -84,16 +84,14 @@ def test_without_checkpoints_the_largest_micro_batch_that_leaves_room_is_told() 
     assert change.device_used_bytes == 37 * GB
 
 
-@pytest.mark.parametrize(
-    ("weights_gb", "share", "sleeps"),
-    [(2, 0.5, False), (17, 0.5, False), (19, 0.6, True)],
-)
-def test_vllm_gets_the_largest_share_that_has_room_and_sleeps_where_none_has_it_beside_the_update(
+@pytest.mark.parametrize(("weights_gb", "share", "sleeps"), [(2, 0.3, False), (16, 0.5, False), (19, 0.6, True)])
+def test_vllm_gets_a_share_for_all_completions_and_sleeps_where_the_update_leaves_no_room(
     weights_gb: int, share: float, *, sleeps: bool
 ) -> None:
+    """The cache of all completions has 1 GB; a larger share only takes longer to wake up."""
     _, (untried,) = faster(weights_bytes=weights_gb * GB)
     assert untried.changes["use_vllm"]
-    assert untried.changes["vllm_gpu_memory_utilization"] == share
+    assert untried.changes.get("vllm_gpu_memory_utilization", 0.3) == share
     assert bool(untried.changes.get("vllm_enable_sleep_mode")) is sleeps
 
 
@@ -110,7 +108,9 @@ def test_the_winner_is_simulated_again_only_where_its_trial_does_not_say_what_is
     device: Device, loss: str, base_probed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dapo a larger rollout is of a lower tier, and whether it has room is told by the least capacity."""
-    recipe = grpo_recipe(dtype=None, steps_per_generation=1, generation_batch_size=4, loss_type=loss)
+    recipe = grpo_recipe(
+        dtype=None, steps_per_generation=1, generation_batch_size=4, loss_type=loss, per_device_train_batch_size=4
+    )
     asked: list[Values] = []
 
     def probe(_: Estimator, values: Values) -> ProbeResult:

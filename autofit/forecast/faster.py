@@ -19,7 +19,7 @@ from autofit.recipe.keys import TIERS, Tier
 
 LEAST_GAIN = 0.01  # share of the step's seconds
 _TRIES = 2  # of an idea: as it is, and so that it fits
-_BESIDE_WEIGHTS = 1.15  # times the weights that vLLM's share is tried with: its activations and cache lie beside them
+_BESIDE_WEIGHTS = 1.15  # times the weights: what vLLM's profiling and graphs take lies beside them
 _SPEEDS = ("first", "early")  # the order in which settings are tried for their speed
 
 
@@ -97,32 +97,39 @@ def _turn(levers: Levers, name: str) -> tuple[int, int]:
 
 
 def _started(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) -> Assignment:
-    """`at`; one that starts vLLM with the largest share of the card that has room beside the rest.
+    """`at`; one that starts vLLM with the least share of the card that holds all completions of a rollout at once.
 
-    vLLM sleeps outside of rollouts where no share that holds the weights has room beside the update.
+    Where that has no room beside the rest, with the largest that has. vLLM sleeps outside of rollouts where no share
+    that holds the weights has room beside the update.
     """
     known = _known({}, base, trier)
     if not at.get("use_vllm") or known is None or not isinstance(levers.own.get(SHARE), float):
         return at
     update = max((sum(held.values()) for name, held in known.parts.items() if name != ROLLOUT_PHASE), default=0)
-    kept = sum(nbytes for name, nbytes in known.parts.get(ROLLOUT_PHASE, {}).items() if name not in MADE)
+    rollout = known.parts.get(ROLLOUT_PHASE, {})
+    kept = sum(nbytes for name, nbytes in rollout.items() if name not in MADE)
     ways = [(update, at)]
     if SLEEP in levers.own:
         ways.append((kept, {**at, SLEEP: True}))
     room = roomy_bytes(trier.capacity_bytes, trier.device) - known.context_bytes
+    wanted = _engine_bytes(levers) + rollout.get("KV cache", 0)
     for held, way in ways:
-        if found := next((one for one, nbytes in _shares(way, levers, trier) if held + nbytes <= room), None):
-            return found
+        if roomy := [(one, nbytes) for one, nbytes in _shares(way, levers, trier) if held + nbytes <= room]:
+            return next((one for one, nbytes in reversed(roomy) if nbytes >= wanted), roomy[0][0])
     return ways[-1][1]
 
 
 def _shares(at: Assignment, levers: Levers, trier: Trier) -> list[tuple[Assignment, float]]:
     """[(`at` with a share of the card for vLLM that may hold the weights, its bytes)], the largest share first."""
-    least = (levers.space.recipe.weights_bytes or 0) * _BESIDE_WEIGHTS
-    own = levers.own.get(SHARE)
+    least, own = _engine_bytes(levers), levers.own.get(SHARE)
     listed = sorted({share for share in (own, *levers.values(SHARE)) if isinstance(share, float)}, reverse=True)
     every = [({**at, SHARE: share} if share != own else at, share * trier.capacity_bytes) for share in listed]
     return [(one, nbytes) for one, nbytes in every if nbytes >= least and levers.candidate(one)]
+
+
+def _engine_bytes(levers: Levers) -> float:
+    """What vLLM holds beside the cache of its completions, about."""
+    return (levers.space.recipe.weights_bytes or 0) * _BESIDE_WEIGHTS
 
 
 def _leaner(at: Assignment, levers: Levers, trier: Trier, result: ProbeResult) -> Assignment | None:
