@@ -241,7 +241,9 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
         "lisa_n_layers", "optimizer"
     }  # fmt: skip
     script = SWIFT.replace("--max_length 2048", "--tuner_type full --lisa_activated_layers 2")
-    assert any("LISA" in note and note.endswith("an upper bound") for note in of_script(tmp_path, script).notes)
+    found = of_script(tmp_path, script)
+    assert (found.values["trainable_layers"], found.values["trains_rest"]) == (2, True)
+    assert any(note.startswith("LISA trains 2 changing layers") for note in found.notes)
     pro = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 8, "use_llama_pro": True})
     assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
 

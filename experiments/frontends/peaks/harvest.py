@@ -270,6 +270,8 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
 
 # -- Qwen's own finetune.py -------------------------------------------------------------------------------------------
 
+# Its LoRA is on c_attn, c_proj (of attention and of the MLP), w1 and w2: all linear layers. Its README asks for
+# peft 0.5 with torch 2.0, which made adapters in float32. All weights are trained by finetune_ds.sh, with ZeRO-3.
 OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
 
 
@@ -277,6 +279,7 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
     """Rows of one card of Qwen's README, without its GPTQ models."""
     page = text_of(folder, "README.md", QWEN)
     table = page[page.rindex("### Profiling of Memory and Speed") :].split("</table>")[0]
+    shared = json.loads(text_of(folder, "finetune/ds_config_zero3.json", QWEN))
     size = ""
     for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
         found = re.search(r"<th[^>]*>\s*([\d.]+B)\s*</th>", row)
@@ -291,9 +294,10 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
             if figures is None:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
-            if data[0] != "Full-parameter":
-                recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "adapter_dtype": "bfloat16", "lora_target_modules":
-                           ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]}  # fmt: skip
+            if data[0] == "Full-parameter":
+                recipe["deepspeed"] = shared
+            else:
+                recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
             if data[0] == "LoRA (emb)":
                 recipe["lora_modules_to_save"] = ["embed_tokens", "lm_head"]
             yield {
@@ -317,6 +321,9 @@ def main() -> None:
     for row in typed["rows"]:
         shape = {"shape": shapes[row.pop("shape")]} if "shape" in row else {}
         path = row["file"].removeprefix("examples/")
+        if "commit" in row:
+            row |= {"commit": str(row["commit"]), "path": row["file"]}
+        row["date"] = str(row.get("date", usual["date"]))
         rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
     rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
     assert len({row["name"] for row in rows}) == len(rows)
