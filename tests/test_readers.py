@@ -233,6 +233,11 @@ def test_an_optimizer_that_steps_layer_by_layer_keeps_its_accumulation_of_one(tm
     assert [can_say(found, "gradient_accumulation_steps", steps) for steps in (1, 2)] == [True, False]
 
 
+def test_arguments_of_ms_swift_3_are_read_by_their_names_of_today(tmp_path: Path) -> None:
+    found = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--train_type lora --init_lora_weights olora"))
+    assert found.values["use_peft"] is True
+
+
 def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:
     lisa = of_yaml(tmp_path, {**AXO, "lisa_n_layers": 4, "lisa_step_interval": 20, "optimizer": "muon"})
     assert "use_peft" not in lisa.values

@@ -184,8 +184,9 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     if ranks is None and environment:
         each = number(environment.get("NPROC_PER_NODE"))
         ranks = int(each * (number(environment.get("NNODES")) or 1)) if each else None
-    if "train_type" in given:  # its name until 3.x
-        given.setdefault("tuner_type", given.pop("train_type"))
+    for name, today in (("train_type", "tuner_type"), ("init_lora_weights", "init_weights")):  # names until 3.x
+        if name in given:
+            given.setdefault(today, given.pop(name))
     draft = Draft(MS_SWIFT.name, given)
     kind = _kind(draft)
     if draft.is_on("use_ray"):
