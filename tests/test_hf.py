@@ -176,6 +176,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ({"use_peft": True, "peft_adapter": {"r": 8}}, "peft_adapter must be a mapping with a peft_type"),
         ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
         ({"added_layers": 2, "trainable_layers": 2}, "added_layers are trained alone; omit them or trainable_layers"),
+        ({"trains_rest": True}, "trains_rest says what is trained beside some layers; it needs trainable_layers"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
@@ -272,6 +273,15 @@ def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_
     assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
         hf_training._freeze_all_but(model, 4, spread=True)
+
+
+def test_lisa_freezes_layers_alone_and_trains_embeddings_and_head() -> None:
+    model = build_model(Model(kind="sft"), num_hidden_layers=4)
+    hf_training._freeze_all_but(model, 1, spread=False, with_rest=True)
+    frozen = {name.split(".")[2] for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"0", "1", "2"}
+    assert model.get_input_embeddings().weight.requires_grad
+    assert model.get_output_embeddings().weight.requires_grad
 
 
 def test_a_rated_sample_stands_beside_the_answer_to_the_row_before_and_keeps_its_rating() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.frontends.peaks import table
+from experiments.frontends.peaks.mixed import draw
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
 
 GIB = 2**30
@@ -38,6 +39,26 @@ def test_a_row_has_an_error_only_where_its_lengths_decide_nothing(fewest: float,
     assert table.compared(ROW, found) is (fewest > 0.98 * most)
     assert said in table.line(ROW, found)
     assert not table.compared(replace(ROW, longest_tokens=None), found)
+
+
+def test_a_row_of_mixed_samples_has_an_error_and_one_that_a_race_decides_has_none() -> None:
+    mixed = replace(ROW, samples=((500, 150.0, 80.0, 20, 200),))
+    assert table.compared(mixed, {"most": answer(9.0, 12.0)["most"]})
+    assert "100 to 200, mixed" in table.line(mixed, {"most": answer(9.0, 12.0)["most"]})
+    raced = replace(mixed, undecided="a broadcast: nobody knows how far it is")
+    assert not table.compared(raced, answer(10.0, 10.0))
+    assert "not compared: a broadcast |" in table.line(raced, answer(10.0, 10.0))
+
+
+def test_lengths_are_drawn_from_each_dataset_between_its_ends_and_the_same_each_time() -> None:
+    parts = ((900, 3234.4, 2547.5, 91, 19548), (100, 58.9, 20.3, 32, 131))
+    drawn = draw(parts, count=500, most=2048)
+    assert drawn == draw(parts, count=500, most=2048)
+    assert len(drawn) == 500
+    assert 32 <= min(drawn) < 91
+    assert 1900 < max(drawn) <= 2048
+    alone = draw(parts[1:], count=2000, most=None)
+    assert abs(sum(alone) / len(alone) - 58.9) < 3
 
 
 def test_a_row_that_was_refused_counts_as_not_read() -> None:

@@ -233,6 +233,11 @@ def test_an_optimizer_that_steps_layer_by_layer_keeps_its_accumulation_of_one(tm
     assert [can_say(found, "gradient_accumulation_steps", steps) for steps in (1, 2)] == [True, False]
 
 
+def test_arguments_of_ms_swift_3_are_read_by_their_names_of_today(tmp_path: Path) -> None:
+    found = of_script(tmp_path, SWIFT.replace("--max_length 2048", "--train_type lora --init_lora_weights olora"))
+    assert found.values["use_peft"] is True
+
+
 def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all(tmp_path: Path) -> None:
     lisa = of_yaml(tmp_path, {**AXO, "lisa_n_layers": 4, "lisa_step_interval": 20, "optimizer": "muon"})
     assert "use_peft" not in lisa.values
@@ -241,7 +246,9 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
         "lisa_n_layers", "optimizer"
     }  # fmt: skip
     script = SWIFT.replace("--max_length 2048", "--tuner_type full --lisa_activated_layers 2")
-    assert any("LISA" in note and note.endswith("an upper bound") for note in of_script(tmp_path, script).notes)
+    found = of_script(tmp_path, script)
+    assert (found.values["trainable_layers"], found.values["trains_rest"]) == (2, True)
+    assert any(note.startswith("LISA trains 2 changing layers") for note in found.notes)
     pro = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 8, "use_llama_pro": True})
     assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
 

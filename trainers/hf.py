@@ -50,8 +50,8 @@ class HfTrainer(SamplesTrainer):
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
-                "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "added_layers",
-                "peft_adapter")  # fmt: skip
+                "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
+                "added_layers", "peft_adapter")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)

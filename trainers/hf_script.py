@@ -87,6 +87,12 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False,
         metadata={"help": "Whether `trainable_layers` are spread evenly over the model, instead of its last ones."},
     )
+    trains_rest: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether all outside of the layers (embeddings, norm, head) is trained beside `trainable_layers`."
+        },
+    )
     beta: float = field(
         default=0.1, metadata={"help": "The weight of the reference, or of the margin in a loss without one."}
     )
@@ -127,6 +133,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("added_layers are trained alone; omit them or trainable_layers")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
+        if self.trains_rest and self.trainable_layers is None:
+            wrong.append("trains_rest says what is trained beside some layers; it needs trainable_layers")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if self.cut_cross_entropy and self.objective != "sft":

@@ -134,7 +134,9 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
             model.enable_input_require_grads()
     elif training.trainable_layers is not None or training.added_layers is not None:
         if training.added_layers is None:
-            _freeze_all_but(model, training.trainable_layers, spread=training.spread_layers)
+            _freeze_all_but(
+                model, training.trainable_layers, spread=training.spread_layers, with_rest=training.trains_rest
+            )
             # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers
             # keep nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
             model.enable_input_require_grads = lambda: None
@@ -178,13 +180,15 @@ class _Allocates(TrainerCallback):  # type: ignore[misc]
         model.base_model.update_and_allocate(state.global_step + 1)
 
 
-def _freeze_all_but(model: Any, count: int, *, spread: bool) -> None:
+def _freeze_all_but(model: Any, count: int, *, spread: bool, with_rest: bool = False) -> None:
     """Freeze `model` but for its last `count` layers, or for the last of each of `count` groups of layers.
 
-    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). Raises ConfigError.
+    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). `with_rest` freezes layers only,
+    as LISA does (ms-swift's callbacks/lisa.py). Raises ConfigError.
     """
-    model.requires_grad_(False)
     _, layers = _layers(model)
+    for frozen in layers if with_rest else [model]:
+        frozen.requires_grad_(False)
     number = len(layers)
     if spread and number % count:
         raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")

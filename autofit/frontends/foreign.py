@@ -109,7 +109,8 @@ def _weights(foreign: Foreign) -> str:
         return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
     if values.get("trainable_layers"):
         layers = f"{'' if values.get('spread_layers') else 'the last '}{values['trainable_layers']} layers"
-        trained = f"{layers} trained, held in {values.get('adapter_dtype') or dtype}"
+        rest = " and all outside of the layers" if values.get("trains_rest") else ""
+        trained = f"{layers}{rest} trained, held in {values.get('adapter_dtype') or dtype}"
         return f"{trained}, the others in {dtype}{autocast}"
     return f"all weights trained, held in {dtype}{autocast}"
 

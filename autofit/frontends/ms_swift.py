@@ -184,8 +184,9 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     if ranks is None and environment:
         each = number(environment.get("NPROC_PER_NODE"))
         ranks = int(each * (number(environment.get("NNODES")) or 1)) if each else None
-    if "train_type" in given:  # its name until 3.x
-        given.setdefault("tuner_type", given.pop("train_type"))
+    for name, today in (("train_type", "tuner_type"), ("init_lora_weights", "init_weights")):  # names until 3.x
+        if name in given:
+            given.setdefault(today, given.pop(name))
     draft = Draft(MS_SWIFT.name, given)
     kind = _kind(draft)
     if draft.is_on("use_ray"):
@@ -222,10 +223,8 @@ def _kind(draft: Draft) -> str:
         raise ConfigError(f"task_type {task} is not simulated; causal_lm and seq_cls are")
     if (draft.whole("sequence_parallel_size") or 1) > 1:
         raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
-    if (draft.whole("lisa_activated_layers", least=0) or 0) > 0:
-        if draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
-            raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
-        draft.note("LISA, which trains changing layers, is simulated as training of all: an upper bound")
+    if draft.whole("lisa_activated_layers", least=0) and draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
+        raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
     if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
         raise ConfigError(f"use_galore with optim {draft.given['optim']} is not simulated; with adamw_torch it is")
     if draft.text("tuner_backend") == "unsloth":
@@ -334,6 +333,8 @@ def _tuner(draft: Draft) -> None:
             draft.put("bnb_4bit_quant_storage", storage)
     if kind == "llamapro":
         _llamapro(draft)
+    elif layers := draft.whole("lisa_activated_layers", least=0):
+        _lisa(draft, layers)
     if kind in ("full", "llamapro"):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
@@ -358,6 +359,16 @@ def _tuner(draft: Draft) -> None:
     draft.put("use_rslora", stable or None)
     if "objective" in draft.values:
         draft.put("adapter_dtype", cast or "float32", "lora_dtype")
+
+
+def _lisa(draft: Draft, layers: int) -> None:
+    """swift/callbacks/lisa.py freezes all layers but some, and nothing outside of the layers."""
+    if "objective" not in draft.values:
+        draft.note("LISA, which trains changing layers, is simulated as training of all: an upper bound")
+        return
+    draft.put("trainable_layers", layers, "lisa_activated_layers")
+    draft.put("trains_rest", True, "lisa_activated_layers")
+    draft.note(f"LISA trains {layers} changing layers; the last {layers} and their optimizer's state are simulated")
 
 
 def _llamapro(draft: Draft) -> None:

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def predict(row: Row, checkout: Path, limit_s: float) -> dict[str, object]:
         try:
             _, errors = child.communicate(timeout=limit_s)
             lines = [line for line in errors.splitlines() if line.strip()] or ["nothing was written"]
-            error = lines[-1].replace(f"{checkout}/", "")[:500]
+            error = re.sub(r"/[^ ]*/then/", "", lines[-1].replace(f"{checkout}/", ""))[:500]
             found = dict(json.loads(out.read_text("utf-8"))) if out.exists() else {"error": error}
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGTERM)

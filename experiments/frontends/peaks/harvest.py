@@ -10,6 +10,10 @@ Rules, written before any prediction:
   are left out by ms-swift's default, so the longest has at most max_length. A part (`#500`) has a longest sample
   between mean + 2 deviations and the dataset's longest. UNSURE names datasets of which that page counts the questions
   only.
+- the script is read as it was in the commit that wrote the figure: many were changed later (another model, other data).
+- a training of samples of known lengths (mean, deviation, ends of each dataset) is predicted over lengths drawn from
+  them (`mixed.py`), and has an error; reserved bytes depend on how lengths follow each other.
+- DDP before torch 2.8 has no error (BROADCAST).
 - GB of a figure that nvidia-smi shows are GiB.
 - a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
   holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
@@ -27,7 +31,7 @@ from pathlib import Path
 
 import yaml
 
-from experiments.frontends.peaks.rows import HERE, ROWS
+from experiments.frontends.peaks.rows import HERE, ROWS, Part
 
 SWIFT, BENCHMARK, QWEN = "3602360a", "cdb169b781", "712d922e"
 PAGE = "docs/source_en/Instruction/Supported-models-and-datasets.md"
@@ -38,6 +42,8 @@ FIGURE = re.compile(
 )
 FUSED = "2025-08-06"  # torch 2.8
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
+BROADCAST = ("DDP's first broadcast: torch before 2.8 keeps copies of weights until NCCL's stream has caught up with "
+             "the host, so that between nothing and the whole model is held once more")  # fmt: skip
 # Shapes that the catalogue lacks; QWEN_1 is Qwen's first generation, of which Qwen1.5 has the same tensors
 QWEN_1 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rms_norm_eps": 1e-6,
           "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
@@ -75,41 +81,52 @@ def text_of(folder: Path, path: str, commit: str) -> str:
 # -- ms-swift's scripts -----------------------------------------------------------------------------------------------
 
 
-def datasets(folder: Path) -> dict[str, tuple[int, float, float, int]]:
-    """Rows, mean, deviation and most tokens of each dataset of ms-swift's page."""
+def datasets(folder: Path) -> dict[str, Part]:
+    """Rows, mean, deviation, fewest and most tokens of each dataset of ms-swift's page."""
     found = {}
     for line in text_of(folder, PAGE, SWIFT).splitlines():
         name = re.match(r"\|\[([^\]]+)\]", line)
-        counts = re.search(r"\|(\d+)\|([\d.]+)±([\d.]+), min=\d+, max=(\d+)\|", line)
+        counts = re.search(r"\|(\d+)\|([\d.]+)±([\d.]+), min=(\d+), max=(\d+)\|", line)
         if name and counts:
-            found[name[1]] = (int(counts[1]), float(counts[2]), float(counts[3]), int(counts[4]))
+            found[name[1]] = (int(counts[1]), float(counts[2]), float(counts[3]), int(counts[4]), int(counts[5]))
     return found
 
 
-def longest(text: str, known: dict[str, tuple[int, float, float, int]]) -> tuple[tuple[int, int] | None, str]:
-    """(Fewest, most) tokens of the longest sample that a script trains on, and how that is known."""
-    limit = re.search(r"--max_length\s+(\d+)", text)
-    most = int(limit[1]) if limit else None
-    if re.search(r"--packing\s+true", text) and most:
-        return (most, most), "packed to max_length"
+def parts_of(text: str, known: dict[str, Part]) -> tuple[list[tuple[Part, bool]], str]:
+    """The datasets that a script names, with as many samples as it takes, and whether that is all; else why not."""
     named = re.search(r"--dataset\s+(.+?)\\\s*\n\s*--", text, re.DOTALL)
     parts = re.findall(r"[\w./:-]+/[\w./:#-]+", named[1]) if named else []
-    ends: list[tuple[float, float]] = []
+    found: list[tuple[Part, bool]] = []
     for part in parts:
         name, _, count = part.partition("#")
         name = name.removeprefix("HF::").split(":")[0]
         if name not in known or any(word in name for word in UNSURE):
-            return None, f"{name}: its lengths are not known"
-        rows, mean, deviation, top = known[name]
-        whole = not count or int(count) >= rows
+            return [], f"{name}: its lengths are not known"
+        rows, *rest = known[name]
+        found.append(((int(count or rows), *rest), not count or int(count) >= rows))  # type: ignore[arg-type]
+    return found, "" if found else "no dataset is named"
+
+
+def longest(text: str, known: dict[str, Part]) -> tuple[tuple[int, int] | None, str, list[Part]]:
+    """(Fewest, most) tokens of the longest sample that a script trains on, how that is known, and what to draw from."""
+    limit = re.search(r"--max_length\s+(\d+)", text)
+    most = int(limit[1]) if limit else None
+    if re.search(r"--packing\s+true", text) and most:
+        return (most, most), "packed to max_length", []
+    parts, why = parts_of(text, known)
+    if not parts:
+        return None, why, []
+    ends = []
+    for (_, mean, deviation, _, top), whole in parts:
         capped = min(top, most) if most else top
         ends.append((capped if whole else min(mean + 2 * deviation, capped), capped))
-    if not ends:
-        return None, "no dataset is named"
     ranged = (int(max(low for low, _ in ends)), int(max(high for _, high in ends)))
-    if "swift rlhf" in text and most and most > ranged[0]:
-        return (ranged[0], most), "the page counts the chosen answers; the rejected ones may be longer"
-    return ranged, "the datasets' own, by ms-swift's page" + ("" if ranged[0] == ranged[1] else "; a part of them")
+    if "swift rlhf" in text:
+        if most and most > ranged[0]:
+            ranged = (ranged[0], most)
+        return ranged, "the page counts the chosen answers; the rejected ones may be longer", []
+    how = "the datasets' own, by ms-swift's page" + ("" if ranged[0] == ranged[1] else "; a part of them")
+    return ranged, how, [part for part, _ in parts]
 
 
 def scripts(folder: Path) -> Iterator[dict[str, object]]:
@@ -120,42 +137,51 @@ def scripts(folder: Path) -> Iterator[dict[str, object]]:
     for path in listed:
         if not path.endswith(".sh") or "multimodal" in path:
             continue
-        text = text_of(folder, path, SWIFT)
-        lengths, how = longest(text, known)
-        dates = written(folder, path)
-        for count, line in enumerate(line for line in text.splitlines() if line.startswith("#")):
-            found, date = FIGURE.match(line), dates.get(line, "")
+        blamed = written(folder, path)
+        today = text_of(folder, path, SWIFT)
+        for count, line in enumerate(line for line in today.splitlines() if line.startswith("#")):
+            found = FIGURE.match(line)
             if found is None or float(found["size"]) == 80:
                 continue
+            date, commit, then = blamed[line]
+            text = text_of(folder, then, commit)
+            lengths, how, samples = longest(text, known)
             label = (found["label"] or "").strip(" :")
             changes: dict[str, object] = {}
             if date < FUSED and "--optim" not in text and "--optimizer" not in text:
                 changes["optim"] = "adamw_torch"
+            ranks = int(found["cards"] or found["after"] or 1)
+            shared = any(word in text for word in ("deepspeed", "fsdp", "device_map"))
+            undecided = BROADCAST if ranks > 1 and not shared and date < FUSED else ""
             name = path.removeprefix("examples/train/").removesuffix(".sh") + (f" ({label})" if label else "")
             yield {
                 "name": f"ms-swift/{name}" + ("" if label or not count else f" ({count})"), "tool": "ms-swift",
                 "version": SWIFT, "source": f"{path}, its comment", "date": date,
                 "measured_gib": float(found["size"]), "half_digit_gib": half_digit(found["size"]),
-                "kind": "reserved or nvidia-smi", "file": path, "ranks": int(found["cards"] or found["after"] or 1),
-                "longest_tokens": lengths, "lengths": how, "changes": changes,
+                "kind": "reserved or nvidia-smi", "file": path, "commit": commit[:12], "path": then, "ranks": ranks,
+                "longest_tokens": lengths, "lengths": how, "samples": samples, "changes": changes,
+                "undecided": undecided,
                 "measured_step_s": float(found["step"]) if found["step"] else None,
             }  # fmt: skip
 
 
-def written(folder: Path, path: str) -> dict[str, str]:
-    """The day on which each line of a file was written."""
+def written(folder: Path, path: str) -> dict[str, tuple[str, str, str]]:
+    """Of each line of a file the day on which it was written, that commit, and the file's path then."""
     blame = subprocess.run(["git", "-C", str(folder), "blame", "--date=short", "--porcelain", SWIFT, "--", path],
                            check=True, capture_output=True, text=True).stdout  # fmt: skip
     days: dict[str, str] = {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
+    found: dict[str, tuple[str, str, str]] = {}
     commit = ""
     for line in blame.splitlines():
         if re.match(r"[0-9a-f]{40} ", line):
             commit = line[:40]
         elif line.startswith("author-time "):
             days[commit] = datetime.fromtimestamp(int(line.split()[1]), UTC).date().isoformat()
+        elif line.startswith("filename "):
+            names[commit] = line.removeprefix("filename ")
         elif line.startswith("\t"):
-            found[line[1:]] = days[commit]
+            found[line[1:]] = days[commit], commit, names[commit]
     return found
 
 
@@ -167,6 +193,7 @@ def half_digit(text: str) -> float:
 # -- ms-swift's benchmark of 2024-01 ----------------------------------------------------------------------------------
 
 OLD_SWIFT = "torch 2.1.1 and the model's own code of the day (fused c_attn; Qwen1 is said as Qwen2's code)"
+NEWS: Part = (4959, 3234.4, 2547.5, 91, 19548)  # cls-fudan-news-zh, by the benchmark's page
 PLAIN = {
     "objective": "sft", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "dtype": "bfloat16",
     "bf16": True, "max_length": 2048, "gradient_checkpointing": True, "optim": "adamw_torch",
@@ -235,13 +262,16 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
             "version": f"{BENCHMARK} (torch 2.1.1)", "source": "docs/source_en/LLM/Benchmark.md", "date": "2024-01",
             "measured_gib": float(memory), "half_digit_gib": half_digit(memory), "kind": "reserved", "card_said": True,
             "recipe": recipe, "shape": SHAPES[model], "longest_tokens": (length, length),
-            "lengths": "cls-fudan-news-zh: 3234 +- 2548 tokens, 91 to 19548, and max_length is below",
+            "lengths": "cls-fudan-news-zh: 3234 +- 2548 tokens, 91 to 19548; ms-swift leaves out those over max_length",
+            "samples": [NEWS],
             "measured_step_s": round(micro * steps / float(speed), 4), "older": OLD_SWIFT,
         }  # fmt: skip
 
 
 # -- Qwen's own finetune.py -------------------------------------------------------------------------------------------
 
+# Its LoRA is on c_attn, c_proj (of attention and of the MLP), w1 and w2: all linear layers. Its README asks for
+# peft 0.5 with torch 2.0, which made adapters in float32. All weights are trained by finetune_ds.sh, with ZeRO-3.
 OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
 
 
@@ -249,6 +279,7 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
     """Rows of one card of Qwen's README, without its GPTQ models."""
     page = text_of(folder, "README.md", QWEN)
     table = page[page.rindex("### Profiling of Memory and Speed") :].split("</table>")[0]
+    shared = json.loads(text_of(folder, "finetune/ds_config_zero3.json", QWEN))
     size = ""
     for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
         found = re.search(r"<th[^>]*>\s*([\d.]+B)\s*</th>", row)
@@ -263,9 +294,10 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
             if figures is None:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
-            if data[0] != "Full-parameter":
-                recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "adapter_dtype": "bfloat16", "lora_target_modules":
-                           ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]}  # fmt: skip
+            if data[0] == "Full-parameter":
+                recipe["deepspeed"] = shared
+            else:
+                recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
             if data[0] == "LoRA (emb)":
                 recipe["lora_modules_to_save"] = ["embed_tokens", "lm_head"]
             yield {
@@ -289,6 +321,9 @@ def main() -> None:
     for row in typed["rows"]:
         shape = {"shape": shapes[row.pop("shape")]} if "shape" in row else {}
         path = row["file"].removeprefix("examples/")
+        if "commit" in row:
+            row |= {"commit": str(row["commit"]), "path": row["file"]}
+        row["date"] = str(row.get("date", usual["date"]))
         rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
     rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
     assert len({row["name"] for row in rows}) == len(rows)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,32 +15,45 @@ import autofit
 from autofit.api.estimating import Estimate
 from autofit.files import write_json
 from autofit.frontends.reading import read
+from experiments.frontends.peaks.mixed import NAME as MIXED
+from experiments.frontends.peaks.mixed import draw
 from experiments.frontends.peaks.rows import Row, read_rows
+
+DRAWN = 64  # lengths, which repeat after that
 
 
 def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Estimate:
     """The row on its card with a longest sample of `tokens`; None: as its file says."""
     changes: dict[str, object] = dict(row.changes)
-    model = folder / "model"
     if row.shape:
-        model.mkdir(exist_ok=True)
-        write_json(model / "config.json", row.shape)
-        changes["model_name_or_path"] = str(model)
+        write_json(folder / "model" / "config.json", row.shape)
+        changes["model_name_or_path"] = str(folder / "model")
     card = row.card if row.ranks == 1 else f"{row.ranks}x{row.card}"
     if tokens is not None:
         changes["max_length"] = tokens
+    trainer, prompt = None, None
     recipe: str | dict[str, object]
     if row.file is not None:
-        recipe = str(checkout / row.file)
+        recipe = str(folder / "then" / row.path if row.commit else checkout / row.file)
         foreign = read(Path(recipe))
         assert foreign is not None
         changes = {key: value for key, value in changes.items() if foreign.values.get(key) != value}
-        trainer, prompt = None, None
     else:
-        recipe, changes, trainer = {**row.recipe, **changes}, {}, "hf"
-        prompt = tokens
-    return autofit.estimate(recipe, gpu=card, trainer=trainer, changes=changes, prompt_tokens=prompt,
+        recipe, changes, trainer, prompt = {**row.recipe, **changes}, {}, "hf", tokens
+    if row.samples:
+        trainer = MIXED
+        changes["sample_tokens"] = ",".join(map(str, draw(row.samples, count=DRAWN, most=tokens)))
+    return autofit.estimate(recipe, gpu=card, trainer=trainer, changes=changes, prompt_tokens=prompt, lengths="off",
                             advice=False)  # fmt: skip
+
+
+def files_of(commit: str, checkout: Path, folder: Path) -> None:
+    """The tool's examples as they were at a commit, in `folder`: a script may name other files among them."""
+    archive = subprocess.run(["git", "-C", str(checkout), "archive", commit, "examples"], check=True,
+                             capture_output=True).stdout  # fmt: skip
+    folder.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
 
 
 def figures(answer: Estimate) -> Mapping[str, object]:
@@ -52,9 +68,13 @@ def figures(answer: Estimate) -> Mapping[str, object]:
 def predict(row: Row, checkout: Path) -> dict[str, object]:
     """Figures at the most tokens that the longest sample has, and at the fewest where that is another number."""
     with tempfile.TemporaryDirectory() as name:
+        if row.shape:
+            (Path(name) / "model").mkdir()
+        if row.commit:
+            files_of(row.commit, checkout, Path(name) / "then")
         low, high = row.longest_tokens or (None, None)
         found: dict[str, object] = {"most": figures(estimate(row, high, checkout, Path(name)))}
-        if low != high:
+        if low != high and not row.samples:
             found["fewest"] = figures(estimate(row, low, checkout, Path(name)))
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.json"
+Part = tuple[int, float, float, int, int]  # samples of a dataset, their mean, deviation, fewest and most tokens
 KINDS = ("reserved", "reserved or nvidia-smi", "not said")  # what was read: torch's most reserved, or the driver's
 
 
@@ -18,6 +19,8 @@ class Row:
     """One measured training. `file` is a path in a checkout of `tool`; `recipe` holds keys of `hf` where there is none.
 
     `longest_tokens` is (fewest, most) tokens that the run's longest sample has, None where nothing is known of it.
+    `samples` are the datasets from whose lengths the run's are drawn, up to the most of `longest_tokens`; none where
+    all samples are alike (packed, or cut) or where their lengths are not known.
     """
 
     name: str
@@ -31,13 +34,17 @@ class Row:
     card: str = "a100-80gb"
     card_said: bool = False
     file: str | None = None
+    commit: str = ""  # at which the figure was written, where the file has changed since
+    path: str = ""  # of the file at that commit
     recipe: Mapping[str, object] = field(default_factory=dict)
     changes: Mapping[str, object] = field(default_factory=dict)  # what the text beside the figure says otherwise
     shape: Mapping[str, object] = field(default_factory=dict)  # config.json of a model that the catalogue lacks
     ranks: int = 1
     longest_tokens: tuple[int, int] | None = None
     lengths: str = ""  # how they are known
+    samples: tuple[Part, ...] = ()
     measured_step_s: float | None = None
+    undecided: str = ""  # what decides the figure, and cannot be known; the row has no error
     older: str = ""  # why the run's code is not what is simulated; the row is shown apart
 
     @property
@@ -65,6 +72,12 @@ def read_rows(path: Path = ROWS) -> tuple[Row, ...]:
     """Every row, in the file's order."""
     listed = json.loads(path.read_text("utf-8"))["rows"]
     return tuple(
-        Row(**{**row, "longest_tokens": tuple(row["longest_tokens"]) if row.get("longest_tokens") else None})
+        Row(
+            **{
+                **row,
+                "longest_tokens": tuple(row["longest_tokens"]) if row.get("longest_tokens") else None,
+                "samples": tuple(tuple(part) for part in row.get("samples", ())),
+            }
+        )
         for row in listed
     )

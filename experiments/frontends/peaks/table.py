@@ -38,8 +38,8 @@ def predicted_gib(row: Row, answer: Answer, end: str = "most") -> float:
 
 
 def compared(row: Row, answer: Answer) -> bool:
-    """Whether the longest sample is known well enough for an error to mean something."""
-    if "error" in answer or row.longest_tokens is None:
+    """Whether what decides the figure is known well enough for an error to mean something."""
+    if "error" in answer or row.longest_tokens is None or row.undecided:
         return False
     return predicted_gib(row, answer) <= predicted_gib(row, answer, "fewest") * (1 + NARROW)
 
@@ -123,6 +123,8 @@ def line(row: Row, answer: Answer) -> str:
         inside = low - row.half_digit_gib <= row.measured_gib <= high + row.half_digit_gib
         predicted = f"{low:.2f} to {high:.2f}" if low != high else f"at most {high:.2f}"
         off = "not compared: lengths not known" + ("" if low == high else f"; {'inside' if inside else 'outside'}")
+        if row.undecided:
+            predicted, off = f"{high:.2f}", f"not compared: {row.undecided.partition(':')[0]}"
     measured_s = "-" if row.measured_step_s is None else f"{row.measured_step_s:.2f}"
     step_s = "-" if most["step_s"] is None or row.measured_step_s is None else f"{most['step_s']:.2f}"
     cells = [
@@ -144,7 +146,8 @@ def lengths(row: Row) -> str:
     if row.longest_tokens is None:
         return "not known"
     low, high = row.longest_tokens
-    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
+    text = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{text}, mixed" if row.samples else text
 
 
 def said(answer: Answer) -> str:
