@@ -16,30 +16,40 @@ SEARCH = ("search", "--target-vram", "40GB", "--json")
 
 
 def main() -> None:
-    """Search twice in one new folder, with a cache of its own, and write first_search.json."""
+    """Search as a user does: in a new folder, there again, and in another one; write first_search.json.
+
+    The cache is new and no server is kept before the first search; it keeps one for the others.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "AUTOFIT_CACHE": f"{folder}/cache", "AUTOFIT_SERVER": "0"}
+        environment = {**os.environ, "AUTOFIT_CACHE": f"{folder}/cache"}
+        command("server", "stop", cwd=Path(folder), environment=environment)
         cold_s, first = searched(Path(folder) / "first", environment)
-        warm_s, _ = searched(Path(folder) / "second", environment)
+        warm_s, _ = searched(Path(folder) / "first", environment)
+        elsewhere_s, _ = searched(Path(folder) / "second", environment)
+        command("server", "stop", cwd=Path(folder), environment=environment)
     speed_up = first["winner"]["completions_per_s"] / first["baseline"]["completions_per_s"]
-    kept = {"cold_s": round(cold_s, 1), "warm_s": round(warm_s, 1), "speed_up": round(speed_up, 3)}
+    kept = {
+        "cold_s": round(cold_s, 1), "warm_s": round(warm_s, 1), "elsewhere_s": round(elsewhere_s, 1),
+        "speed_up": round(speed_up, 3),
+    }  # fmt: skip
     (HERE / "first_search.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(kept)
 
 
 def searched(folder: Path, environment: dict[str, str]) -> tuple[float, dict[str, Any]]:
-    """(wall seconds, the answer) of the search in a new `folder`."""
-    folder.mkdir()
+    """(wall seconds, the answer) of the search in `folder`, which is made where it is not there."""
+    folder.mkdir(exist_ok=True)
     began = time.monotonic()
+    said = command(*SEARCH, cwd=folder, environment=environment)
+    return time.monotonic() - began, json.loads(said.splitlines()[-1])
+
+
+def command(*words: str, cwd: Path, environment: dict[str, str]) -> str:
+    """What `autofit` with these words prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "autofit", *SEARCH],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-m", "autofit", *words], cwd=cwd, env=environment, capture_output=True, text=True, check=True
     )
-    return time.monotonic() - began, json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 if __name__ == "__main__":
