@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ from autofit.cli import main
 from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
+from autofit.files import TornFile
 from autofit.recipe.yaml_file import parse_yaml
 from autofit.web.allowed import allowed
+from autofit.web.answering import TOLD, run
 from autofit.web.files import FILES, examples
 from autofit.web.pasted import read, without_files, write_config
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
@@ -377,6 +379,28 @@ def test_the_settings_of_a_command_of_verl_are_all_in_the_list_and_its_model_is_
     assert allowed(values, known=(), trainer="verl", model="/tmp/model").values["model_path"] == "/tmp/model"
     with pytest.raises(ConfigError, match="model_path must be one of the"):
         allowed({**values, "model_path": "/etc"}, known=(), trainer="verl")
+
+
+def test_no_folder_that_a_command_of_verl_names_is_read(tmp_path: Path) -> None:
+    """A whole answer: the folder's config.json would be read to know whether the embeddings are tied."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("not JSON")
+    text = VERL.replace("a/b", str(tmp_path / "model"))
+    with pytest.raises(TornFile):
+        source_of(_script(tmp_path, text))
+    question = asdict(Question.from_json({"text": text, "card": "h100"}))
+    request = {"question": question, "seconds": {"verdict": 60.0, "advice": 0.0}, "socket": ""}
+    (tmp_path / "question.json").write_text(json.dumps(request))
+    run(str(tmp_path / "question.json"))
+    told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    assert told[-1]["is"] == "error"
+    assert "model_path must be one of the" in told[-1]["text"]
+
+
+def _script(folder: Path, text: str) -> Path:
+    path = folder / "run.sh"
+    path.write_text(text)
+    return path
 
 
 def test_no_file_that_another_tools_file_names_is_read(tmp_path: Path) -> None:

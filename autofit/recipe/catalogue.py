@@ -1,7 +1,9 @@
 """Architectures known without a download: facts from published config.json files, by model name. No torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -69,11 +71,25 @@ def _without_owner(name: str) -> str:
     return name.lower().partition("/")[2].removeprefix("meta-")
 
 
+_READS_FOLDERS = ContextVar("_READS_FOLDERS", default=True)
+
+
+@contextmanager
+def by_name_only() -> Iterator[None]:
+    """Context in which a model is known by the catalogue only: no folder that a stranger names is read."""
+    token = _READS_FOLDERS.set(False)
+    try:
+        yield
+    finally:
+        _READS_FOLDERS.reset(token)
+
+
 def text_config(model: str) -> Config:
     """The config.json of the text model in a folder, or as the catalogue has it; {} where neither knows `model`."""
     path = Path(model) / "config.json"
     known = architecture(model)
-    config = read_json(path) if os.path.isfile(path) else None if known is None else known.config
+    is_there = _READS_FOLDERS.get() and os.path.isfile(path)
+    config = read_json(path) if is_there else None if known is None else known.config
     inner = (config or {}).get("text_config", config)
     return inner if isinstance(inner, Mapping) else {}
 

@@ -33,6 +33,7 @@ from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
+from autofit.recipe.catalogue import by_name_only
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import profile, profiles
@@ -201,17 +202,18 @@ def run(request_path: str) -> int:
 
 
 def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
-    pasted = read(question.text, folder)
-    for note in pasted.notes:
-        tell({"is": "note", "text": note})
-    try:
-        source = source_of(pasted.script or pasted.values)  # another tool's file as the commands take it
-    except ConfigError as error:
-        if pasted.explained is None:
-            raise
-        tell({"is": "note", "text": one_line(str(error), 600)})
-        tell(explained_told(pasted.explained))
-        return
+    with by_name_only():
+        pasted = read(question.text, folder)
+        for note in pasted.notes:
+            tell({"is": "note", "text": note})
+        try:
+            source = source_of(pasted.script or pasted.values)  # another tool's file as the commands take it
+        except ConfigError as error:
+            if pasted.explained is None:
+                raise
+            tell({"is": "note", "text": one_line(str(error), 600)})
+            tell(explained_told(pasted.explained))
+            return
     if pasted.explained is not None and source.trainer not in _TRAINERS:
         tell(explained_told(pasted.explained))
         return
