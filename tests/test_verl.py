@@ -1,11 +1,13 @@
 """verl's configs as recipes, and its phases on a simulated card."""
 
 import json
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -45,6 +47,13 @@ QWEN: dict[str, object] = {
 PPO: dict[str, object] = {
     "algorithm.adv_estimator": "gae", "critic.model.path": "Qwen/Qwen2.5-7B-Instruct", "critic.use_dynamic_bsz": True,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Variables of a recipe's `env`, which `TRAINER.parse` sets in its process, end with the test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def script(values: Mapping[str, object], head: str = "") -> str:
