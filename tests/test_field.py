@@ -47,6 +47,7 @@ def test_a_symptom_is_predicted_only_where_the_estimate_shows_it() -> None:
     assert judge.symptom_predicted(memory, {"fits": False}) is True
     assert judge.symptom_predicted(memory, {"fits": True}) is False
     assert judge.symptom_predicted(memory, {"error": "failed"}) is None
+    assert judge.symptom_predicted(read_seeds()[0], {"fits": True}) is None  # a field note is timed only
     assert judge.symptom_predicted(share, {"fits": True, "rollout_s": 9.0, "step_s": 10.0}) is True
     assert judge.symptom_predicted(share, {"fits": True, "rollout_s": 5.0, "step_s": 10.0}) is False
     assert judge.symptom_predicted(share, {"fits": False, "rollout_s": None, "step_s": None}) is False

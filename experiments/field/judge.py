@@ -15,8 +15,8 @@ Answer = Mapping[str, object]  # a kept result: figures of the estimate, `advice
 
 
 def symptom_predicted(thread: Thread, answer: Answer) -> bool | None:
-    """Whether the estimate shows what the thread saw; None where there is no estimate."""
-    if "fits" not in answer:
+    """Whether the estimate shows what the thread saw; None where there is no estimate, or nothing to show."""
+    if "fits" not in answer or not thread.symptom:
         return None
     symptom = thread.symptom
     if "fits" in symptom:
