@@ -381,8 +381,9 @@ def test_the_settings_of_a_command_of_verl_are_all_in_the_list_and_its_model_is_
         allowed({**values, "model_path": "/etc"}, known=(), trainer="verl")
 
 
-def test_no_folder_that_a_command_of_verl_names_is_read(tmp_path: Path) -> None:
+def test_no_folder_that_a_command_of_verl_names_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole answer: the folder's config.json would be read to know whether the embeddings are tied."""
+    monkeypatch.setattr("tempfile.tempdir", None)  # an answer sets it in its process, which is this one
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("not JSON")
     text = VERL.replace("a/b", str(tmp_path / "model"))
