@@ -67,7 +67,7 @@ def asks_of_sizes(levers: Levers, *, below: Tier) -> bool:
 
 
 def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) -> list[Assignment]:
-    """Changes of one setting, the most promising first: those of the phase that takes longer, then the others."""
+    """Changes of one setting and what it needs, the most promising first: those of the longer phase, then others."""
     over = -1 if below is None else TIERS.index(below)
     of_rollout = bool(base.rollout_s) and 2 * base.rollout_s[0] > (base.median_step_s or 0.0)
     batches = [_larger(levers, trier, base, ROLLOUT), _larger(levers, trier, base, MICRO)]

@@ -267,7 +267,7 @@ def _check(
     estimating: Estimator, given: Mapping[str, object], changes: Mapping[str, object], advice_s: float, tell: Tell
 ) -> None:
     """The verdict, then what to change."""
-    estimating = replace(estimating, least_of_fits=False)  # a second less; the page does not show it
+    estimating = replace(estimating, least_of_fits=False)  # a second less; the page shows it of a full card only
     if clash := next(clashes(estimating.recipe), None):
         raise ConfigError(f"{clash.key}: {clash.what}; {clash.fix}")
     result = estimating.probe(estimating.recipe.values)
