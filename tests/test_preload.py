@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autofit.plugin.lean import _compiled_on_use, _read_once, without_source
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.preload import _compiled_on_use, _read_once, without_source
 
 
 @pytest.mark.slow  # starts a fork server

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -74,6 +75,8 @@ def code_hash(name: str) -> str:
 
 def load(name: str) -> Trainer:
     """The trainer `name`, imported. Raises ConfigError where it cannot be imported or tells too little."""
+    from autofit.plugin.lean import lean_imports
+
     check_name(name)
     points = [point for point in entry_points(group=GROUP) if point.name == name]
     spec = points[0].value if points else name
@@ -81,7 +84,8 @@ def load(name: str) -> Trainer:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: object = importlib.import_module(module_name)
+        with lean_imports() if module_name not in sys.modules else nullcontext():
+            found: object = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"the trainer {name!r} must be importable from {Path.cwd()} or the installed packages; importing "

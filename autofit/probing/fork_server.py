@@ -228,14 +228,14 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
 
 
 def _preload() -> None:
-    gc.disable()  # repeated collections of the imported modules would take a quarter of the time
-    from autofit.probing.preload import preload, without_source
+    from autofit.plugin.lean import lean_imports
+    from autofit.probing.preload import preload
 
-    with without_source():
+    with lean_imports():
         import torch
-    with _cards_from_the_driver(torch.cuda):
-        preload()
-    gc.enable()
+
+        with _cards_from_the_driver(torch.cuda):
+            preload()
     gc.freeze()  # keeps the children's collections from copying shared memory pages
 
 
