@@ -24,7 +24,7 @@ class Heard(Report):
 
 
 def computed(
-    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = ()
+    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = (), sleeps: bool = False
 ) -> tuple[list[int], Heard]:
     """The numbers of the micro-batches that are computed, and what was told; `lone` are not like the others."""
     found: list[int] = []
@@ -34,12 +34,12 @@ def computed(
         trainer._step += 1
         return torch.ones((), dtype=torch.bfloat16)
 
-    args = SimpleNamespace(gradient_accumulation_steps=accumulation, device="cpu")
+    args = SimpleNamespace(gradient_accumulation_steps=accumulation, device="cpu", vllm_enable_sleep_mode=sleeps)
     trainer: Any = SimpleNamespace(training_step=training_step, args=args, _step=0)
     heard = Heard()
 
     def kinds() -> list[object]:
-        first = trainer._step // rollout_every * rollout_every
+        first = found[-1] // rollout_every * rollout_every
         return [first + place in lone for place in range(rollout_every)]
 
     leave_out_repeated(trainer, heard, rollout_every=rollout_every, kinds=kinds)
@@ -76,10 +76,22 @@ def test_each_rollout_of_a_step_begins_a_new_row() -> None:
     assert computed(16, 8)[0] == [n + r for r in (0, 8, 16, 24) for n in (0, 1, 2, 7)]
 
 
-def test_short_rows_are_computed_and_nothing_is_told() -> None:
+def test_a_few_short_rows_are_computed_and_nothing_is_told() -> None:
     found, heard = computed(16, 4)
     assert found == list(range(32))
     assert heard.said == []
+
+
+def test_of_many_short_rows_three_and_the_last_are_computed_and_each_is_told_at_its_end() -> None:
+    found, heard = computed(24, 3, steps=1)
+    assert found == [*range(9), 21, 22, 23]
+    assert heard.said == [False, False, False, True, True, True, True, False]
+    assert computed(7, 1)[0] == [0, 1, 2, 6, 7, 8, 9, 13]
+    assert computed(7, 1, sleeps=True)[0] == list(range(14)), "vLLM gives memory back in each rollout"
+
+
+def test_a_short_row_unlike_the_others_is_computed_with_two_after_it_that_are_alike() -> None:
+    assert computed(24, 3, steps=1, lone=(7,))[0] == [*range(15), 21, 22, 23]
 
 
 def test_a_micro_batch_unlike_the_others_is_computed_with_the_first_three_after_it_and_the_last_before() -> None:

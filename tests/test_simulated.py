@@ -154,9 +154,12 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
 
 
 @pytest.mark.slow
-def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
-    """Of 12, the one of the longest prompt has no padding; the others have a mask."""
-    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12, "bf16": True}
+@pytest.mark.parametrize("rows", [{}, {"steps_per_generation": 2, "num_generations": 2}], ids=["one row", "short rows"])
+def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(
+    tmp_path: Path, fork_server: ForkServer, rows: dict[str, int]
+) -> None:
+    """Of 12 in one row, the one of the longest prompt has no padding; the others have a mask."""
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12, "bf16": True, **rows}
     path = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model"), **changes)
     with contextlib.chdir(tmp_path):
         few = probe(path, tmp_path / "few", fork_server, limit_bytes=None)

@@ -1,6 +1,6 @@
 """Micro-batches of a simulated step that are like those before them: they are not computed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from autofit.plugin.protocol import Report
 
-COMPUTED = 3  # first micro-batches of a row that are alike; the last one is computed too
+COMPUTED = 3  # first ones of a row that are alike; the last one is computed too
 _LEAST = COMPUTED + 3  # in a row, below which all are computed
 
 
@@ -18,16 +18,21 @@ def leave_out_repeated(
     """Let the trainer compute only some micro-batches between two rollouts or optimizer steps, and tell `report`.
 
     `rollout_every` is the number of micro-batches in a row; a trainer that generates counts them in `_step`. `kinds`
-    gives the kind of each of them, once a rollout is there: neighbours of one kind are alike.
+    gives the kind of each of them, once a rollout is there: neighbours of one kind are alike. Of a step of many short
+    rows, whole ones are left out, each with its rollout: `report` is told of the last micro-batch of each.
     """
     original, done, dtype = trainer.training_step, count(), torch.float32
-    generates, of_each = hasattr(trainer, "_step"), list[object]()
+    generates, of_each, of_rows = hasattr(trainer, "_step"), list[object](), list[list[object]]()
+    sleeps = bool(getattr(trainer.args, "vllm_enable_sleep_mode", False))  # each rollout gives unused memory back
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal dtype, of_each
+        nonlocal of_each
         each = int(trainer.args.gradient_accumulation_steps)
         number = next(done)
         in_step, in_rollout = number % each, int(trainer._step if generates else number) % rollout_every
+        rows, rest = divmod(each, rollout_every)
+        if not rest and rows > COMPUTED + 1 and rollout_every < _LEAST and not sleeps:
+            return in_short_row(in_step // rollout_every, rows, in_rollout, args, kwargs)
         before, left = min(in_step, in_rollout), min(each - in_step, rollout_every - in_rollout)
         if before + left < _LEAST:
             return original(*args, **kwargs)
@@ -38,10 +43,27 @@ def leave_out_repeated(
             left = min(left, _alike(of_each[in_rollout], of_each[in_rollout:]))
         left_out = before >= COMPUTED and left > 1
         report.micro_step_begins(left_out=left_out)
+        return nothing() if left_out else computed(args, kwargs)
+
+    def in_short_row(row: int, rows: int, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        left_out = COMPUTED <= row < rows - 1 and of_rows[-1] == of_rows[-2]
+        last = place == rollout_every - 1
+        if last:
+            report.micro_step_begins(left_out=left_out)
         if left_out:
-            if generates:
-                trainer._step += 1
-            return torch.zeros((), dtype=dtype, device=trainer.args.device)
+            return nothing()
+        loss = computed(args, kwargs)
+        if last:
+            of_rows.append(list(kinds()))
+        return loss
+
+    def nothing() -> torch.Tensor:
+        if generates:
+            trainer._step += 1
+        return torch.zeros((), dtype=dtype, device=trainer.args.device)
+
+    def computed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        nonlocal dtype
         loss = original(*args, **kwargs)
         dtype = loss.dtype
         return loss

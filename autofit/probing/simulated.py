@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise, product
-from operator import itemgetter
 from typing import Any
 
 import yaml
@@ -20,7 +19,7 @@ from torch import Tensor
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.rounds import with_rounds, without_marks
+from autofit.fakegpu.depth.rounds import LeftOut, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.memory import HostMemory as HostTensors
@@ -69,6 +68,7 @@ class SimMemory:
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
         self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end, and whether one was left out
+        self._shares_of: dict[int, dict[str, float]] = {}  # of what was left out after a mark, by phase
         self.leaves_out = False  # whether any micro-batch was left out
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
@@ -94,7 +94,7 @@ class SimMemory:
         the memory of the host are counted too.
         """
         self._marks, self._steps, self._windows, self.leaves_out = [], [], [], False
-        self._traced_s, self._began = {}, {}
+        self._traced_s, self._began, self._shares_of = {}, {}, {}
         with fake_gpu(
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
         ) as gpu:
@@ -168,18 +168,38 @@ class SimMemory:
             self._of_computed = self._last
 
     def _repeated(self, run: Run) -> Run:
-        """The run with the micro-batches that were left out, and without the marks between those that are alike."""
-        rows = groupby(self._windows, key=itemgetter(1))
-        groups = [[mark for mark, _ in row] for left_out, row in rows if left_out]
-        dropped = {mark for mark, _ in self._windows}
-        if not all(dropped.issuperset(range(marks[0] - COMPUTED, marks[-1] + 1)) for marks in groups):
-            raise NotRepeatingError("a phase begins within a micro-batch")
-        run = with_rounds(run, [(marks[0], marks[-1]) for marks in groups])
+        """The run with what was left out, and without the marks between stretches that are alike.
+
+        Where phases begin within each stretch, what was left out stays between two marks: its seconds are shared among
+        the phases as those of the stretch before it.
+        """
+        groups = self._left_out()
+        run = with_rounds(run, groups)
+        dropped, shares, times = {mark for mark, _ in self._windows}, dict[int, dict[str, float]](), run.seconds()
+        for (_, start, end), _, last in groups:
+            if end > start + 1:
+                dropped -= {end, last}
+                seconds = self._seconds(times, start, end)
+                shares[end] = {name: each / max(sum(seconds.values()), 1e-12) for name, each in seconds.items()}
         kept = [number for number in range(len(self._marks)) if number not in dropped]
         self._steps = [kept.index(number) for number in self._steps]
         self._marks = [self._marks[number] for number in kept]
+        self._shares_of = {kept.index(number): each for number, each in shares.items()}
         self._windows = []
         return without_marks(run, dropped)
+
+    def _left_out(self) -> list[LeftOut]:
+        """The marks around all that was left out in a row."""
+        found, windows = list[LeftOut](), [mark for mark, _ in self._windows]
+        for left_out, row in groupby(range(len(windows)), key=lambda place: self._windows[place][1]):
+            if not left_out:
+                continue
+            places = list(row)
+            before, marks = windows[places[0] - COMPUTED : places[0]], windows[places[0] : places[-1] + 1]
+            if marks != list(range(before[-1] + 1, before[-1] + 1 + len(marks))):
+                raise NotRepeatingError("a phase begins where micro-batches are left out")
+            found.append(LeftOut((before[0], before[1], before[2]), marks[0], marks[-1]))
+        return found
 
     def now_s(self) -> float:
         return self._gpu.elapsed_s if self._gpu is not None else 0.0
@@ -201,7 +221,8 @@ class SimMemory:
                 peak_reserved_bytes=reserved,
                 device_used_bytes=reserved + self._outside_bytes,
             )
-            for mark, (allocated, reserved) in zip(run.marks, self._replay.phases, strict=True)
+            for number, (mark, (allocated, reserved)) in enumerate(zip(run.marks, self._replay.phases, strict=True))
+            if number not in self._shares_of
         ]
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
         for step, phase in product(steps, BEFORE_UPDATE):
@@ -232,8 +253,9 @@ class SimMemory:
 
     def _seconds(self, times: list[float], first: int, last: int) -> defaultdict[str, float]:
         seconds: defaultdict[str, float] = defaultdict(float)
-        for mark, (began, ended) in zip(self._marks[first:last], pairwise(times[first : last + 1]), strict=True):
-            seconds[mark.name] += ended - began
+        for number, (began, ended) in enumerate(pairwise(times[first : last + 1]), start=first):
+            for name, share in self._shares_of.get(number, {self._marks[number].name: 1.0}).items():
+                seconds[name] += (ended - began) * share
         return seconds
 
     @property
@@ -259,11 +281,13 @@ class SimMemory:
             elif least > self._limit_bytes:
                 used = least
         told = [note for note in self._gpu.notes if note not in ASSUMPTIONS] if self._gpu else []
-        phases = phase_categories(run.nbytes, run.categories, [(m.event, m.name) for m in run.marks])
+        names = ["" if number in self._shares_of else mark.name for number, mark in enumerate(run.marks)]
+        begins = [mark.event for mark in run.marks]
+        phases = phase_categories(run.nbytes, run.categories, list(zip(begins, names, strict=True)))
         return {
             "device_used_bytes": used,
             "least_capacity_bytes": least,
-            "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases},
+            "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases if p.name},
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
             "log_error": self._log_error,

@@ -225,6 +225,7 @@ def _train_on_card(
     from autofit.probing.simulated import layers_alike, loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
+    gc.collect()  # collections come at the same moments in every probe, whatever this process or its parent did before
     launch, values = split(request.values)
     card = memory.card(shallow=shallow, pattern=layers_alike(values), follow_host=not launch.is_plain)
     with simulated_rank(launch, memory.rank, device=request.device), card:

@@ -10,7 +10,7 @@ import pytest
 from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.depth.delay import Delay
 from autofit.fakegpu.depth.expand import Mark, Run
-from autofit.fakegpu.depth.rounds import with_rounds, without_marks
+from autofit.fakegpu.depth.rounds import LeftOut, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError
 from autofit.fakegpu.replay import Unlimited, least_capacity, replay
 
@@ -32,7 +32,7 @@ class Training:
         self.count = 0
         self.stretches: list[tuple[int, Delay]] = []
         self.marks: list[Mark] = []
-        self.groups: list[tuple[int, int]] = []
+        self.groups: list[LeftOut] = []
         self.windows: set[int] = set()
         self.emptied: list[int] = []
         self.take("weights", 300 * MIB)
@@ -48,7 +48,7 @@ class Training:
                 if at < COUNT - 1:
                     self.windows.add(len(self.marks))
                 self.mark(0.001 if at in left_out else 2.0, "update")
-            self.groups += [(out[0], out[-1])] if out else []
+            self.groups += [LeftOut((out[0] - 3, out[0] - 2, out[0] - 1), out[0], out[-1])] if out else []
             if not step:
                 self.take("state", 600 * MIB)
             self.give("gradients")
@@ -130,7 +130,7 @@ def test_the_replay_stops_where_the_allocator_goes_in_circles_and_the_phases_are
 
 def test_micro_batches_among_which_the_cache_is_emptied_are_not_repeated() -> None:
     short = Training(left_out=LEFT_OUT)
-    short.emptied.append(short.marks[short.groups[0][0]].event - 1)
+    short.emptied.append(short.marks[short.groups[0].first].event - 1)
     with pytest.raises(NotRepeatingError):
         with_rounds(short.run, short.groups)
 

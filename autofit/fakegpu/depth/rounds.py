@@ -1,4 +1,4 @@
-"""Repeat a stretch of a run that was traced once: micro-batches that are alike are not traced again.
+"""Repeat a stretch of a run that was traced once: micro-batches, or rollouts with theirs, are not traced again.
 
 Two neighbouring stretches are traced. Where they hold and give back the same storages in the same order, each that was
 left out after them is the second one again: what it gives back is its own, or what the one before it left behind.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,14 +19,18 @@ from autofit.fakegpu.depth.stack import NotRepeatingError
 from autofit.fakegpu.replay import Round
 
 
-def with_rounds(run: Run, left_out: Sequence[tuple[int, int]]) -> Run:
-    """The run with stretches in place of what happened while they were left out.
+class LeftOut(NamedTuple):
+    """Consecutive marks, each at the end of a stretch that was left out, and the three that bound the two before."""
 
-    Each entry has the first and the last of consecutive marks, each at the end of a stretch that was left out; the
-    three marks before them bound the two stretches that are alike. The number of marks stays.
-    """
-    for first, last in left_out:
-        run = _Repetition.of(run, first, last).run()
+    bounds: tuple[int, int, int]
+    first: int
+    last: int
+
+
+def with_rounds(run: Run, left_out: Sequence[LeftOut]) -> Run:
+    """The run with stretches in place of what happened while they were left out. The number of marks stays."""
+    for group in left_out:
+        run = _Repetition.of(run, group).run()
     if left_out:
         check_storages(run)
     return run
@@ -41,17 +46,17 @@ class _Repetition:
     """One group of stretches that were left out: events `end` to `over`, after the stretch `start` to `end`."""
 
     whole: Run
-    first: int
-    last: int
+    group: LeftOut
     start: int
     end: int
     over: int
     back: Ints  # of each event of the stretch: where its storage was taken, from the stretch's start
 
     @classmethod
-    def of(cls, run: Run, first: int, last: int) -> _Repetition:
+    def of(cls, run: Run, group: LeftOut) -> _Repetition:
         """Raises NotRepeatingError unless the two stretches before are alike, and leave nothing behind for long."""
-        before, start, end = (run.marks[first - back].event for back in (3, 2, 1))
+        before, start, end = (run.marks[number].event for number in group.bounds)
+        over = run.marks[group.last].event
         ids, nbytes = run.ids, run.nbytes
         taken_at = np.full(int(ids.max(initial=0)) + 1, -1, np.int64)
         taken_at[ids[nbytes > 0]] = np.flatnonzero(nbytes > 0)
@@ -63,9 +68,9 @@ class _Repetition:
             for a, b in ((nbytes[one], nbytes[two]), (run.categories[one], run.categories[two]),
                          (np.maximum(of_one, -1), np.maximum(back, -1)))  # -1: left behind by the stretch before
         )  # fmt: skip
-        if not alike or run.streams or any(before < event < run.marks[last].event for event in run.emptied):
+        if not alike or run.streams or any(before < event < over for event in run.emptied):
             raise NotRepeatingError("two neighbouring micro-batches are not alike")
-        made = cls(run, first, last, start, end, run.marks[last].event, back)
+        made = cls(run, group, start, end, over, back)
         if (back < start - end).any() or (back < 0).sum() != len(made._left_behind):
             raise NotRepeatingError("micro-batches leave behind what the next does not give back")
         return made
@@ -76,7 +81,7 @@ class _Repetition:
 
     @property
     def _times(self) -> int:
-        return self.last - self.first + 1
+        return self.group.last - self.group.first + 1
 
     @property
     def _base(self) -> int:
@@ -126,8 +131,8 @@ class _Repetition:
         return names
 
     def _with_time(self, made: Run) -> Run:
-        marks, times, first, last = self.whole.marks, self._times, self.first, self.last
-        begins, ends, over = (marks[n].stretch for n in (first - 2, first - 1, last))
+        marks, times, (bounds, first, last) = self.whole.marks, self._times, self.group
+        begins, ends, over = (marks[n].stretch for n in (*bounds[1:], last))
         delay = reduce(Delay.then, self.whole.delays(begins, ends), Delay())
         later_events = times * self._length - (self.over - self.end)
         later = times - (over - ends)
