@@ -18,7 +18,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_training
+from autofit.trainers import hf_losses, hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -42,6 +42,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
+    if changes.get("objective") == "gkd" and not {"use_peft", "teacher_words"} & changes.keys():
+        changes["teacher_model_name_or_path"] = str(model)
     values: dict[str, object] = {
         "model_name_or_path": str(model), "output_dir": str(folder), "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "max_steps": 2, "max_length": LENGTH, "report_to": "none",
@@ -90,6 +92,12 @@ CASES: dict[str, dict[str, object]] = {
     "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
     "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
+    "GKD": {"objective": "gkd", "dtype": "bfloat16", "bf16": True, "beta": 0.5, "temperature": 0.9},
+    "GKD, LoRA and the usual loss": {"objective": "gkd", **LORA, "beta": 0.0, "nll_weight": 0.1},
+    "GKD, a teacher on a server": {"objective": "gkd", "teacher_words": 8, "dtype": "bfloat16", "bf16": True},
+    "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
+    "reranker": {"objective": "rerank", "negatives": 3, **LORA},
+    "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
@@ -162,7 +170,8 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
     [
         (
             {"objective": "ppo"},
-            "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward; got 'ppo'",
+            "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward, gkd, "
+            "embed, rerank; got 'ppo'",
         ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
@@ -177,6 +186,8 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
         ({"added_layers": 2, "trainable_layers": 2}, "added_layers are trained alone; omit them or trainable_layers"),
         ({"trains_rest": True}, "trains_rest says what is trained beside some layers; it needs trainable_layers"),
+        ({"teacher_words": 8}, "a teacher is of objective: gkd; got objective: sft"),
+        ({"word_scores": True}, "word_scores is of objective: rerank; got objective: sft; omit it"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
@@ -248,7 +259,8 @@ def test_packing_fills_rows_with_whole_samples() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
                                      {"objective": "classify", "num_labels": 2}, {"objective": "kto"},
-                                     {"objective": "orpo", "nll_weight": 1.0},
+                                     {"objective": "orpo", "nll_weight": 1.0}, {"objective": "gkd", "nll_weight": 1.0},
+                                     {"objective": "embed"}, {"objective": "rerank", "word_scores": True},
                                      {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
 def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
     more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}
@@ -400,6 +412,63 @@ def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
     )
     assert (abs(sum(apart) / 2 - together) > 1e-4) is split
     assert bool(hf_tiers(loss)) is split
+
+
+def test_gkds_loss_is_the_divergence_of_the_words_of_both_models(small_model: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, 6, 7, 8]])}
+    config = parsed(small_model, tmp_path, objective="gkd", beta=0.25, temperature=0.5)
+    trainer = hf_training.made(config, rows(config))
+    learn(trainer.model, ids)
+    with torch.no_grad():
+        own, others = ((m(input_ids=ids).logits[0, :-1] / 0.5).softmax(-1) for m in (trainer.model, trainer.reference))
+    mixed = 0.75 * own + 0.25 * others
+    wanted = (0.25 * others * (others / mixed).log() + 0.75 * own * (own / mixed).log()).sum(-1).mean()
+    assert wanted > 0.01
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_the_smaller_vocabulary_is_filled_up_from_the_larger_one() -> None:
+    own, others = torch.ones(2, 3), torch.full((2, 5), 7.0)
+    assert hf_losses._same_width(own, others)[0].tolist() == [[1, 1, 1, 7, 7]] * 2
+    assert hf_losses._same_width(others, own)[1].tolist() == [[1, 1, 1, 7, 7]] * 2
+
+
+def test_an_embedding_is_the_normalised_state_of_the_last_token_and_is_compared_with_all_of_its_batch(
+    small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, objective="embed")
+    plain = hf_training.model_of(config)
+    trainer = hf_training.made(config, rows(config))
+    trainer.model.load_state_dict(plain.state_dict())
+    texts = [[5, 6, 7], [8, 9], [5, 6], [8, 9, 7]]
+    pairs = [{"chosen_ids": a, "chosen_labels": a, "rejected_ids": b, "rejected_labels": b}
+             for a, b in zip(texts[:2], texts[2:], strict=True)]  # fmt: skip
+    with torch.no_grad():
+        found = torch.stack([plain.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])
+    found = torch.nn.functional.normalize(found, dim=1)
+    wanted = torch.nn.functional.cross_entropy(found[:2] @ found[2:].T / 0.1, torch.tensor([0, 1]))
+    assert trainer.compute_loss(trainer.model, trainer.data_collator(pairs)).item() == pytest.approx(
+        wanted.item(), rel=1e-4
+    )
+
+
+def test_a_reranker_by_words_scores_the_last_token_by_the_difference_of_two_words(
+    small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, objective="rerank", word_scores=True, negatives=2)
+    plain = hf_training.model_of(config)
+    trainer = hf_training.made(config, rows(config))
+    trainer.model.load_state_dict(plain.state_dict())
+    fits, other = [5, 6, 7], [8, 9]
+    row = {"chosen_ids": fits, "chosen_labels": fits, "rejected_ids": other, "rejected_labels": other}
+    with torch.no_grad():
+        logits = [plain(torch.tensor([ids])).logits[0, -1] for ids in (fits, other, other)]
+    scores = torch.stack([one[0] - one[1] for one in logits])
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, torch.tensor([1.0, 0.0, 0.0]))
+    assert trainer.compute_loss(trainer.model, trainer.data_collator([row])).item() == pytest.approx(
+        wanted.item(), rel=1e-4
+    )
 
 
 def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_trained_alone() -> None:

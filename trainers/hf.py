@@ -41,9 +41,11 @@ from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
+_OTHER_OBJECTIVES = ("gkd", "embed", "rerank")  # with a model beside, or without logits: each candidate is traced
+
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of ten objectives."""
+    """A plain `transformers.Trainer`, for one of many objectives."""
 
     name = "hf"
     auto_class = AutoModelForCausalLM
@@ -51,7 +53,7 @@ class HfTrainer(SamplesTrainer):
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
-                "added_layers", "peft_adapter")  # fmt: skip
+                "added_layers", "peft_adapter", "temperature", "negatives", "word_scores")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -83,6 +85,7 @@ class HfTrainer(SamplesTrainer):
         other = any(
             facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
         )
+        other = other or facts.resolved["objective"] in _OTHER_OBJECTIVES
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
@@ -111,7 +114,10 @@ class HfTrainer(SamplesTrainer):
         row = _row(config, worst_case)
         sides = ("input_ids",) if "input_ids" in row else tuple(f"{side}_ids" for side in SIDES)
         fixed = config.training.max_length if config.training.pad_to_max_length else 0
-        return samples_per_step(config) * sum(max(len(row[side]), fixed) for side in sides)
+        tokens = [max(len(row[side]), fixed) for side in sides]
+        if config.training.objective == "rerank":
+            tokens += tokens[1:] * (config.training.negatives - 1)
+        return samples_per_step(config) * sum(tokens)
 
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
         return self._rows(config, rows, tokenizer_of(config))

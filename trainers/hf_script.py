@@ -10,10 +10,11 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-TOKENS = ("sft", "asft")  # losses over the tokens of samples
+TOKENS = ("sft", "asft", "gkd")  # losses over the tokens of samples
 SAMPLES = (*TOKENS, "classify", "label_tokens")  # of which a row is one sample; those of the others are two answers
 WITH_REFERENCE = ("asft", "dpo", "kto")
-OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward")
+OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward", "gkd", "embed",
+              "rerank")  # fmt: skip
 
 
 @dataclass
@@ -26,7 +27,9 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "help": "The loss: the causal model's own (sft), one weighted by each token's probability beside a "
             "divergence from the model at the start (asft), DPO's sigmoid loss over pairs of answers (dpo), KTO's over "
             "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), one over labels of "
-            "whole samples (classify) or of their tokens (label_tokens), or a pairwise loss over scores (reward).",
+            "whole samples (classify) or of their tokens (label_tokens), a pairwise loss over scores (reward), a "
+            "divergence from a teacher's words (gkd), one over pairs of texts that mean the same (embed), or over "
+            "documents of which the chosen one fits (rerank).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -100,6 +103,22 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     nll_weight: float = field(
         default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
     )
+    teacher_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},
+    )
+    teacher_words: int | None = field(
+        default=None,
+        metadata={"help": "How many words a token a server tells gkd of, in place of a teacher on the card."},
+    )
+    temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
+    negatives: int = field(
+        default=1, metadata={"help": "How many documents that do not fit stand beside one that fits, in rerank."}
+    )
+    word_scores: bool = field(
+        default=False,
+        metadata={"help": "Whether rerank compares the logits of two words, in place of a classifier's score."},
+    )
     value_head: bool = field(
         default=False,
         metadata={
@@ -118,7 +137,15 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         wrong = [
             f"{key} must be 1 or more; got {value}"
-            for key in ("max_length", "pad_to_multiple_of", "trainable_layers", "added_layers", "num_labels")
+            for key in (
+                "max_length",
+                "pad_to_multiple_of",
+                "trainable_layers",
+                "added_layers",
+                "num_labels",
+                "teacher_words",
+                "negatives",
+            )
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if self.packing and self.objective not in TOKENS:
@@ -139,6 +166,12 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if self.cut_cross_entropy and self.objective != "sft":
             wrong.append(f"cut_cross_entropy is of objective: sft; got objective: {self.objective}; omit it")
+        if self.objective != "gkd" and (self.teacher_model_name_or_path or self.teacher_words):
+            wrong.append(f"a teacher is of objective: gkd; got objective: {self.objective}")
+        if self.teacher_model_name_or_path and self.teacher_words:
+            wrong.append("teacher_words come from a server; omit them or teacher_model_name_or_path")
+        if self.word_scores and self.objective != "rerank":
+            wrong.append(f"word_scores is of objective: rerank; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":
             wrong.append(f"value_head is a reward model's; got objective: {self.objective}; omit value_head")
         if wrong:

@@ -23,12 +23,14 @@ from autofit.errors import ConfigError, quoted
 from autofit.fakegpu.linear_loss import CUT, fuse
 
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
-from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
+from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
+from .hf_tasks import EmbeddingTrainer, RerankTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
 
-_SCORED = ("classify", "reward")  # objectives over a model with a head for scores in place of words
+_SCORED = ("classify", "reward", "rerank")  # objectives over a model with a head for scores in place of words
 _LABELLED = ("classify", "label_tokens")
+_SCORED_BY = {"classify": LabelTrainer, "reward": RewardTrainer, "rerank": RerankTrainer}
 _SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
 
@@ -57,8 +59,13 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     if training.objective in ("sft", "label_tokens"):
         return Trainer(**common)
     if training.objective in _SCORED:
-        return (RewardTrainer if training.objective == "reward" else LabelTrainer)(**common)
+        return _SCORED_BY[training.objective](**common)
+    if training.objective == "embed":
+        return EmbeddingTrainer(**common)
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
+    if training.objective == "gkd":
+        common |= {"nll_weight": training.nll_weight, "temperature": training.temperature}
+        return GkdTrainer(**common, words=training.teacher_words, reference=_teacher_of(config))
     if training.objective not in WITH_REFERENCE:
         gamma, weight = training.simpo_gamma, training.nll_weight
         return PairsTrainer(**common, loss=training.objective, gamma=gamma, nll_weight=weight)
@@ -84,15 +91,16 @@ def tokenizer_of(config: TrlConfig) -> Any:
 def architecture_of(config: TrlConfig) -> Any:
     if config.training.objective == "label_tokens":
         return AutoModelForTokenClassification
-    is_classifier = config.training.objective in _SCORED and not config.training.value_head
+    in_words = config.training.value_head or config.training.word_scores
+    is_classifier = config.training.objective in _SCORED and not in_words
     return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
-def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
-    """The model as it is loaded, in the recipe's `dtype` or another."""
+def model_of(config: TrlConfig, *, dtype: object = None, teacher: str | None = None) -> Any:
+    """The model as it is loaded, in the recipe's `dtype` or another; or the `teacher` of that name."""
     model = config.model
     kwargs: dict[str, Any] = {
-        "revision": model.model_revision, "trust_remote_code": config.training.trust_remote_code,
+        "revision": None if teacher else model.model_revision, "trust_remote_code": config.training.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": dtype or model.dtype,
     }  # fmt: skip
     quantization = get_quantization_config(model)
@@ -102,7 +110,7 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
         kwargs["num_labels"] = config.training.num_labels if config.training.objective in _LABELLED else 1
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
         kwargs["device_map"] = None  # each rank has its own card
-    return create_model_from_path(model.model_name_or_path, architecture_of(config), **kwargs)
+    return create_model_from_path(teacher or model.model_name_or_path, architecture_of(config), **kwargs)
 
 
 def _reference_of(config: TrlConfig) -> Any:
@@ -110,6 +118,12 @@ def _reference_of(config: TrlConfig) -> Any:
     training = config.training
     half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
     return model_of(config, dtype=half).requires_grad_(False).eval()
+
+
+def _teacher_of(config: TrlConfig) -> Any:
+    """GKD's frozen model, loaded as the student is (ms-swift's pipelines/train/rlhf.py); None where it has none."""
+    name = config.training.teacher_model_name_or_path
+    return None if name is None else model_of(config, teacher=name).requires_grad_(False).eval()
 
 
 def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
@@ -122,7 +136,11 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         from .hf_training import prepare
 
         prepare(model, training.qat)
-    if training.objective in _SCORED and not training.value_head:
+    if training.objective == "embed":
+        without_words(model)
+    elif training.word_scores:
+        with_two_words(model)
+    elif training.objective in _SCORED and not training.value_head:
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
             lora.task_type = "SEQ_CLS"
@@ -248,7 +266,9 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
         tokens = training.objective == "label_tokens"
         return Labelled(**common, classes=training.num_labels, tokens=tokens)
     if training.objective not in SAMPLES:
-        return Rated(**common) if training.objective == "kto" else Pairs(**common)
+        if training.objective == "kto":
+            return Rated(**common)
+        return Pairs(**common, negatives=training.negatives if training.objective == "rerank" else 1)
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS
         return Blocks(**common, flash=flash, dtype=computed_in(config, model))

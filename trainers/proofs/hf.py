@@ -18,10 +18,12 @@ SAME: dict[str, object] = {
     "block_diagonal": False,
     "adapter_dtype": None,
     "qat": None,
+    "teacher_model_name_or_path": None,
+    "teacher_words": None,
 }
 _COLUMNS = {
-    **dict.fromkeys(("sft", "asft", "kto", "label_tokens"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
-    "classify": ("text",),
+    **dict.fromkeys(("sft", "asft", "kto", "label_tokens", "gkd"), ("prompt", "completion")),
+    **dict.fromkeys(("reward", "embed", "rerank"), ("chosen", "rejected")), "classify": ("text",),
 }  # fmt: skip
 
 
