@@ -28,6 +28,7 @@ from autofit.trainers.trl_config import TrlConfig, parse
 
 LENGTH = 128
 LORA: dict[str, object] = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"}
+TAUGHT: dict[str, object] = {"teacher_model_name_or_path": ""}  # the small model
 PACKED: dict[str, object] = {"packing": True, "block_diagonal": True}
 
 
@@ -42,7 +43,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
-    if changes.get("objective") == "gkd" and not {"use_peft", "teacher_words"} & changes.keys():
+    if changes.get("teacher_model_name_or_path") == "":
         changes["teacher_model_name_or_path"] = str(model)
     values: dict[str, object] = {
         "model_name_or_path": str(model), "output_dir": str(folder), "per_device_train_batch_size": 2,
@@ -92,9 +93,10 @@ CASES: dict[str, dict[str, object]] = {
     "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
     "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
-    "GKD": {"objective": "gkd", "dtype": "bfloat16", "bf16": True, "beta": 0.5, "temperature": 0.9},
+    "GKD": {"objective": "gkd", **TAUGHT, "dtype": "bfloat16", "bf16": True, "beta": 0.5, "temperature": 0.9},
     "GKD, LoRA and the usual loss": {"objective": "gkd", **LORA, "beta": 0.0, "nll_weight": 0.1},
     "GKD, a teacher on a server": {"objective": "gkd", "teacher_words": 8, "dtype": "bfloat16", "bf16": True},
+    "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
     "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
     "reranker": {"objective": "rerank", "negatives": 3, **LORA},
     "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
@@ -417,7 +419,7 @@ def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
 def test_gkds_loss_is_the_divergence_of_the_words_of_both_models(small_model: Path, tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, 6, 7, 8]])}
-    config = parsed(small_model, tmp_path, objective="gkd", beta=0.25, temperature=0.5)
+    config = parsed(small_model, tmp_path, **TAUGHT, objective="gkd", beta=0.25, temperature=0.5)
     trainer = hf_training.made(config, rows(config))
     learn(trainer.model, ids)
     with torch.no_grad():

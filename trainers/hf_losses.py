@@ -122,6 +122,7 @@ class GkdTrainer(_Referenced):
     def __init__(self, *args: Any, nll_weight: float, temperature: float, words: int | None, **more: Any) -> None:
         super().__init__(*args, **more)
         self.nll_weight, self.temperature, self.words = nll_weight, temperature, words
+        self.served = words is not None and self.reference is None
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -129,19 +130,26 @@ class GkdTrainer(_Referenced):
         """The mean over the tokens of a micro-batch."""
         asked = {name: tensor for name, tensor in inputs.items() if name != "labels" or self.nll_weight}
         outputs = model(**asked, use_cache=False)
-        if self.words is None:
+        counted = torch.roll(inputs["labels"], shifts=-1, dims=1) != IGNORED
+        if not self.served:
             asked.pop("labels", None)
             with torch.no_grad(), self._without_adapter(model):
                 taught = (self.reference or model)(**asked, use_cache=False).logits
-        counted = torch.roll(inputs["labels"], shifts=-1, dims=1) != IGNORED
-        own = outputs.logits[counted]
         if self.words is None:
-            others = taught[counted]
+            own, others = outputs.logits[counted], taught[counted]
             scores, targets = _same_width(own, others)
         else:
-            places = torch.zeros((len(own), self.words), dtype=torch.long, device=own.device)
-            others = torch.zeros((len(own), self.words), device=own.device)
-            scores, targets = torch.gather(own, -1, places), others
+            shape = (*counted.shape, self.words)
+            told, places = (
+                torch.topk(taught, self.words)
+                if not self.served
+                else (
+                    torch.zeros(shape, device=counted.device),
+                    torch.zeros(shape, dtype=torch.long, device=counted.device),
+                )
+            )
+            own, targets = outputs.logits[counted], told[counted]
+            scores = torch.gather(own, -1, places[counted])
         scores, targets = scores / self.temperature, targets / self.temperature
         loss = _divergence(scores, targets, self.beta) / len(own)
         if self.nll_weight:

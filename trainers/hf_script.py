@@ -109,7 +109,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     )
     teacher_words: int | None = field(
         default=None,
-        metadata={"help": "How many words a token a server tells gkd of, in place of a teacher on the card."},
+        metadata={
+            "help": "How many of a token's likeliest words gkd learns; without a teacher_model_name_or_path a server "
+            "tells them."
+        },
     )
     temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
     negatives: int = field(
@@ -168,8 +171,6 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"cut_cross_entropy is of objective: sft; got objective: {self.objective}; omit it")
         if self.objective != "gkd" and (self.teacher_model_name_or_path or self.teacher_words):
             wrong.append(f"a teacher is of objective: gkd; got objective: {self.objective}")
-        if self.teacher_model_name_or_path and self.teacher_words:
-            wrong.append("teacher_words come from a server; omit them or teacher_model_name_or_path")
         if self.word_scores and self.objective != "rerank":
             wrong.append(f"word_scores is of objective: rerank; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":

@@ -65,7 +65,8 @@ _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on fu
                "kto": "KTO on full logits", "orpo": "ORPO on full logits", "simpo": "SimPO on full logits",
                "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
                "label_tokens": "a loss over labels of tokens",
-               "reward": "a pairwise loss"}  # fmt: skip
+               "reward": "a pairwise loss", "gkd": "GKD on full logits", "embed": "a loss over embeddings of texts",
+               "rerank": "a loss over scores of documents"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:

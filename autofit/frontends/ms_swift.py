@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing
+from autofit.frontends import sharing, swift_tasks
 from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
@@ -22,8 +22,9 @@ from autofit.recipe.yaml_file import read_yaml_mapping
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
 _LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward",
-         "seq_cls": "classify"}  # fmt: skip
-_NAMED_BY = {"seq_cls": "task_type"}  # the argument that names an objective which is no rlhf_type
+         "gkd": "gkd", "seq_cls": "classify", "embedding": "embed", "reranker": "rerank",
+         "generative_reranker": "rerank"}  # fmt: skip
+_NAMED_BY = dict.fromkeys(swift_tasks.TASKS, "task_type")  # the argument that names an objective which is no rlhf_type
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
@@ -85,11 +86,12 @@ def training(text: str, *, folder: Path) -> Training:
         raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
-    environment |= {str(key): str(value) for key, value in _env(values).items()}
+    environment |= _env(values)
     config = _accelerate_config(command, folder)
     values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
-    return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment, config), notes=notes)
+    values |= {TYPE: kind, "ENV": environment}
+    return Training(values=values, ranks=_ranks(command, environment, config), notes=notes)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
@@ -169,9 +171,9 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if mark else following
 
 
-def _env(values: dict[str, object]) -> Mapping[str, object]:
+def _env(values: dict[str, object]) -> dict[str, str]:
     given = values.pop("ENV", None)
-    return given if isinstance(given, Mapping) else {}
+    return {str(key): str(value) for key, value in given.items()} if isinstance(given, Mapping) else {}
 
 
 # -- its arguments ----------------------------------------------------------------------------------------------------
@@ -203,6 +205,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _batch(draft, kind, ranks)
     _dtype(draft)
     _tuner(draft)
+    if kind == "gkd":
+        swift_tasks.teacher(draft, _ZERO, folder, launch)
+    else:
+        swift_tasks.ignore_teacher(draft, kind)
+    if kind in _NAMED_BY and kind != "seq_cls":
+        swift_tasks.task(draft, kind, environment)
     length = _length(draft, kind)
     _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
     _others(draft, kind)
@@ -216,11 +224,9 @@ def _kind(draft: Draft) -> str:
     if draft.given.get("model") is None:
         raise ConfigError("--model is missing")
     draft.refuse(keys_of(MS_SWIFT.name).refused)
-    task = draft.text(
-        "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
-    )
-    if task not in (None, "causal_lm", "seq_cls"):
-        raise ConfigError(f"task_type {task} is not simulated; causal_lm and seq_cls are")
+    task = draft.text("task_type", choices=("causal_lm", *swift_tasks.TASKS, "prm"))
+    if task == "prm":
+        raise ConfigError(f"task_type prm is not simulated; causal_lm, {', '.join(swift_tasks.TASKS)} are")
     if (draft.whole("sequence_parallel_size") or 1) > 1:
         raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
     if draft.whole("lisa_activated_layers", least=0) and draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
@@ -232,10 +238,10 @@ def _kind(draft: Draft) -> str:
     draft.check_model(draft.given.get("model"))
     command = draft.text(TYPE)
     rlhf = draft.text("rlhf_type", "dpo" if command == "rlhf" else None)
-    if task == "seq_cls" and rlhf is None:  # a head for scores, and no logits of words
-        if draft.given.get("num_labels") is None:
-            raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
-        return "seq_cls"
+    if task == "seq_cls" and rlhf is None and draft.given.get("num_labels") is None:
+        raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
+    if task in _NAMED_BY and rlhf is None:  # a head for scores, or none, and no logits of words
+        return task
     if rlhf is None:
         return command or "sft"
     if rlhf not in ("grpo", *_LIKE) or rlhf in _NAMED_BY:
@@ -386,7 +392,7 @@ def _length(draft: Draft, kind: str) -> int:
     """Tokens of the sample that stands for the data."""
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
-    if packing and kind not in ("sft", "pt"):
+    if packing and kind not in ("sft", "pt", "gkd"):
         raise ConfigError(f"packing with {_NAMED_BY.get(kind, 'rlhf_type')} {kind} is not simulated; omit it")
     if kind == "grpo":
         if length is None:
@@ -401,6 +407,8 @@ def _length(draft: Draft, kind: str) -> int:
             f"max_length is not set, and ms-swift takes the model's own limit: samples of {length:,} tokens stand for "
             "the data; --prompt-tokens N says others"
         )
+    if kind == "gkd":
+        length += swift_tasks.answers(draft)
     draft.put("max_length", packed if packing and packed else length)
     if packing:
         draft.put("packing", True)
@@ -428,15 +436,17 @@ def _others(draft: Draft, kind: str) -> None:
     if draft.is_on("use_liger_kernel"):
         draft.put("use_liger_kernel", True)
     kept = draft.raw("use_logits_to_keep")
-    if kind in ("sft", "pt", "dpo", "kto") and kept is not False and not draft.values.get("use_liger_kernel"):
+    if kind in ("sft", "pt", "dpo", "kto", "gkd") and kept is not False and not draft.values.get("use_liger_kernel"):
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")
-    if kind == "dpo":
+    if kind in ("gkd", *swift_tasks.TASKS):
+        pass
+    elif kind == "dpo":
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
             draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
         draft.put("beta", beta if beta is not None else 0.1, "beta")
-    elif kind in _LIKE and kind not in ("rm", "seq_cls"):
+    elif kind in _LIKE and kind != "rm":
         _answers(draft, kind, loss, beta)
     if kind == "grpo":
         _grpo(draft, loss, beta)
