@@ -37,6 +37,7 @@ from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
 from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
+from .keys import SAMPLES as SAMPLES_KEYS
 from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
@@ -48,6 +49,7 @@ class HfTrainer(SamplesTrainer):
     """A plain `transformers.Trainer`, for one of many objectives."""
 
     name = "hf"
+    keys = replace(SAMPLES_KEYS, sharers="sequence_parallel_size")
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
@@ -85,15 +87,19 @@ class HfTrainer(SamplesTrainer):
         other = any(
             facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
         )
-        other = other or facts.resolved["objective"] in _OTHER_OBJECTIVES
+        shares = facts.resolved["sequence_parallel_size"] != 1
+        other = other or shares or facts.resolved["objective"] in _OTHER_OBJECTIVES
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
+        run.samples_per_step /= config.training.sequence_parallel_size  # each rank's share of them
         run.weighs_samples_alike = config.training.objective in TOKENS
         return run
 
     def real(self, config: TrlConfig) -> Any:
+        if config.training.sequence_parallel_size > 1:
+            raise ConfigError("sequence_parallel_size is simulated and not run; train with the tool that has it")
         tokenizer = tokenizer_of(config)
         evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
         return made(
@@ -117,7 +123,8 @@ class HfTrainer(SamplesTrainer):
         tokens = [max(len(row[side]), fixed) for side in sides]
         if config.training.objective == "rerank":
             tokens += tokens[1:] * (config.training.negatives - 1)
-        return samples_per_step(config) * sum(tokens)
+        size = int(config.training.sequence_parallel_size)
+        return samples_per_step(config) * sum(tokens) // size
 
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
         return self._rows(config, rows, tokenizer_of(config))

@@ -119,18 +119,24 @@ class GkdTrainer(_Referenced):
     token. The model's usual loss counts beside it with `nll_weight`.
     """
 
-    def __init__(self, *args: Any, nll_weight: float, temperature: float, words: int | None, **more: Any) -> None:
+    def __init__(
+        self, *args: Any, nll_weight: float, temperature: float, words: int | None, answer: int | None, **more: Any
+    ) -> None:
         super().__init__(*args, **more)
-        self.nll_weight, self.temperature, self.words = nll_weight, temperature, words
+        self.nll_weight, self.temperature, self.words, self.answer = nll_weight, temperature, words, answer
         self.served = words is not None and self.reference is None
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean over the tokens of a micro-batch."""
-        asked = {name: tensor for name, tensor in inputs.items() if name != "labels" or self.nll_weight}
+        asked: dict[str, Any] = dict(inputs)
+        if self.answer is not None:  # logits from the last token of the prompt on
+            asked["labels"] = asked["labels"][:, -(self.answer + 1) :]
+            asked["logits_to_keep"] = self.answer + 1
+        labels = asked["labels"] if self.nll_weight else asked.pop("labels")
         outputs = model(**asked, use_cache=False)
-        counted = torch.roll(inputs["labels"], shifts=-1, dims=1) != IGNORED
+        counted = torch.roll(labels, shifts=-1, dims=1) != IGNORED
         if not self.served:
             asked.pop("labels", None)
             with torch.no_grad(), self._without_adapter(model):

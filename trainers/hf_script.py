@@ -103,6 +103,24 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     nll_weight: float = field(
         default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
     )
+    sequence_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that compute parts of the same samples. It is simulated, not run."}
+    )
+    sequence_parallel: str = field(
+        default="ulysses",
+        metadata={
+            "help": "How these attend to each other: by heads, and in a ring where the model has fewer (ulysses, as "
+            "ms-swift), or to keys and values that are gathered head by head (gathered, as Axolotl).",
+            "choices": ["ulysses", "gathered"],
+        },
+    )
+    loss_chunk: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens at a time whose loss is computed where ranks share samples (ms-swift's "
+            "CELOSS_PARALLEL_SIZE)."
+        },
+    )
     teacher_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},
@@ -113,6 +131,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "help": "How many of a token's likeliest words gkd learns; without a teacher_model_name_or_path a server "
             "tells them."
         },
+    )
+    answer_tokens: int | None = field(
+        default=None,
+        metadata={"help": "How many of a sample's last tokens gkd learns and makes logits of; None: of all."},
     )
     temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
     negatives: int = field(
@@ -169,8 +191,14 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if self.cut_cross_entropy and self.objective != "sft":
             wrong.append(f"cut_cross_entropy is of objective: sft; got objective: {self.objective}; omit it")
-        if self.objective != "gkd" and (self.teacher_model_name_or_path or self.teacher_words):
-            wrong.append(f"a teacher is of objective: gkd; got objective: {self.objective}")
+        if self.objective != "gkd" and (self.teacher_model_name_or_path or self.teacher_words or self.answer_tokens):
+            wrong.append(
+                f"a teacher, or a part of the tokens to learn, is of objective: gkd; got objective: {self.objective}"
+            )
+        if self.sequence_parallel_size > 1 and self.objective not in ("sft", "embed"):
+            wrong.append(f"sequence_parallel_size is of objective: sft or embed; got objective: {self.objective}")
+        if self.loss_chunk is not None and self.sequence_parallel_size == 1:
+            wrong.append("loss_chunk is of samples that ranks share; omit it or set sequence_parallel_size")
         if self.word_scores and self.objective != "rerank":
             wrong.append(f"word_scores is of objective: rerank; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":

@@ -13,12 +13,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from autofit.errors import ConfigError
 
 from .hf_losses import Batch, MicroBatchMean
+from .hf_sequence import Shares
 
 _TEMPERATURE = 0.1  # of InfoNCE (INFONCE_TEMPERATURE)
 _ANSWERS = (0, 1)  # places of the two words whose logits are compared; the bytes are those of any two
 
 
-class EmbeddingTrainer(MicroBatchMean):
+class EmbeddingTrainer(Shares, MicroBatchMean):
     """InfoNCE over the last hidden states of texts, of which each stands beside one that means the same.
 
     Texts of the other ranks are compared too, without a gradient.
@@ -28,16 +29,25 @@ class EmbeddingTrainer(MicroBatchMean):
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean over the pairs of all ranks."""
-        texts = _embedded(model, inputs)
+        texts = self._embedded(model, inputs)
         anchors, positives = texts.chunk(2)
-        if (ranks := self.accelerator.num_processes) > 1:
+        if (ranks := self.accelerator.num_processes) > self.args.sequence_parallel_size:
             gathered = self.accelerator.gather(texts.detach()).chunk(ranks)
-            every = [texts if rank == self.accelerator.process_index else one for rank, one in enumerate(gathered)]
-            halves = [one.chunk(2) for one in every]
+            own = self.accelerator.process_index // self.args.sequence_parallel_size * self.args.sequence_parallel_size
+            every = [texts if rank == own else one for rank, one in enumerate(gathered)]
+            halves = [one.chunk(2) for one in every[:: self.args.sequence_parallel_size]]
             anchors, positives = (torch.cat([pair[side] for pair in halves]) for side in (0, 1))
         scores = anchors @ positives.T / _TEMPERATURE
         loss = cross_entropy(scores, torch.arange(len(scores), device=scores.device))
         return (loss, {"logits": texts}) if return_outputs else loss
+
+    def _embedded(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """The normalised hidden states of each text's last token (B, H)."""
+        hidden = model(**self.parts(inputs), use_cache=False).logits
+        if self.shared is not None:
+            hidden = self.shared.whole(hidden)
+        last = hidden[torch.arange(len(hidden), device=hidden.device), _last(inputs["attention_mask"])]
+        return normalize(last, p=2, dim=1)
 
 
 class RerankTrainer(MicroBatchMean):
@@ -61,15 +71,6 @@ class RerankTrainer(MicroBatchMean):
 def _last(mask: torch.Tensor) -> torch.Tensor:
     """The place of each row's last token (B,)."""
     return mask.sum(-1) - 1
-
-
-def _embedded(model: Any, inputs: Batch) -> torch.Tensor:
-    """The normalised hidden states of each text's last token (B, H)."""
-    asked = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-    hidden = model(**asked, use_cache=False).logits
-    found: torch.Tensor = normalize(hidden[torch.arange(len(hidden), device=hidden.device),
-                                           _last(asked["attention_mask"])], p=2, dim=1)  # fmt: skip
-    return found
 
 
 def without_words(model: Any) -> None:

@@ -25,6 +25,7 @@ from autofit.fakegpu.linear_loss import CUT, fuse
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
+from .hf_sequence import SharedTrainer
 from .hf_tasks import EmbeddingTrainer, RerankTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
 
@@ -57,7 +58,7 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     if (training.peft_adapter or {}).get("peft_type") == "ADALORA":
         common["callbacks"] = [_Allocates()]
     if training.objective in ("sft", "label_tokens"):
-        return Trainer(**common)
+        return (SharedTrainer if training.sequence_parallel_size > 1 else Trainer)(**common)
     if training.objective in _SCORED:
         return _SCORED_BY[training.objective](**common)
     if training.objective == "embed":
@@ -65,6 +66,7 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
     if training.objective == "gkd":
         common |= {"nll_weight": training.nll_weight, "temperature": training.temperature}
+        common["answer"] = training.answer_tokens
         return GkdTrainer(**common, words=training.teacher_words, reference=_teacher_of(config))
     if training.objective not in WITH_REFERENCE:
         gamma, weight = training.simpo_gamma, training.nll_weight

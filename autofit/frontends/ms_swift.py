@@ -203,6 +203,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         draft.put("num_labels", draft.whole("num_labels"))
     launch = _launch(draft, folder)
     _batch(draft, kind, ranks)
+    swift_tasks.shared_sequence(draft, kind, ranks, environment)
     _dtype(draft)
     _tuner(draft)
     if kind == "gkd":
@@ -227,8 +228,6 @@ def _kind(draft: Draft) -> str:
     task = draft.text("task_type", choices=("causal_lm", *swift_tasks.TASKS, "prm"))
     if task == "prm":
         raise ConfigError(f"task_type prm is not simulated; causal_lm, {', '.join(swift_tasks.TASKS)} are")
-    if (draft.whole("sequence_parallel_size") or 1) > 1:
-        raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
     if draft.whole("lisa_activated_layers", least=0) and draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
         raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
     if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
@@ -408,7 +407,7 @@ def _length(draft: Draft, kind: str) -> int:
             "the data; --prompt-tokens N says others"
         )
     if kind == "gkd":
-        length += swift_tasks.answers(draft)
+        length = swift_tasks.lengthened(draft, length)
     draft.put("max_length", packed if packing and packed else length)
     if packing:
         draft.put("packing", True)
@@ -436,7 +435,12 @@ def _others(draft: Draft, kind: str) -> None:
     if draft.is_on("use_liger_kernel"):
         draft.put("use_liger_kernel", True)
     kept = draft.raw("use_logits_to_keep")
-    if kind in ("sft", "pt", "dpo", "kto", "gkd") and kept is not False and not draft.values.get("use_liger_kernel"):
+    whole = kind == "gkd" and "answer_tokens" not in draft.values
+    if (
+        (kind in ("sft", "pt", "dpo", "kto") or whole)
+        and kept is not False
+        and not draft.values.get("use_liger_kernel")
+    ):
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")

@@ -18,6 +18,25 @@ _OF_TEACHER = ("teacher_model", "teacher_model_server", "teacher_deepspeed", "gk
                "temperature")  # fmt: skip
 
 
+def shared_sequence(draft: Draft, kind: str, ranks: int | None, environment: Mapping[str, str]) -> None:
+    """Ranks that share their samples (swift/sequence_parallel). Raises ConfigError."""
+    size = draft.whole("sequence_parallel_size") or 1
+    if size == 1:
+        return
+    if kind not in ("sft", "pt", "embedding"):
+        raise ConfigError(
+            f"sequence_parallel_size with {'task_type' if kind in TASKS else 'rlhf_type'} {kind} is not simulated"
+        )
+    if ranks is None or ranks % size:
+        raise ConfigError(f"sequence_parallel_size {size} must divide the ranks; got {ranks or 'no number of them'}")
+    draft.put("sequence_parallel_size", size)
+    if kind != "embedding" and (chunk := _count(environment, "CELOSS_PARALLEL_SIZE", 0)):
+        draft.put("loss_chunk", chunk, "sequence_parallel_size")
+    draft.note(
+        "linear attention, of models that have it, is simulated on a rank's tokens, without the exchange of its heads"
+    )
+
+
 def ignore_teacher(draft: Draft, kind: str) -> None:
     """Take the keys of a teacher where none is used. Raises ConfigError for GRPO, which would use it."""
     if kind == "grpo":
@@ -45,11 +64,14 @@ def teacher(draft: Draft, zero: Mapping[str, Mapping[str, object]], folder: Path
     draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit") if name == draft.given.get("model") else ())
 
 
-def answers(draft: Draft) -> int:
-    """Tokens of the answers that a student gives itself, which count beside its prompt; 0 where it gives none."""
+def lengthened(draft: Draft, length: int) -> int:
+    """Tokens of a sample of GKD with a prompt, or a whole sample of the data, of `length` tokens.
+
+    A student's own answer comes on top of a prompt, and has logits alone where all answers are the student's.
+    """
     share = draft.number("lmbda", 0.5)
     if not share:
-        return 0
+        return length
     if not draft.is_on("use_vllm"):
         draft.note(
             "the student generates answers with transformers, which is not simulated: a lower bound where its cache, "
@@ -66,12 +88,10 @@ def answers(draft: Draft) -> int:
             f"only the update is simulated: a lower bound, for vLLM holds {used} of the card while it generates, "
             "beside the weights and the optimizer's states"
         )
-    return (
-        draft.whole("response_length")
-        or draft.whole("max_new_tokens")
-        or draft.whole("max_completion_length", 512)
-        or 0
-    )
+    own = draft.whole("response_length") or draft.whole("max_new_tokens") or draft.whole("max_completion_length", 512)
+    assert own is not None
+    draft.put("answer_tokens", own if share >= 1 else max(own, length), "lmbda")
+    return length + own
 
 
 def _placed(draft: Draft, zero: Mapping[str, Mapping[str, object]], folder: Path, launch: Mapping[str, object]) -> None:

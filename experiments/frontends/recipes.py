@@ -106,7 +106,8 @@ def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
         ranks = 2  # the one example's fsdp2.json: num_processes
     micro = int(given.get("per_device_train_batch_size", 1))
     usual = 1 if given.get("rlhf_type") == "grpo" else max(1, math.ceil(16 / micro / ranks))  # arguments.py, line 283
-    return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks
+    shared = int(given.get("sequence_parallel_size", 1))  # ranks of a group have the same samples (trainers/mixin.py)
+    return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks // shared
 
 
 # -- verl -------------------------------------------------------------------------------------------------------------
@@ -223,6 +224,7 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
         counts["read"] += 1
         truth = batch_of_script(path, folder, checkout) if path.suffix == ".sh" else batch_of_yaml(path, tool)
         ours = batch(foreign) * ((foreign.ranks or 1) if path.suffix == ".sh" else 1)
+        ours //= int(str(foreign.values.get("sequence_parallel_size", 1))) if path.suffix == ".sh" else 1
         kind = "no truth" if truth is None else "the same" if truth == ours else "wrong"
         batches[kind] += 1
         if kind != "the same":

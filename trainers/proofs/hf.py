@@ -20,6 +20,9 @@ SAME: dict[str, object] = {
     "qat": None,
     "teacher_model_name_or_path": None,
     "teacher_words": None,
+    "answer_tokens": None,
+    "sequence_parallel_size": 1,
+    "loss_chunk": None,
 }
 _COLUMNS = {
     **dict.fromkeys(("sft", "asft", "kto", "label_tokens", "gkd"), ("prompt", "completion")),
