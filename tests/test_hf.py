@@ -69,6 +69,7 @@ def trained(model: Path, folder: Path, **changes: object) -> Any:
     config = parsed(model, folder, **changes)
     with random_weights(hf_training):  # as in a probe
         trainer = hf_training.made(config, rows(config))
+    trainer.masks_all = True
     trainer.train()
     return trainer
 
@@ -99,6 +100,7 @@ CASES: dict[str, dict[str, object]] = {
     "GKD, a teacher on a server": {"objective": "gkd", "teacher_words": 8, "dtype": "bfloat16", "bf16": True},
     "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
     "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
+    "diffusion": {"objective": "diffusion", "dtype": "bfloat16", "bf16": True, "packing": True},
     "reranker": {"objective": "rerank", "negatives": 3, **LORA},
     "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},
@@ -174,7 +176,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         (
             {"objective": "ppo"},
             "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward, gkd, "
-            "embed, rerank; got 'ppo'",
+            "embed, rerank, diffusion; got 'ppo'",
         ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
@@ -454,6 +456,23 @@ def test_an_embedding_is_the_normalised_state_of_the_last_token_and_is_compared_
     assert trainer.compute_loss(trainer.model, trainer.data_collator(pairs)).item() == pytest.approx(
         wanted.item(), rel=1e-4
     )
+
+
+def test_diffusion_predicts_a_masked_word_from_the_place_before_it_and_from_the_words_behind(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parsed(small_model, tmp_path, objective="diffusion", mask_token=3)
+    trainer = hf_training.made(config, rows(config))
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size if len(size) > 1 else (size[0],), 0.5))
+    trainer.masks_all = True
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, -100, 7, 8]])}
+    with torch.no_grad():
+        seen = torch.ones((1, 1, 4, 4), dtype=torch.bool)
+        logits = trainer.model(torch.tensor([[5, 6, 3, 3]]), attention_mask=seen).logits[0, 1:3]
+    each = torch.nn.functional.cross_entropy(logits, ids[0, 2:], reduction="none")
+    wanted = (each / (1e-3 + 0.999 * 0.5)).sum() / 4
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
 
 
 def test_a_reranker_by_words_scores_the_last_token_by_the_difference_of_two_words(

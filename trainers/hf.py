@@ -42,7 +42,12 @@ from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
-_OTHER_OBJECTIVES = ("gkd", "embed", "rerank")  # with a model beside, or without logits: each candidate is traced
+_OTHER_OBJECTIVES = (
+    "gkd",
+    "embed",
+    "rerank",
+    "diffusion",
+)  # with a model beside, or without logits: each candidate is traced
 
 
 class HfTrainer(SamplesTrainer):
@@ -55,7 +60,8 @@ class HfTrainer(SamplesTrainer):
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
-                "added_layers", "peft_adapter", "temperature", "negatives", "word_scores")  # fmt: skip
+                "added_layers", "peft_adapter", "temperature", "negatives", "word_scores",
+                "mask_token")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -110,7 +116,7 @@ class HfTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
-        trainer.repeats_one_row = True
+        trainer.repeats_one_row = trainer.masks_all = True
         if padded(config, worst_case) and not config.training.packing:
             trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-TOKENS = ("sft", "asft", "gkd")  # losses over the tokens of samples
+TOKENS = ("sft", "asft", "gkd", "diffusion")  # losses over the tokens of samples
 SAMPLES = (*TOKENS, "classify", "label_tokens")  # of which a row is one sample; those of the others are two answers
 WITH_REFERENCE = ("asft", "dpo", "kto")
 OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward", "gkd", "embed",
-              "rerank")  # fmt: skip
+              "rerank", "diffusion")  # fmt: skip
 
 
 @dataclass
@@ -136,6 +136,7 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=None,
         metadata={"help": "How many of a sample's last tokens gkd learns and makes logits of; None: of all."},
     )
+    mask_token: int = field(default=0, metadata={"help": "The token that stands for a masked one in diffusion."})
     temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
     negatives: int = field(
         default=1, metadata={"help": "How many documents that do not fit stand beside one that fits, in rerank."}
@@ -187,6 +188,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.trains_rest and self.trainable_layers is None:
             wrong.append("trains_rest says what is trained beside some layers; it needs trainable_layers")
+        if self.block_diagonal and self.objective == "diffusion":
+            wrong.append("block_diagonal is causal; omit it with objective: diffusion")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if self.cut_cross_entropy and self.objective != "sft":

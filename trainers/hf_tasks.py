@@ -1,7 +1,8 @@
-"""Embedding models and rerankers for a plain `transformers.Trainer`, as ms-swift trains them.
+"""Embedding models, rerankers and diffusion models for a plain `transformers.Trainer`.
 
 Read in ms-swift at 3602360a: swift/model/patcher.py and register.py (what stands in place of the head),
-swift/loss/embedding.py and reranker.py, swift/trainers/reranker_trainer.py. Imports torch.
+swift/loss/embedding.py and reranker.py, swift/trainers/reranker_trainer.py; in Axolotl at 067b021c:
+integrations/diffusion. Imports torch.
 """
 
 from types import MethodType
@@ -12,10 +13,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from autofit.errors import ConfigError
 
+from .hf_data import IGNORED
 from .hf_losses import Batch, MicroBatchMean
 from .hf_sequence import Shares
 
 _TEMPERATURE = 0.1  # of InfoNCE (INFONCE_TEMPERATURE)
+_LEAST = 1e-3  # chance of a word to be masked (DiffusionConfig.eps)
 _ANSWERS = (0, 1)  # places of the two words whose logits are compared; the bytes are those of any two
 
 
@@ -66,6 +69,34 @@ class RerankTrainer(MicroBatchMean):
         fits[: len(scores) // (1 + self.args.negatives)] = 1
         loss = binary_cross_entropy_with_logits(scores, fits)
         return (loss, {"logits": scores}) if return_outputs else loss
+
+
+class DiffusionTrainer(MicroBatchMean):
+    """Cross-entropy of words that were masked at random, predicted from all words of a sample, as Axolotl's.
+
+    Each sample has a chance of its own that a word is masked, by which its losses are weighed. The logits, by one place
+    to the right, and those of the masked words are copies; a simulation masks all words (`masks_all`).
+    """
+
+    masks_all = False
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over all tokens of a micro-batch."""
+        ids, seen, labels = inputs["input_ids"], inputs["attention_mask"], inputs["labels"]
+        chances = (_LEAST + (1 - _LEAST) * torch.rand(len(ids), device=ids.device))[:, None].repeat(1, ids.shape[1])
+        chances = chances * seen.float()
+        masked = torch.rand(ids.shape, device=ids.device) < chances
+        masked = labels != IGNORED if self.masks_all else masked & (labels != IGNORED)
+        noisy = torch.where(masked, torch.full_like(ids, self.args.mask_token), ids)
+        both = (seen.unsqueeze(2) == seen.unsqueeze(1)) & (seen.unsqueeze(2) > 0)
+        outputs = model(input_ids=noisy, attention_mask=both.unsqueeze(1), use_cache=False)
+        logits = torch.cat([outputs.logits[:, :1], outputs.logits[:, :-1]], dim=1)
+        own, targets = logits[masked], ids[masked]
+        each = cross_entropy(own.float(), targets, reduction="none")
+        loss = (each / chances[masked]).sum() / ids.numel()
+        return (loss, outputs) if return_outputs else loss
 
 
 def _last(mask: torch.Tensor) -> torch.Tensor:

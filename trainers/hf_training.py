@@ -26,12 +26,13 @@ from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
 from .hf_sequence import SharedTrainer
-from .hf_tasks import EmbeddingTrainer, RerankTrainer, with_two_words, without_words
+from .hf_tasks import DiffusionTrainer, EmbeddingTrainer, RerankTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
 
 _SCORED = ("classify", "reward", "rerank")  # objectives over a model with a head for scores in place of words
 _LABELLED = ("classify", "label_tokens")
 _SCORED_BY = {"classify": LabelTrainer, "reward": RewardTrainer, "rerank": RerankTrainer}
+_WITH_NO_OTHER = {"embed": EmbeddingTrainer, "diffusion": DiffusionTrainer}
 _SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
 
@@ -61,8 +62,8 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         return (SharedTrainer if training.sequence_parallel_size > 1 else Trainer)(**common)
     if training.objective in _SCORED:
         return _SCORED_BY[training.objective](**common)
-    if training.objective == "embed":
-        return EmbeddingTrainer(**common)
+    if training.objective in _WITH_NO_OTHER:
+        return _WITH_NO_OTHER[training.objective](**common)
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
     if training.objective == "gkd":
         common |= {"nll_weight": training.nll_weight, "temperature": training.temperature}

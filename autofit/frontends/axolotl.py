@@ -27,7 +27,7 @@ _GRPO = ("max_completion_length", "use_vllm", "vllm_mode", "generation_batch_siz
          "importance_sampling_level", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
          "num_iterations", "epsilon", "epsilon_high", "loss_type", "mask_truncated_completions",
          "multi_objective_aggregation", "vllm_enable_sleep_mode", "scale_rewards", "sync_ref_model")  # fmt: skip
-_PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size")
+_PARALLEL = ("tensor_parallel_size", "expert_parallel_size")
 _GRPO_UNLIKE = ("use_data_producer", "async_prefetch", "streaming_partial_batch", "rollout_func", "vllm_lora_sync")
 
 
@@ -45,6 +45,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
             raise ConfigError("process_reward_model needs samples, without rl or reward_model")
         objective = "label_tokens"
         draft.put("num_labels", draft.whole("num_labels", 2))
+    if _has_plugin(draft, "DiffusionPlugin"):
+        if trainer != "hf" or objective != "sft":
+            raise ConfigError("the plugin DiffusionPlugin is simulated with samples, without rl")
+        objective = "diffusion"
+        token = draft.mapping("diffusion").get("mask_token_id")
+        draft.put("mask_token", token if isinstance(token, int) else None, "diffusion.mask_token_id")
     if trainer == "hf":
         draft.put("objective", objective, "process_reward_model" if objective == "label_tokens" else "rl")
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
@@ -75,7 +81,10 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _qat(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
-    ranks = _ranks(draft) if ranks is None else ranks
+    sharers = _shared_sequence(draft, objective)
+    ranks = _ranks(draft, sharers) if ranks is None else ranks
+    if ranks is not None and ranks % sharers:
+        raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 
@@ -87,7 +96,7 @@ def _trainer(draft: Draft) -> str:
     for key in _PARALLEL:
         if (draft.whole(key) or 1) > 1:
             raise ConfigError(
-                f"{key}: tensor, sequence and expert parallelism are not simulated; DDP, FSDP and ZeRO are"
+                f"{key}: tensor and expert parallelism are not simulated; DDP, FSDP, ZeRO and context parallelism are"
             )
     draft.check_model(draft.given.get("base_model"), str(draft.given.get("chat_template") or "").replace("_", "-"))
     kind = draft.text("rl")
@@ -102,6 +111,11 @@ def _trainer(draft: Draft) -> str:
     if not draft.says("datasets") and not draft.says("pretraining_dataset"):
         raise ConfigError("datasets is missing, and Axolotl does not train without it")
     return "hf"
+
+
+def _has_plugin(draft: Draft, name: str) -> bool:
+    plugins = draft.given.get("plugins")
+    return isinstance(plugins, list) and any(str(plugin).rpartition(".")[2] == name for plugin in plugins)
 
 
 def _batch(draft: Draft) -> None:
@@ -135,12 +149,27 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
     return {}
 
 
-def _ranks(draft: Draft) -> int | None:
-    """Ranks that the file says: those over which it shards, or Ray's workers."""
+def _shared_sequence(draft: Draft, objective: str) -> int:
+    """Ranks with parts of the same samples: ring attention, by heads for packed rows (schemas/validation.py)."""
+    size = max(draft.whole("context_parallel_size") or 1, draft.whole("sequence_parallel_degree") or 1)
+    if size == 1:
+        return 1
+    if objective != "sft" or not draft.values.get("packing"):
+        raise ConfigError("context_parallel_size is simulated with sample_packing: true, and without rl")
+    function, stride = draft.text("ring_attn_func"), draft.whole("heads_k_stride")
+    if function not in (None, "varlen_llama3") or (stride or 1) != 1:
+        raise ConfigError("context_parallel_size is simulated with ring_attn_func: varlen_llama3 and heads_k_stride: 1")
+    draft.put("sequence_parallel_size", size, "context_parallel_size")
+    draft.put("sequence_parallel", "gathered", "context_parallel_size")
+    return size
+
+
+def _ranks(draft: Draft, sharers: int) -> int | None:
+    """Ranks that the file says: those over which it shards, those that share samples, or Ray's workers."""
     sizes = [draft.whole(key) for key in ("dp_shard_size", "dp_replicate_size")]
     workers = draft.whole("ray_num_workers") if draft.is_on("use_ray") else None
     draft.ignore(("ray_num_workers",))
-    product = math.prod(size or 1 for size in sizes)
+    product = math.prod(size or 1 for size in sizes) * sharers
     return workers or (product if product > 1 else None)
 
 
@@ -257,7 +286,7 @@ def _length(draft: Draft, trainer: str) -> int:
     draft.put("max_length", length, "sequence_len")
     if packing:
         draft.put("packing", True, "sample_packing")
-        draft.put("block_diagonal", True, "sample_packing")
+        draft.put("block_diagonal", None if draft.values["objective"] == "diffusion" else True, "sample_packing")
     if whole_rows:
         draft.put("pad_to_max_length", True, "pad_to_sequence_len")
     elif filled is None:
@@ -386,7 +415,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
-                         "keeps_logits", "cut_cross_entropy")),
+                         "keeps_logits", "cut_cross_entropy", "sequence_parallel",
+                         "mask_token")),
         "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value

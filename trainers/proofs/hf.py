@@ -25,7 +25,7 @@ SAME: dict[str, object] = {
     "loss_chunk": None,
 }
 _COLUMNS = {
-    **dict.fromkeys(("sft", "asft", "kto", "label_tokens", "gkd"), ("prompt", "completion")),
+    **dict.fromkeys(("sft", "asft", "kto", "label_tokens", "gkd", "diffusion"), ("prompt", "completion")),
     **dict.fromkeys(("reward", "embed", "rerank"), ("chosen", "rejected")), "classify": ("text",),
 }  # fmt: skip
 
