@@ -18,7 +18,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_losses, hf_training
+from autofit.trainers import hf_experts, hf_losses, hf_training
 from autofit.trainers.common import random_weights
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -463,7 +463,9 @@ def test_diffusion_predicts_a_masked_word_from_the_place_before_it_and_from_the_
 ) -> None:
     config = parsed(small_model, tmp_path, objective="diffusion", mask_token=3)
     trainer = hf_training.made(config, rows(config))
-    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size if len(size) > 1 else (size[0],), 0.5))
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **_: torch.full(size[0] if isinstance(size[0], torch.Size) else size, 0.5)
+    )
     trainer.masks_all = True
     ids = torch.tensor([[5, 6, 7, 8]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, -100, 7, 8]])}
@@ -491,6 +493,38 @@ def test_a_reranker_by_words_scores_the_last_token_by_the_difference_of_two_word
     assert trainer.compute_loss(trainer.model, trainer.data_collator([row])).item() == pytest.approx(
         wanted.item(), rel=1e-4
     )
+
+
+def mixture(folder: Path) -> Path:
+    """A Qwen3 mixture of two layers, of which the experts are most."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 256,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2, num_experts=16, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> None:
+    model, held = mixture(tmp_path / "model"), {}
+    experts = 2 * 16 * 3 * 64 * 256 * 2  # bytes
+    for host in (False, True):
+        with fake_gpu("h100", enforce_capacity=False) as gpu:
+            trained(model, tmp_path / "out", **{**LORA, "lora_target_modules": ["q_proj", "v_proj"]}, dtype="bfloat16",
+                    bf16=True, host_experts=host, use_cpu=False,
+                    gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})  # fmt: skip
+        held[host] = gpu.peak_allocated_bytes
+    assert held[False] - held[True] > 0.95 * experts
+    with pytest.raises(ConfigError, match="host_experts needs a mixture of experts"):
+        hf_experts.to_host(build_model(Model(kind="sft")))
 
 
 def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_trained_alone() -> None:

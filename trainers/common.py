@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -344,11 +345,24 @@ def _device_map() -> dict[str, int] | None:
     return None if distributed else {"": 0}
 
 
+_STAYS: ContextVar[bool] = ContextVar("stays on the host", default=False)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Context in which a model is made in host memory, from where a trainer moves it."""
+    before = _STAYS.set(True)
+    try:
+        yield
+    finally:
+        _STAYS.reset(before)
+
+
 def _loads_on_host() -> bool:
     """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
     from accelerate import DistributedType, PartialState
 
-    return PartialState().distributed_type == DistributedType.MULTI_GPU  # type: ignore[no-any-return]
+    return _STAYS.get() or PartialState().distributed_type == DistributedType.MULTI_GPU
 
 
 def _cpu_wanted() -> bool:

@@ -73,6 +73,8 @@ class HfTrainer(SamplesTrainer):
             )
         if training.peft_adapter is not None and not config.model.use_peft:
             raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
+        if training.host_experts and not config.model.use_peft:
+            raise ConfigError("host_experts are frozen but for adapters beside them; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:
             raise ConfigError("qat trains whole models; omit use_peft or qat")
         if training.added_layers is not None and config.model.use_peft:
@@ -93,8 +95,8 @@ class HfTrainer(SamplesTrainer):
         other = any(
             facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
         )
-        shares = facts.resolved["sequence_parallel_size"] != 1
-        other = other or shares or facts.resolved["objective"] in _OTHER_OBJECTIVES
+        apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
+        other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
@@ -104,8 +106,9 @@ class HfTrainer(SamplesTrainer):
         return run
 
     def real(self, config: TrlConfig) -> Any:
-        if config.training.sequence_parallel_size > 1:
-            raise ConfigError("sequence_parallel_size is simulated and not run; train with the tool that has it")
+        for key, usual in (("sequence_parallel_size", 1), ("host_experts", False)):
+            if getattr(config.training, key) != usual:
+                raise ConfigError(f"{key} is simulated and not run; train with the tool that has it")
         tokenizer = tokenizer_of(config)
         evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
         return made(

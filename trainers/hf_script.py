@@ -121,6 +121,12 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "CELOSS_PARALLEL_SIZE)."
         },
     )
+    host_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the routed experts compute in host memory (KTransformers). It is simulated, not run."
+        },
+    )
     teacher_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from trl.trainer.utils import create_model_from_path
 from autofit.errors import ConfigError, quoted
 from autofit.fakegpu.linear_loss import CUT, fuse
 
+from .common import on_host
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
+from .hf_experts import to_host
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_script import SAMPLES, WITH_REFERENCE
 from .hf_sequence import SharedTrainer
@@ -46,7 +49,11 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     set_seed(training.seed)  # of the adapters; the Trainer sets it again
     training.remove_unused_columns = False  # the collator reads them
     tokenizer = tokenizer or tokenizer_of(config)
-    model = adapted(model_of(config), config, padding=int(tokenizer.pad_token_id))
+    with on_host() if training.host_experts else nullcontext():
+        model = model_of(config)
+    if training.host_experts:
+        to_host(model)
+    model = adapted(model, config, padding=int(tokenizer.pad_token_id))
     if training.cut_cross_entropy and not fuse(model, CUT):
         raise ConfigError(
             "cut_cross_entropy needs a model whose head is one linear layer without a bias; omit it for "

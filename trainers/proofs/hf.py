@@ -22,6 +22,7 @@ SAME: dict[str, object] = {
     "teacher_words": None,
     "answer_tokens": None,
     "sequence_parallel_size": 1,
+    "host_experts": False,
     "loss_chunk": None,
 }
 _COLUMNS = {
