@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, object]] = {
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
+    "adapters behind MLPs": {"bottleneck": 16, "dtype": "bfloat16", "bf16": True},
     "last layer": {"trainable_layers": 1},
 }
 

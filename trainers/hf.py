@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Facts, Inspection
 
@@ -60,7 +61,7 @@ class HfTrainer(SamplesTrainer):
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
-                "added_layers", "peft_adapter", "temperature", "negatives", "word_scores",
+                "added_layers", "peft_adapter", "bottleneck", "temperature", "negatives", "word_scores",
                 "mask_token")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
@@ -77,6 +78,8 @@ class HfTrainer(SamplesTrainer):
             raise ConfigError("host_experts are frozen but for adapters beside them; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:
             raise ConfigError("qat trains whole models; omit use_peft or qat")
+        if training.bottleneck is not None and config.model.use_peft:
+            raise ConfigError("bottleneck adapters are trained alone; omit use_peft or bottleneck")
         if training.added_layers is not None and config.model.use_peft:
             raise ConfigError("added_layers are trained alone; omit use_peft or added_layers")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
@@ -93,7 +96,8 @@ class HfTrainer(SamplesTrainer):
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
         other = any(
-            facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
+            facts.resolved[key] is not None
+            for key in ("trainable_layers", "added_layers", "peft_adapter", "qat", "bottleneck")
         )
         apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
         other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
@@ -106,7 +110,7 @@ class HfTrainer(SamplesTrainer):
         return run
 
     def real(self, config: TrlConfig) -> Any:
-        for key, usual in (("sequence_parallel_size", 1), ("host_experts", False)):
+        for key, usual in (("sequence_parallel_size", 1), ("host_experts", False), ("engine_share", 0.0)):
             if getattr(config.training, key) != usual:
                 raise ConfigError(f"{key} is simulated and not run; train with the tool that has it")
         tokenizer = tokenizer_of(config)
@@ -119,6 +123,8 @@ class HfTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
+        if (gpu := active_gpu()) is not None and config.training.engine_share:  # vLLM's share is of the whole card
+            gpu.memory.allocate(int(config.training.engine_share * gpu.spec.capacity_bytes), "vLLM", "vLLM")
         trainer.repeats_one_row = trainer.masks_all = True
         if padded(config, worst_case) and not config.training.packing:
             trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)

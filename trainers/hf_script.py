@@ -121,6 +121,16 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "CELOSS_PARALLEL_SIZE)."
         },
     )
+    bottleneck: int | None = field(
+        default=None,
+        metadata={
+            "help": "The width of adapters of two linear layers, one behind the MLP of every layer, which are trained "
+            "alone (ms-swift's tuner_type adapter)."
+        },
+    )
+    engine_share: float = field(
+        default=0.0, metadata={"help": "The part of the card that a rollout engine beside holds. It is simulated only."}
+    )
     host_experts: bool = field(
         default=False,
         metadata={
@@ -188,6 +198,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
         if self.qat is not None and not isinstance(self.qat, dict):
             wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
+        if self.bottleneck is not None and (self.added_layers is not None or self.trainable_layers is not None):
+            wrong.append("bottleneck adapters are trained alone; omit bottleneck, or added_layers and trainable_layers")
+        if not 0 <= self.engine_share < 1:
+            wrong.append(f"engine_share must be from 0 to below 1; got {self.engine_share}")
         if self.added_layers is not None and self.trainable_layers is not None:
             wrong.append("added_layers are trained alone; omit them or trainable_layers")
         if self.spread_layers and self.trainable_layers is None:

@@ -160,6 +160,10 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
+    elif training.bottleneck is not None:
+        add_bottlenecks(model, training.bottleneck)
+        if training.gradient_checkpointing:
+            model.enable_input_require_grads()
     elif training.trainable_layers is not None or training.added_layers is not None:
         if training.added_layers is None:
             _freeze_all_but(
@@ -230,6 +234,33 @@ def _layers(model: Any) -> tuple[str, list[Any]]:
     lists = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
     name, found = next(lists)
     return name, list(found)
+
+
+class _Bottleneck(torch.nn.Module):
+    """An MLP and an adapter behind it, in float32 (ms-swift's AdapterModule)."""
+
+    def __init__(self, mlp: torch.nn.Module, hidden: int, width: int) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.adapter = torch.nn.Sequential(
+            torch.nn.Linear(hidden, width), torch.nn.GELU(), torch.nn.Linear(width, hidden)
+        ).to(next(mlp.parameters()).device)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found = self.mlp(states)
+        own = found.to(torch.float32)
+        added = self.adapter(own)
+        return (own.to(added.dtype) + added).to(found.dtype)  # type: ignore[no-any-return]
+
+
+def add_bottlenecks(model: Any, width: int) -> None:
+    """Freeze `model` and put an adapter behind the MLP of every layer. Raises ConfigError."""
+    model.requires_grad_(False)
+    _, layers = _layers(model)
+    if not all(isinstance(getattr(layer, "mlp", None), torch.nn.Module) for layer in layers):
+        raise ConfigError("bottleneck needs layers with one mlp each; this model has others")
+    for layer in layers:
+        layer.mlp = _Bottleneck(layer.mlp, model.config.get_text_config().hidden_size, width)
 
 
 def add_layers(model: Any, count: int) -> None:

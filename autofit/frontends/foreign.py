@@ -106,6 +106,9 @@ def _weights(foreign: Foreign) -> str:
         adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
+    if values.get("bottleneck"):
+        width = values["bottleneck"]
+        return f"adapters of width {width} behind each MLP in float32, on a frozen model held in {dtype}{autocast}"
     if values.get("added_layers"):
         return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
     if values.get("trainable_layers"):

@@ -310,10 +310,17 @@ def _tuner(draft: Draft) -> None:
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
     quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
-    if quantised and kind in ("full", "llamapro"):
+    if quantised and kind in ("full", "llamapro", "adapter"):
         raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
-    if kind not in ("lora", "full", "llamapro", *_ADAPTERS):
-        raise ConfigError(f"tuner_type {kind} is not simulated; full, lora, llamapro, {', '.join(_ADAPTERS)} are")
+    if kind not in ("lora", "full", "llamapro", "adapter", "longlora", *_ADAPTERS):
+        raise ConfigError(
+            f"tuner_type {kind} is not simulated; full, lora, longlora, llamapro, adapter, {', '.join(_ADAPTERS)} are"
+        )
+    if kind == "longlora":
+        draft.note(
+            "longlora: attention in groups of a quarter of the tokens is simulated as attention to all: an upper bound "
+            "of the time, and of the memory but for copies of one layer's queries, keys and values"
+        )
     quantizer, bits = draft.text("quant_method"), draft.whole("quant_bits")
     nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
     storage = draft.text("bnb_4bit_quant_storage")
@@ -338,9 +345,11 @@ def _tuner(draft: Draft) -> None:
             draft.put("bnb_4bit_quant_storage", storage)
     if kind == "llamapro":
         _llamapro(draft)
+    elif kind == "adapter":
+        _bottlenecks(draft)
     elif layers := draft.whole("lisa_activated_layers", least=0):
         _lisa(draft, layers)
-    if kind in ("full", "llamapro"):
+    if kind in ("full", "llamapro", "adapter"):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
         return
@@ -376,6 +385,14 @@ def _lisa(draft: Draft, layers: int) -> None:
     draft.note(f"LISA trains {layers} changing layers; the last {layers} and their optimizer's state are simulated")
 
 
+def _bottlenecks(draft: Draft) -> None:
+    """swift/tuners/adapter.py, behind the MLP of every layer."""
+    if "objective" not in draft.values:
+        raise ConfigError("tuner_type adapter with rlhf_type grpo is not simulated; lora is")
+    draft.put("bottleneck", draft.whole("adapter_length", 128), "adapter_length")
+    draft.fixed.add("use_peft")
+
+
 def _llamapro(draft: Draft) -> None:
     """swift/tuners/llamapro.py. Raises ConfigError for what its own trainer, or ours, does not take."""
     blocks, groups = draft.whole("llamapro_num_new_blocks", 4), draft.whole("llamapro_num_groups")
@@ -391,6 +408,8 @@ def _length(draft: Draft, kind: str) -> int:
     """Tokens of the sample that stands for the data."""
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
+    if packing and kind == "dpo":
+        return _packed_pairs(draft, packed or length)
     if packing and kind not in ("sft", "pt", "gkd"):
         raise ConfigError(f"packing with {_NAMED_BY.get(kind, 'rlhf_type')} {kind} is not simulated; omit it")
     if kind == "grpo":
@@ -413,6 +432,20 @@ def _length(draft: Draft, kind: str) -> int:
         draft.put("packing", True)
         draft.put("block_diagonal", True, "packing")
     return packed if packing and packed else length
+
+
+def _packed_pairs(draft: Draft, length: int | None) -> int:
+    """Tokens of each answer of the one pair that stands for a packed row of `length` tokens."""
+    if length is None:
+        raise ConfigError("packing with rlhf_type dpo is simulated with max_length or packing_length; set one")
+    half = max(1, length // 2)
+    draft.put("max_length", half)
+    draft.fixed.add("max_length")
+    draft.note(
+        f"a packed row of {length:,} tokens is simulated as one pair of answers of {half:,} tokens each, which has as "
+        "many logits; attention is to more tokens than in shorter samples: an upper bound"
+    )
+    return half
 
 
 def _checkpointing(draft: Draft, *, is_replicated: bool) -> None:

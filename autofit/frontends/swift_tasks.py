@@ -80,14 +80,16 @@ def lengthened(draft: Draft, length: int) -> int:
     elif draft.given.get("vllm_mode") == "colocate":
         used = draft.number("vllm_gpu_memory_utilization", 0.9)
         if not draft.whole("sleep_level", least=0):
-            raise ConfigError(
-                f"sleep_level 0 with rlhf_type gkd is not simulated: vLLM holds {used} of the card all the time; set "
-                "sleep_level: 1"
-            )
+            draft.put("engine_share", used, "vllm_gpu_memory_utilization")
+            return _with_answers(draft, length, share)
         draft.note(
             f"only the update is simulated: a lower bound, for vLLM holds {used} of the card while it generates, "
             "beside the weights and the optimizer's states"
         )
+    return _with_answers(draft, length, share)
+
+
+def _with_answers(draft: Draft, length: int, share: float) -> int:
     own = draft.whole("response_length") or draft.whole("max_new_tokens") or draft.whole("max_completion_length", 512)
     assert own is not None
     draft.put("answer_tokens", own if share >= 1 else max(own, length), "lmbda")
