@@ -13,13 +13,14 @@ from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
 from peft import LoraConfig
+from transformers import AutoConfig
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
 from autofit.trainers import hf_experts, hf_losses, hf_training
-from autofit.trainers.common import random_weights
+from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
 from autofit.trainers.hf_script import SAMPLES
@@ -107,6 +108,7 @@ CASES: dict[str, dict[str, object]] = {
     "packed, block diagonal": PACKED,
     "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
     "adapters behind MLPs": {"bottleneck": 16, "dtype": "bfloat16", "bf16": True},
+    "ternary weights": {"qat": {"weight_dtype": "ternary"}, "dtype": "bfloat16"},
     "last layer": {"trainable_layers": 1},
 }
 
@@ -526,6 +528,20 @@ def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> No
     assert held[False] - held[True] > 0.95 * experts
     with pytest.raises(ConfigError, match="host_experts needs a mixture of experts"):
         hf_experts.to_host(build_model(Model(kind="sft")))
+
+
+def test_a_rank_holds_its_share_of_the_experts_and_each_must_have_as_many_as_a_token_takes(tmp_path: Path) -> None:
+    model, held = mixture(tmp_path / "model"), {}
+    for ranks in (1, 4):
+        with fake_gpu("h100", enforce_capacity=False) as gpu:
+            trained(model, tmp_path / "out", dtype="bfloat16", bf16=True, use_cpu=False, expert_parallel_size=ranks)
+        held[ranks] = gpu.peak_allocated_bytes
+    experts = 16 * 2 * 3 * 64 * 256  # weights; each with its gradient and two moments, in bfloat16
+    assert held[1] - held[4] == pytest.approx(0.75 * experts * 2 * 4, rel=0.1)
+    config = AutoConfig.from_pretrained(model)
+    for wrong in (3, 16):
+        with pytest.raises(ConfigError, match=f"expert_parallel_size {wrong} must divide the 16 experts"):
+            share_experts(config, wrong)
 
 
 def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_trained_alone() -> None:

@@ -100,6 +100,7 @@ class HfTrainer(SamplesTrainer):
             for key in ("trainable_layers", "added_layers", "peft_adapter", "qat", "bottleneck")
         )
         apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
+        apart = apart or facts.resolved["expert_parallel_size"] != 1
         other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
         return replace(facts, forecasts=facts.forecasts and not other)
 
@@ -110,7 +111,12 @@ class HfTrainer(SamplesTrainer):
         return run
 
     def real(self, config: TrlConfig) -> Any:
-        for key, usual in (("sequence_parallel_size", 1), ("host_experts", False), ("engine_share", 0.0)):
+        for key, usual in (
+            ("sequence_parallel_size", 1),
+            ("expert_parallel_size", 1),
+            ("host_experts", False),
+            ("engine_share", 0.0),
+        ):
             if getattr(config.training, key) != usual:
                 raise ConfigError(f"{key} is simulated and not run; train with the tool that has it")
         tokenizer = tokenizer_of(config)

@@ -74,7 +74,7 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Quantisation-aware training by torchao: weight_dtype, activation_dtype, group_size, "
-            "quantize_embedding."
+            "quantize_embedding; or by onebitllms: weight_dtype ternary."
         },
     )
     trainable_layers: int | None = field(
@@ -130,6 +130,9 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     )
     engine_share: float = field(
         default=0.0, metadata={"help": "The part of the card that a rollout engine beside holds. It is simulated only."}
+    )
+    expert_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks over which the experts are dealt out. It is simulated, not run."}
     )
     host_experts: bool = field(
         default=False,

@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from torch.nn.functional import linear
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -54,6 +56,9 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     if training.host_experts:
         to_host(model)
     model = adapted(model, config, padding=int(tokenizer.pad_token_id))
+    if training.expert_parallel_size > 1:  # each rank has its own, so DDP leaves them alone
+        names = [name for name, _ in model.named_parameters() if ".experts." in name]
+        model._ddp_params_and_buffers_to_ignore = names
     if training.cut_cross_entropy and not fuse(model, CUT):
         raise ConfigError(
             "cut_cross_entropy needs a model whose head is one linear layer without a bias; omit it for "
@@ -118,6 +123,8 @@ def model_of(config: TrlConfig, *, dtype: object = None, teacher: str | None = N
         kwargs["quantization_config"] = quantization
     if architecture_of(config) is not AutoModelForCausalLM:
         kwargs["num_labels"] = config.training.num_labels if config.training.objective in _LABELLED else 1
+    if config.training.expert_parallel_size > 1:
+        kwargs["experts_over"] = config.training.expert_parallel_size
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
         kwargs["device_map"] = None  # each rank has its own card
     return create_model_from_path(teacher or model.model_name_or_path, architecture_of(config), **kwargs)
@@ -334,6 +341,11 @@ _MX_BLOCK = 32  # values that share a scale
 
 def prepare(model: Any, given: Mapping[str, Any]) -> None:
     """Replace the linear layers of `model`, and its embeddings if these are asked for. Raises ConfigError."""
+    if given.get("weight_dtype") == "ternary":
+        if len(given) > 1:
+            raise ConfigError("qat: weight_dtype ternary has no other keys")
+        _with_ternary_weights(model)
+        return
     try:
         from torchao.quantization import quantize_
     except ImportError as error:
@@ -346,6 +358,37 @@ def prepare(model: Any, given: Mapping[str, Any]) -> None:
     quantize_(model, _config(weight, inputs, group))
     if given.get("quantize_embedding"):
         quantize_(model, _config(weight, None, group), filter_fn=lambda m, _: isinstance(m, torch.nn.Embedding))
+
+
+def _with_ternary_weights(model: torch.nn.Module) -> None:
+    """Let all linear layers but the head round copies of inputs and weights, as onebitllms' BitNetLinear."""
+
+    def rounded(layer: Any, states: torch.Tensor) -> torch.Tensor:
+        weights = layer.weight
+        states = states + (_to_8_bits(states) - states).detach()
+        weights = weights + (_to_thirds(weights) - weights).detach()
+        return linear(states, weights, layer.bias)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+            module.forward = MethodType(rounded, module)  # type: ignore[method-assign]
+
+
+def _to_8_bits(states: torch.Tensor) -> torch.Tensor:
+    """Rows rounded to 255 steps of their largest number; onebitllms' kernel makes one tensor."""
+    found = torch.empty_like(states)
+    with torch.no_grad():
+        scale = 127.0 / states.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        found.copy_((states * scale).round().clamp(-128, 127) / scale)
+    return found
+
+
+def _to_thirds(weights: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_like(weights)
+    with torch.no_grad():
+        scale = 1.0 / weights.abs().mean().clamp(min=1e-5)
+        found.copy_((weights * scale).round().clamp(-1, 1) / scale)
+    return found
 
 
 def _config(weight: str, inputs: str | None, group: int | None) -> Any:

@@ -27,7 +27,6 @@ _GRPO = ("max_completion_length", "use_vllm", "vllm_mode", "generation_batch_siz
          "importance_sampling_level", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
          "num_iterations", "epsilon", "epsilon_high", "loss_type", "mask_truncated_completions",
          "multi_objective_aggregation", "vllm_enable_sleep_mode", "scale_rewards", "sync_ref_model")  # fmt: skip
-_PARALLEL = ("tensor_parallel_size", "expert_parallel_size")
 _GRPO_UNLIKE = ("use_data_producer", "async_prefetch", "streaming_partial_batch", "rollout_func", "vllm_lora_sync")
 
 
@@ -81,8 +80,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _qat(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
-    sharers = _shared_sequence(draft, objective)
-    ranks = _ranks(draft, sharers) if ranks is None else ranks
+    sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
+    ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:
         raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
@@ -93,11 +92,8 @@ def _trainer(draft: Draft) -> str:
     if draft.given.get("base_model") is None:
         raise ConfigError("base_model is missing")
     draft.refuse(keys_of(AXOLOTL.name).refused)
-    for key in _PARALLEL:
-        if (draft.whole(key) or 1) > 1:
-            raise ConfigError(
-                f"{key}: tensor and expert parallelism are not simulated; DDP, FSDP, ZeRO and context parallelism are"
-            )
+    if (draft.whole("tensor_parallel_size") or 1) > 1:
+        raise ConfigError("tensor_parallel_size: tensor parallelism is not simulated; DDP, FSDP and ZeRO are")
     draft.check_model(draft.given.get("base_model"), str(draft.given.get("chat_template") or "").replace("_", "-"))
     kind = draft.text("rl")
     if kind is not None and kind not in _LIKE_TRL:
@@ -161,6 +157,21 @@ def _shared_sequence(draft: Draft, objective: str) -> int:
         raise ConfigError("context_parallel_size is simulated with ring_attn_func: varlen_llama3 and heads_k_stride: 1")
     draft.put("sequence_parallel_size", size, "context_parallel_size")
     draft.put("sequence_parallel", "gathered", "context_parallel_size")
+    return size
+
+
+def _dealt_experts(draft: Draft, launch: Mapping[str, object]) -> int:
+    """Ranks over which DeepEP deals the experts out (integrations/expert_parallel); each has samples of its own."""
+    size = draft.whole("expert_parallel_size") or 1
+    if size == 1 or not _has_plugin(draft, "ExpertParallelPlugin"):
+        return 1
+    if launch or draft.values.get("objective") != "sft" or (draft.whole("dp_shard_size") or 1) > 1:
+        raise ConfigError("expert_parallel_size is simulated with DDP on samples, not with FSDP, ZeRO or rl")
+    draft.put("expert_parallel_size", size)
+    draft.note(
+        "expert_parallel_size: tokens are taken to be spread evenly over the experts, and what DeepEP sends and holds "
+        "for it, 256 MiB and copies of a layer's tokens, is not simulated: a lower bound"
+    )
     return size
 
 
@@ -316,6 +327,12 @@ def _checkpoints(draft: Draft) -> None:
 def _qat(draft: Draft, trainer: str) -> None:
     """Quantisation-aware training (utils/quantization.py). Raises ConfigError for what ends with an error there."""
     given = draft.mapping("qat")
+    if draft.is_on("use_onebitllms"):  # loaders/model.py
+        if trainer != "hf" or draft.values.get("use_peft"):
+            raise ConfigError("use_onebitllms is simulated where all weights train on samples, not with adapters or rl")
+        draft.put("qat", {"weight_dtype": "ternary"}, "use_onebitllms")
+        draft.fixed.add("use_peft")
+        return
     if not given:
         return
     if trainer != "hf" or draft.values.get("use_peft"):
