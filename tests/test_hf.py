@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, object]] = {
     "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
     "adapters behind MLPs": {"bottleneck": 16, "dtype": "bfloat16", "bf16": True},
     "ternary weights": {"qat": {"weight_dtype": "ternary"}, "dtype": "bfloat16"},
+    "pruning masks": {"pruning_masks": True, "dtype": "bfloat16"},
     "last layer": {"trainable_layers": 1},
 }
 

@@ -134,6 +134,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     expert_parallel_size: int = field(
         default=1, metadata={"help": "Ranks over which the experts are dealt out. It is simulated, not run."}
     )
+    pruning_masks: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each weight of a linear layer but the head's has a mask of one byte beside it, as "
+            "LLM Compressor keeps pruned ones."
+        },
+    )
     host_experts: bool = field(
         default=False,
         metadata={

@@ -153,6 +153,10 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         from .hf_training import prepare
 
         prepare(model, training.qat)
+    if training.pruning_masks:  # llmcompressor/modifiers/pruning/utils/pytorch/layer_mask.py
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+                module.register_buffer("mask", torch.ones_like(module.weight, dtype=torch.bool), persistent=False)
     if training.objective == "embed":
         without_words(model)
     elif training.word_scores:

@@ -5,6 +5,7 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     elif objective in _LIKE_TRL:
         _full_logits(draft, objective)
     _qat(draft, trainer)
+    _pruned(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
     sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
@@ -345,6 +347,21 @@ def _qat(draft: Draft, trainer: str) -> None:
         )
     keys = ("weight_dtype", "activation_dtype", "group_size", "quantize_embedding")
     draft.put("qat", {"group_size": 32, **{key: given[key] for key in keys if given.get(key) is not None}}, "qat")
+
+
+def _pruned(draft: Draft, trainer: str) -> None:
+    """Weights that LLM Compressor keeps pruned by masks. Raises ConfigError for another of its modifiers."""
+    recipe = draft.mapping("llmcompressor").get("recipe")
+    if not recipe:
+        return
+    named = re.findall(r"\b([A-Za-z]+Modifier)\b", str(recipe))
+    if set(named) != {"ConstantPruningModifier"} or trainer != "hf" or draft.values.get("use_peft"):
+        raise ConfigError(
+            "llmcompressor is simulated with ConstantPruningModifier alone, where all weights train on samples; got "
+            f"{', '.join(dict.fromkeys(named)) or 'no modifier'}"
+        )
+    draft.put("pruning_masks", True, "llmcompressor")
+    draft.fixed.add("use_peft")
 
 
 def _plugins(draft: Draft) -> None:

@@ -488,6 +488,8 @@ def _others(draft: Draft, kind: str) -> None:
     if kind == "grpo":
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
+        if not draft.says("external_plugins") and loss not in swift_tasks.LOSSES:  # swift/loss/mapping.py
+            raise ConfigError(f"loss_type {loss} ends with an error in ms-swift, which has no such loss; omit it")
         raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
     draft.name(keys_of(MS_SWIFT.name).noted)
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",

@@ -14,6 +14,7 @@ from autofit.frontends.draft import Draft, number
 TASKS = ("seq_cls", "embedding", "reranker", "generative_reranker")
 _EMBEDDED_BY = ("infonce", "cosine_similarity", "contrastive", "online_contrastive")
 _RANKED_BY = ("pointwise_reranker", "listwise_reranker")
+LOSSES = ("cross_entropy", *_EMBEDDED_BY, *_RANKED_BY)
 _OF_TEACHER = ("teacher_model", "teacher_model_server", "teacher_deepspeed", "gkd_logits_topk", "sft_alpha", "lmbda",
                "temperature")  # fmt: skip
 

@@ -6,7 +6,8 @@ environment, and swift's own rule for the accumulation, are the truth of the bat
 path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
 images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. A file of the others is
 of a text model unless it is refused for images, video or sound; those that are refused for another reason although
-their model sees or hears are counted as text too, and told apart. Writes recipes.json.
+their model sees or hears are counted as text too, and told apart. Files with which the tool itself ends with an error
+are neither read nor counted, and told apart too. Writes recipes.json.
 """
 
 import argparse
@@ -39,6 +40,7 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "
 TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
 # What a file of each tool has that trains on text: others infer, export, or configure a launcher.
 OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
+ENDS = re.compile(r"ends with an error in|got '<[\w-]+>'")  # a reason for which the tool itself does not train the file
 SEES = "images, video or sound"  # in the reason for which a file of a model that sees or hears is refused
 CHANGES: tuple[Mapping[str, object], ...] = (
     {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
@@ -230,11 +232,13 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
         if kind != "the same":
             print(kind, "batch:", path, truth, ours)
         trips += round_trips(path, foreign)
-    of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason)
+    ending = sum(n for reason, n in reasons.items() if ENDS.search(reason))
+    of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason) - ending
     return {
         "commit": commit_of(checkout), "files": dict(counts),
         "of text models": {"files": of_text, "read": counts["read"], "share": round(counts["read"] / of_text, 3),
-                           "whose model sees or hears all the same": seeing},
+                           "whose model sees or hears all the same": seeing,
+                           "with which the tool itself ends with an error, not counted": ending},
         "effective batch": dict(batches),
         "round trips": dict(trips), "refused": dict(reasons.most_common()),
     }  # fmt: skip

@@ -23,6 +23,7 @@ SAME: dict[str, object] = {
     "answer_tokens": None,
     "sequence_parallel_size": 1,
     "host_experts": False,
+    "pruning_masks": False,
     "expert_parallel_size": 1,
     "engine_share": 0.0,
     "loss_chunk": None,
