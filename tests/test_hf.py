@@ -110,6 +110,7 @@ CASES: dict[str, dict[str, object]] = {
     "adapters behind MLPs": {"bottleneck": 16, "dtype": "bfloat16", "bf16": True},
     "ternary weights": {"qat": {"weight_dtype": "ternary"}, "dtype": "bfloat16"},
     "pruning masks": {"pruning_masks": True, "dtype": "bfloat16"},
+    "LoReFT": {"reft_rank": 4, "dtype": "bfloat16", "bf16": True},
     "last layer": {"trainable_layers": 1},
 }
 

@@ -61,7 +61,7 @@ class HfTrainer(SamplesTrainer):
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
-                "added_layers", "peft_adapter", "bottleneck", "temperature", "negatives", "word_scores",
+                "added_layers", "peft_adapter", "bottleneck", "reft_rank", "temperature", "negatives", "word_scores",
                 "mask_token")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
@@ -78,8 +78,9 @@ class HfTrainer(SamplesTrainer):
             raise ConfigError("host_experts are frozen but for adapters beside them; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:
             raise ConfigError("qat trains whole models; omit use_peft or qat")
-        if training.bottleneck is not None and config.model.use_peft:
-            raise ConfigError("bottleneck adapters are trained alone; omit use_peft or bottleneck")
+        for key in ("bottleneck", "reft_rank"):
+            if getattr(training, key) is not None and config.model.use_peft:
+                raise ConfigError(f"what {key} adds is trained alone; omit use_peft or {key}")
         if training.added_layers is not None and config.model.use_peft:
             raise ConfigError("added_layers are trained alone; omit use_peft or added_layers")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
@@ -97,7 +98,7 @@ class HfTrainer(SamplesTrainer):
         facts = super().inspect(values, inspection)
         other = any(
             facts.resolved[key] is not None
-            for key in ("trainable_layers", "added_layers", "peft_adapter", "qat", "bottleneck")
+            for key in ("trainable_layers", "added_layers", "peft_adapter", "qat", "bottleneck", "reft_rank")
         )
         apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
         apart = apart or facts.resolved["expert_parallel_size"] != 1

@@ -128,6 +128,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "alone (ms-swift's tuner_type adapter)."
         },
     )
+    reft_rank: int | None = field(
+        default=None,
+        metadata={"help": "The rank of LoReFT, which changes the output of every layer and is trained alone."},
+    )
     engine_share: float = field(
         default=0.0, metadata={"help": "The part of the card that a rollout engine beside holds. It is simulated only."}
     )
@@ -208,8 +212,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
         if self.qat is not None and not isinstance(self.qat, dict):
             wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
-        if self.bottleneck is not None and (self.added_layers is not None or self.trainable_layers is not None):
-            wrong.append("bottleneck adapters are trained alone; omit bottleneck, or added_layers and trainable_layers")
+        alone = [key for key in ("bottleneck", "reft_rank", "added_layers", "trainable_layers")
+                 if getattr(self, key) is not None]  # fmt: skip
+        if len(alone) > 1 and {"bottleneck", "reft_rank"} & set(alone):
+            wrong.append(f"{alone[0]} is trained alone; omit it or {', '.join(alone[1:])}")
         if not 0 <= self.engine_share < 1:
             wrong.append(f"engine_share must be from 0 to below 1; got {self.engine_share}")
         if self.added_layers is not None and self.trainable_layers is not None:

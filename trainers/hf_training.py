@@ -171,8 +171,11 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
-    elif training.bottleneck is not None:
-        add_bottlenecks(model, training.bottleneck)
+    elif training.bottleneck is not None or training.reft_rank is not None:
+        if training.bottleneck is not None:
+            add_bottlenecks(model, training.bottleneck)
+        else:
+            add_reft(model, training.reft_rank)
         if training.gradient_checkpointing:
             model.enable_input_require_grads()
     elif training.trainable_layers is not None or training.added_layers is not None:
@@ -245,6 +248,48 @@ def _layers(model: Any) -> tuple[str, list[Any]]:
     lists = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
     name, found = next(lists)
     return name, list(found)
+
+
+class _Rotation(torch.nn.Module):
+    """pyreft's LowRankRotateLayer."""
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden, rank))
+        torch.nn.init.orthogonal_(self.weight)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(states.to(self.weight.dtype), self.weight)
+
+
+class _Reft(torch.nn.Module):
+    """What LoReFT adds to the output of a layer (pyreft's LoreftIntervention), of all tokens."""
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.rotate_layer = torch.nn.utils.parametrizations.orthogonal(_Rotation(hidden, rank))
+        self.learned_source = torch.nn.Linear(hidden, rank).to(torch.bfloat16)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        rotated = self.rotate_layer(states)
+        learned = self.learned_source(states.to(self.learned_source.weight.dtype))
+        turned: Any = self.rotate_layer.weight  # made anew by the parametrization each time
+        found = states + torch.matmul((learned - rotated).to(rotated.dtype), turned.T)
+        return found.to(states.dtype)
+
+
+def add_reft(model: Any, rank: int) -> None:
+    """Freeze `model` and let LoReFT change each layer's output, a copy of which it reads (pyvene's hooks)."""
+    model.requires_grad_(False)
+
+    def change(layer: Any, _: Any, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        states[:] = layer.reft(states.clone())[:]
+        return output
+
+    for layer in _layers(model)[1]:
+        layer.reft = _Reft(model.config.get_text_config().hidden_size, rank).to(next(layer.parameters()).device)
+        layer.register_forward_hook(change)
 
 
 class _Bottleneck(torch.nn.Module):

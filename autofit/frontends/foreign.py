@@ -109,6 +109,8 @@ def _weights(foreign: Foreign) -> str:
     if values.get("bottleneck"):
         width = values["bottleneck"]
         return f"adapters of width {width} behind each MLP in float32, on a frozen model held in {dtype}{autocast}"
+    if values.get("reft_rank"):
+        return f"LoReFT of rank {values['reft_rank']} at each layer, on a frozen model held in {dtype}{autocast}"
     if values.get("added_layers"):
         return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
     if values.get("trainable_layers"):

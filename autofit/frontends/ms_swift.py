@@ -310,11 +310,12 @@ def _tuner(draft: Draft) -> None:
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
     quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
-    if quantised and kind in ("full", "llamapro", "adapter"):
+    if quantised and kind in ("full", "llamapro", "adapter", "reft"):
         raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
-    if kind not in ("lora", "full", "llamapro", "adapter", "longlora", *_ADAPTERS):
+    if kind not in ("lora", "full", "llamapro", "adapter", "longlora", "reft", *_ADAPTERS):
         raise ConfigError(
-            f"tuner_type {kind} is not simulated; full, lora, longlora, llamapro, adapter, {', '.join(_ADAPTERS)} are"
+            f"tuner_type {kind} is not simulated; full, lora, longlora, llamapro, adapter, reft, "
+            f"{', '.join(_ADAPTERS)} are"
         )
     if kind == "longlora":
         draft.note(
@@ -345,11 +346,11 @@ def _tuner(draft: Draft) -> None:
             draft.put("bnb_4bit_quant_storage", storage)
     if kind == "llamapro":
         _llamapro(draft)
-    elif kind == "adapter":
-        _bottlenecks(draft)
+    elif kind in ("adapter", "reft"):
+        _beside_layers(draft, kind)
     elif layers := draft.whole("lisa_activated_layers", least=0):
         _lisa(draft, layers)
-    if kind in ("full", "llamapro", "adapter"):
+    if kind in ("full", "llamapro", "adapter", "reft"):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
         return
@@ -385,12 +386,18 @@ def _lisa(draft: Draft, layers: int) -> None:
     draft.note(f"LISA trains {layers} changing layers; the last {layers} and their optimizer's state are simulated")
 
 
-def _bottlenecks(draft: Draft) -> None:
-    """swift/tuners/adapter.py, behind the MLP of every layer."""
+def _beside_layers(draft: Draft, kind: str) -> None:
+    """swift/tuners/adapter.py, behind the MLP of every layer, or swift/tuners/reft.py, behind every layer."""
     if "objective" not in draft.values:
-        raise ConfigError("tuner_type adapter with rlhf_type grpo is not simulated; lora is")
-    draft.put("bottleneck", draft.whole("adapter_length", 128), "adapter_length")
+        raise ConfigError(f"tuner_type {kind} with rlhf_type grpo is not simulated; lora is")
     draft.fixed.add("use_peft")
+    if kind == "adapter":
+        draft.put("bottleneck", draft.whole("adapter_length", 128), "adapter_length")
+        return
+    intervention = draft.text("reft_intervention_type", "LoreftIntervention")
+    if intervention != "LoreftIntervention" or draft.says("reft_layers"):
+        raise ConfigError("tuner_type reft is simulated with LoreftIntervention at all layers")
+    draft.put("reft_rank", draft.whole("reft_rank", 4))
 
 
 def _llamapro(draft: Draft) -> None:

@@ -24,6 +24,9 @@ def shared_sequence(draft: Draft, kind: str, ranks: int | None, environment: Map
     size = draft.whole("sequence_parallel_size") or 1
     if size == 1:
         return
+    if kind in ("grpo", "dpo"):
+        _whole_samples(draft, kind, size, ranks)
+        return
     if kind not in ("sft", "pt", "embedding"):
         raise ConfigError(
             f"sequence_parallel_size with {'task_type' if kind in TASKS else 'rlhf_type'} {kind} is not simulated"
@@ -35,6 +38,24 @@ def shared_sequence(draft: Draft, kind: str, ranks: int | None, environment: Map
         draft.put("loss_chunk", chunk, "sequence_parallel_size")
     draft.note(
         "linear attention, of models that have it, is simulated on a rank's tokens, without the exchange of its heads"
+    )
+
+
+def _whole_samples(draft: Draft, kind: str, size: int, ranks: int | None) -> None:
+    """A rank's parts of a micro-batch as some of its samples, which have as many tokens, logits and heads."""
+    micro = draft.values["per_device_train_batch_size"]
+    assert isinstance(micro, int)
+    if micro % size or (ranks or size) % size:
+        raise ConfigError(
+            f"sequence_parallel_size {size} with rlhf_type {kind} is simulated where it divides the ranks and "
+            f"per_device_train_batch_size {micro}"
+        )
+    draft.put("per_device_train_batch_size", micro // size)
+    draft.fixed.add("per_device_train_batch_size")
+    draft.note(
+        f"sequence_parallel_size: a rank computes 1/{size} of the tokens of {micro} samples, which is simulated as "
+        f"{micro // size} whole samples; the exchange of heads, and its seconds, is not: a lower bound, by copies of "
+        "one layer's queries, keys and values"
     )
 
 
