@@ -114,6 +114,7 @@ def lengthened(draft: Draft, length: int) -> int:
 def _with_answers(draft: Draft, length: int, share: float) -> int:
     own = draft.whole("response_length") or draft.whole("max_new_tokens") or draft.whole("max_completion_length", 512)
     assert own is not None
+    draft.fixed.add("max_length")
     draft.put("answer_tokens", own if share >= 1 else max(own, length), "lmbda")
     return length + own
 
