@@ -251,6 +251,15 @@ def test_ranks_that_share_samples_are_read_and_count_once_in_the_batch(tmp_path:
     assert (ring.ranks, ring.values["sequence_parallel_size"], ring.values["sequence_parallel"]) == (8, 4, "gathered")
 
 
+def test_fsdp2_of_ms_swift_checkpoints_by_itself_in_place_of_the_trainer(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": "fsdp2"})
+    assert found.values["gradient_checkpointing"] is False
+    config = found.launch["fsdp_config"]
+    assert isinstance(config, dict)
+    assert config["fsdp_activation_checkpointing"] is True
+    assert not can_say(found, "gradient_checkpointing", True)
+
+
 def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -> None:
     kt = of_yaml(tmp_path, {**LLAMA, "use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}})
     assert kt.values["host_experts"] is True

@@ -214,6 +214,10 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         swift_tasks.task(draft, kind, environment)
     length = _length(draft, kind)
     _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
+    sharded = launch.get("fsdp_config")
+    if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
+        draft.put("gradient_checkpointing", False, "fsdp")
+        draft.fixed.add("gradient_checkpointing")
     _others(draft, kind)
     take(draft)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
