@@ -19,7 +19,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_experts, hf_losses, hf_training
+from autofit.trainers import hf_experts, hf_losses, hf_parts, hf_training
 from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -290,16 +290,16 @@ def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: P
 
 def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_them() -> None:
     model = build_model(Model(kind="sft"), num_hidden_layers=6)
-    hf_training._freeze_all_but(model, 3, spread=True)
+    hf_parts.freeze_all_but(model, 3, spread=True)
     trained = {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
-        hf_training._freeze_all_but(model, 4, spread=True)
+        hf_parts.freeze_all_but(model, 4, spread=True)
 
 
 def test_lisa_freezes_layers_alone_and_trains_embeddings_and_head() -> None:
     model = build_model(Model(kind="sft"), num_hidden_layers=4)
-    hf_training._freeze_all_but(model, 1, spread=False, with_rest=True)
+    hf_parts.freeze_all_but(model, 1, spread=False, with_rest=True)
     frozen = {name.split(".")[2] for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"0", "1", "2"}
     assert model.get_input_embeddings().weight.requires_grad
@@ -551,20 +551,20 @@ def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_
     model = build_model(Model(kind="sft"), num_hidden_layers=4)
     ids = torch.tensor([[5, 6, 7]])
     before = model(input_ids=ids).logits
-    hf_training.add_layers(model, 2)
+    hf_parts.add_layers(model, 2)
     assert {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad} == {2, 5}
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(6))
     assert torch.equal(model(input_ids=ids).logits, before)
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of added_layers 4"):
-        hf_training.add_layers(model, 4)
+        hf_parts.add_layers(model, 4)
 
 
 def test_another_adapter_has_the_modules_that_lora_would_have() -> None:
     lora = LoraConfig(target_modules="all-linear", lora_alpha=9, task_type="CAUSAL_LM")
-    found = hf_training.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
+    found = hf_parts.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
     assert (type(found).__name__, found.target_modules, found.init_r, found.lora_alpha) == (
         "AdaLoraConfig", "all-linear", 6, 9,
     )  # fmt: skip
     for wrong, message in (({"peft_type": "LORE"}, "must be a type"), ({"peft_type": "OFT", "rnk": 1}, "rnk")):
         with pytest.raises(ConfigError, match=message):
-            hf_training.other_adapter(lora, wrong, total_steps=7)
+            hf_parts.other_adapter(lora, wrong, total_steps=7)
