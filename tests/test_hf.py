@@ -518,6 +518,7 @@ def mixture(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> None:
     model, held = mixture(tmp_path / "model"), {}
     experts = 2 * 16 * 3 * 64 * 256 * 2  # bytes
@@ -532,6 +533,7 @@ def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> No
         hf_experts.to_host(build_model(Model(kind="sft")))
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_experts_and_each_must_have_as_many_as_a_token_takes(tmp_path: Path) -> None:
     model, held = mixture(tmp_path / "model"), {}
     for ranks in (1, 4):

@@ -220,7 +220,7 @@ def test_a_student_is_read_with_its_teacher_and_with_the_logits_of_its_own_answe
     assert [whole.get(key) for key in ("objective", "teacher_model_name_or_path", "max_length", "answer_tokens")] == [
         "gkd", "t", 64, None
     ]  # fmt: skip
-    assert [whole[key] for key in ("beta", "temperature", "nll_weight", "lora_dropout")] == [0.1, 0.9, 0.1, 0.0]
+    assert [whole[key] for key in ("beta", "temperature", "nll_weight", "lora_dropout")] == [0.5, 0.9, 0.1, 0.0]
     own = {**gkd, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}
     asleep = of_yaml(tmp_path, {**own, "teacher_model": "m", "lmbda": 1, "sleep_level": 1})
     assert "teacher_model_name_or_path" not in asleep.values  # arguments/rlhf_args.py: the model without its adapter

@@ -68,7 +68,7 @@ def ignore_teacher(draft: Draft, kind: str) -> None:
 
 def teacher(draft: Draft, zero: Mapping[str, Mapping[str, object]], folder: Path, launch: Mapping[str, object]) -> None:
     """GKD: a student and its teacher. Raises ConfigError."""
-    beta = draft.number("beta", 0.1)
+    beta = draft.number("beta", 0.5)
     draft.put("beta", beta)
     draft.put("temperature", draft.number("temperature", 0.9))
     draft.put("nll_weight", draft.number("sft_alpha"), "sft_alpha")
